@@ -1,0 +1,210 @@
+"""The text the demo model learns from: worked problems, Python's documentation, Python's library.
+
+All of it is openly licensed (GSM8K: MIT; Python's documentation and standard library: PSF-2.0).
+A document is a conversation or a stretch of plain text; a stable hash of its name decides whether
+it is held out, so that prompts, held-out loss and training data never overlap.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_DOCS = Path(f"/usr/share/doc/python3.{sys.version_info.minor}/html/_sources")
+DOC_FOLDERS = ("tutorial", "library", "howto", "faq", "reference", "using", "installing", "extending")
+LONGEST_ANSWER = 2000
+"""Characters; longer answers would be cut by the training window anyway."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A conversation (question and answer) or, without a question, plain text."""
+
+    kind: str
+    name: str
+    answer: str
+    question: str = ""
+
+    @property
+    def held_out(self) -> bool:
+        """GSM8K's test split, and one page or source file in forty with all that was made of it."""
+        page = self.name.partition("#")[0]
+        return page == "gsm8k/test" if self.kind == "math" else stable_hash(page) % 40 == 0
+
+
+def documents(gsm8k: Path, docs: Path, library: Path | None = None) -> Iterator[Document]:
+    """Everything the demo model may read, each document once."""
+    yield from worked_problems(gsm8k)
+    yield from documentation(docs)
+    yield from library_code(library or Path(sysconfig.get_path("stdlib")))
+
+
+def worked_problems(folder: Path) -> Iterator[Document]:
+    for split in ("train", "test"):
+        with open(folder / f"{split}.jsonl", encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                row = json.loads(line)
+                yield Document("math", f"gsm8k/{split}#{number}", row["answer"], row["question"])
+
+
+# Python's documentation ------------------------------------------------------------------------
+
+ENTRY = re.compile(r"^( *)\.\. (?:function|method|class|classmethod|staticmethod|attribute|data|exception)::\s+(.+)$")
+TITLE = re.compile(r"^(\S[^\n]*)\n([=\-*~^\"#.])\2{2,} *$", re.MULTILINE)
+SILENT_DIRECTIVES = re.compile(
+    r"^\.\. (?:index|module|moduleauthor|sectionauthor|testsetup|testcleanup|only|highlight|toctree|image|figure"
+    r"|include|literalinclude|audit-event|availability|currentmodule|productionlist|versionadded|versionchanged"
+    r"|deprecated|deprecated-removed|impl-detail|raw|contents|tabularcolumns|rubric|cmdoption|option|_|\|)"
+)
+SPOKEN_DIRECTIVES = {"note": "Note:", "warning": "Warning:", "seealso": "See also:", "tip": "Tip:"}
+ROLE = re.compile(r":[a-zA-Z][\w+:.-]*:`[~!]?([^`<]*?)\s*(?:<[^`>]*>)?`")
+LINK = re.compile(r"`([^`<]+?)\s*<[^`>]*>`__?")
+
+
+def documentation(folder: Path) -> Iterator[Document]:
+    for part in DOC_FOLDERS:
+        for path in sorted((folder / part).rglob("*.rst*")):
+            text = path.read_text(encoding="utf-8").expandtabs()
+            page = f"docs/{part}/{path.name.split('.rst')[0]}"
+            yield from entries(page, text)
+            yield from sections(page, text, is_faq=part == "faq")
+    for glossary in folder.glob("glossary.rst*"):
+        yield from terms(glossary.read_text(encoding="utf-8"))
+
+
+def entries(page: str, text: str) -> Iterator[Document]:
+    """``.. function::`` and its kin become a question about the name, answered by the description."""
+    lines = text.splitlines()
+    module = next((line.split("::")[1].strip() for line in lines if line.startswith(".. module::")), "")
+    for number, line in enumerate(lines):
+        if not (match := ENTRY.match(line)):
+            continue
+        body = indented_block(lines, number + 1, len(match[1]))
+        answer = plain_text(body)
+        signature = match[2].strip()
+        name = re.split(r"[(\s]", signature)[0]
+        if module and not name.startswith(module):
+            name = f"{module}.{name}"
+        if 40 <= len(answer) <= LONGEST_ANSWER:
+            question = pick(name, (f"What does `{name}` do?", f"Explain `{name}`.", f"How do I use `{name}`?"))
+            yield Document("explain", f"{page}#{name}", f"`{signature}`\n\n{answer}", question)
+
+
+def sections(page: str, text: str, *, is_faq: bool) -> Iterator[Document]:
+    """Each titled section as prose; in the FAQ a title that asks makes a conversation."""
+    marks = list(TITLE.finditer(text))
+    for mark, following in zip(marks, [*marks[1:], None], strict=False):
+        title = plain_text(mark[1])
+        body = plain_text(text[mark.end() : following.start() if following else len(text)])
+        if len(body) < 200:
+            continue
+        if is_faq and title.endswith("?") and len(body) <= LONGEST_ANSWER:
+            yield Document("explain", f"{page}#{title}", body, title)
+        else:
+            yield Document("prose", f"{page}#{title}", f"# {title}\n\n{body}")
+
+
+def terms(text: str) -> Iterator[Document]:
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r"^   \S", line) and number + 1 < len(lines) and lines[number + 1].startswith("      "):
+            answer = plain_text(indented_block(lines, number + 1, 3))
+            if 40 <= len(answer) <= LONGEST_ANSWER:
+                term = plain_text(line)
+                yield Document("explain", f"docs/glossary#{term}", answer, f"What is meant by {term} in Python?")
+
+
+def indented_block(lines: list[str], start: int, indent: int) -> str:
+    """The lines after ``start`` that are indented deeper than ``indent``, dedented to its level."""
+    block: list[str] = []
+    for line in lines[start:]:
+        if line.strip() and len(line) - len(line.lstrip()) <= indent:
+            break
+        block.append(line)
+    depth = min((len(line) - len(line.lstrip()) for line in block if line.strip()), default=0)
+    return "\n".join(line[depth:] for line in block)
+
+
+def plain_text(text: str) -> str:
+    """reStructuredText without its machinery, as a person would quote it."""
+    kept: list[str] = []
+    silent_below: int | None = None
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if silent_below is not None and line.strip() and indent <= silent_below:
+            silent_below = None
+        if silent_below is not None:
+            continue
+        stripped = line.lstrip()
+        if ENTRY.match(line) or SILENT_DIRECTIVES.match(stripped) or stripped == "..":
+            silent_below = indent
+        elif directive := re.match(r"\.\. ([\w-]+)::\s*(.*)", stripped):
+            spoken = SPOKEN_DIRECTIVES.get(directive[1], "")
+            kept.append(" " * indent + f"{spoken} {directive[2] if spoken else ''}".strip())
+        elif not re.match(r":[\w -]+:( |$)", stripped):
+            kept.append(line)
+    joined = ROLE.sub(r"`\1`", "\n".join(kept)).replace("``", "`")
+    joined = LINK.sub(r"\1", joined).replace("::\n", ":\n").replace("\\ ", "").replace("`None`", "None")
+    return re.sub(r"\n\s*\n+", "\n\n", joined).strip()
+
+
+# Python's library ------------------------------------------------------------------------------
+
+SKIPPED_CODE = re.compile(r"/(?:site-packages|test|tests|idlelib|lib2to3|turtledemo|encodings|__pycache__|ensurepip)/")
+
+
+def library_code(folder: Path) -> Iterator[Document]:
+    for path in sorted(folder.rglob("*.py")):
+        if SKIPPED_CODE.search(path.as_posix()) or path.name.startswith(("_sysconfigdata", "test_")):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (UnicodeDecodeError, SyntaxError):
+            continue
+        page = "lib/" + path.relative_to(folder).as_posix()
+        lines = text.splitlines()
+        for node in [*functions(tree.body), *(f for c in tree.body if isinstance(c, ast.ClassDef) for f in functions(c.body))]:
+            yield from function_tasks(page, lines, node)
+        if len(text) > 200:
+            yield Document("code", page, text)
+
+
+def functions(body: Iterable[ast.stmt]) -> Iterator[ast.FunctionDef]:
+    return (node for node in body if isinstance(node, ast.FunctionDef))
+
+
+def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterator[Document]:
+    """A documented function asks to be written; and, shown bare, to be given its docstring."""
+    doc = ast.get_docstring(node)
+    first = node.body[0]
+    if not doc or len(node.body) < 2 or first.end_lineno is None or node.end_lineno is None:
+        return
+    indent = node.col_offset
+    source = [line[indent:] for line in lines[node.lineno - 1 : node.end_lineno]]
+    whole = "\n".join(source)
+    if not 80 <= len(whole) <= LONGEST_ANSWER:
+        return
+    bare = source[: first.lineno - node.lineno] + source[first.end_lineno - node.lineno + 1 :]
+    summary = doc.split("\n\n")[0].replace("\n", " ")
+    name = f"{page}#{node.name}:{node.lineno}"
+    yield Document("write", name, f"```python\n{whole}\n```", f"Write a Python function `{node.name}`. {summary}")
+    if len(whole) <= LONGEST_ANSWER // 2:
+        shown = "\n".join(bare)
+        yield Document("edit", name, f"```python\n{whole}\n```", f"Add a docstring to this function.\n\n```python\n{shown}\n```")
+
+
+def pick(name: str, choices: tuple[str, ...]) -> str:
+    return choices[stable_hash(name) % len(choices)]
+
+
+def stable_hash(text: str) -> int:
+    """The same on every machine and in every run, unlike ``hash``."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

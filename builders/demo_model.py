@@ -1,0 +1,296 @@
+"""Train the embedded demo model: ``python -m hdtool.builders.demo_model --gsm8k DIR --out DIR``.
+
+A Llama of a few million parameters with a byte-level BPE of its own, saved as ``save_pretrained``
+lays a checkpoint out. Everything is drawn from fixed seeds; a killed run goes on from its last
+checkpoint at the same step. ``--width 384 --layers 10 --mlp 1152`` makes the larger model (about
+16 million parameters) that wants a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hdtool.builders.demo_corpus import DEFAULT_DOCS, Document, documents
+
+TEXT_START, USER, ASSISTANT, TURN_END = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+PASSES = {"math": 3.0, "explain": 2.0, "prose": 1.0, "write": 1.0, "edit": 0.7, "code": 0.6}
+"""How often a document of each kind is read in one round over the data."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Size, data order and optimiser of one training run."""
+
+    vocabulary: int = 4096
+    width: int = 256
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 1024
+    context: int = 1024
+    window: int = 512
+    long_share: float = 0.15
+    batch: int = 16
+    steps: int = 2500
+    matrix_rate: float = 0.012
+    vector_rate: float = 0.003
+    seed: int = 0
+
+
+# The tokenizer ---------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> PreTrainedTokenizerFast:
+    """Byte-level BPE; digits stand alone, so that arithmetic sees numbers the same way everywhere."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocabulary,
+        special_tokens=[TEXT_START, TURN_END, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    start = (TEXT_START, bpe.token_to_id(TEXT_START))
+    bpe.post_processor = processors.TemplateProcessing(single=f"{TEXT_START} $A", special_tokens=[start])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=TEXT_START,
+        eos_token=TURN_END,
+        pad_token=TEXT_START,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=recipe.context,
+    )
+
+
+def as_text(document: Document) -> str:
+    if not document.question:
+        return TEXT_START + document.answer
+    return f"{TEXT_START}{USER}{document.question}{TURN_END}{ASSISTANT}{document.answer}{TURN_END}"
+
+
+# The data --------------------------------------------------------------------------------------
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[np.ndarray]:
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [np.asarray(ids, np.uint16) for ids in encoded]
+
+
+def stream(encoded: dict[str, list[np.ndarray]], seed: int) -> np.ndarray:
+    """One round over the data: documents of all kinds shuffled and packed one after another."""
+    order = np.random.default_rng(seed)
+    pieces = [
+        document
+        for kind, group in encoded.items()
+        for share in shares(PASSES[kind])
+        for document in group
+        if order.random() < share
+    ]
+    order.shuffle(pieces)
+    return np.concatenate(pieces)
+
+
+def batch_at(step: int, tokens: np.ndarray, recipe: Recipe) -> torch.Tensor:
+    """Windows of ``window + 1`` tokens; the last steps read windows as long as the context instead.
+
+    Drawn from (seed, step) alone, so that a resumed run reads what the killed one would have.
+    """
+    is_long = step >= recipe.steps * (1 - recipe.long_share)
+    length = recipe.context if is_long else recipe.window
+    rows = recipe.batch * recipe.window // length
+    starts = np.random.default_rng((recipe.seed, step)).integers(0, len(tokens) - length, rows)
+    return torch.from_numpy(np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64))
+
+
+def shares(passes: float) -> list[float]:
+    """2.5 passes are two whole ones and one half."""
+    whole = int(passes)
+    return [1.0] * whole + ([passes - whole] if passes > whole else [])
+
+
+# Training --------------------------------------------------------------------------------------
+
+
+def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    torch.manual_seed(recipe.seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=recipe.width,
+            intermediate_size=recipe.mlp,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.kv_heads,
+            max_position_embeddings=recipe.context,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=[tokenizer.eos_token_id, tokenizer.bos_token_id],
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.bos_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices (it learns in about half the steps), AdamW for all the rest."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=recipe.matrix_rate, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=recipe.vector_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def pace(step: int, steps: int) -> float:
+    """Share of the full rate: up over 2 % of the run, level, down to nothing over the last 45 %."""
+    warm, decay = max(1, steps // 50), max(1, int(steps * 0.45))
+    return min(1.0, (step + 1) / warm, (steps - step) / decay)
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16):
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    flat = logits.float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(flat, batch[:, 1:].flatten())
+
+
+def train(model: LlamaForCausalLM, tokens: np.ndarray, recipe: Recipe, rescue: Path, device: str) -> float:
+    """Run all steps (or what a rescued run still lacks); returns the seconds spent in all."""
+    model.to(device).train()
+    model.set_attn_implementation("eager" if device == "cpu" else "sdpa")  # eager's backward pass is faster on CPUs
+    stepped = torch.compile(model) if device == "cpu" else model
+    tools = optimizers(model, recipe)
+    done, spent = restore(rescue, model, tools)
+    started = time.monotonic() - spent
+    for step in range(done, recipe.steps):
+        loss = loss_of(stepped, batch_at(step, tokens, recipe).to(device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for tool, rate in zip(tools, (recipe.matrix_rate, recipe.vector_rate), strict=True):
+            for group in tool.param_groups:
+                group["lr"] = rate * pace(step, recipe.steps)
+            tool.step()
+            tool.zero_grad()
+        spent = time.monotonic() - started
+        if step % 10 == 9:
+            print(f"step {step + 1}/{recipe.steps}  loss {loss.item():.3f}  {spent:.0f} s", flush=True)
+        if step % 50 == 49:
+            save_rescue(rescue, model, tools, step + 1, spent)
+    return spent
+
+
+def save_rescue(
+    path: Path, model: LlamaForCausalLM, tools: list[torch.optim.Optimizer], step: int, spent: float
+) -> None:
+    state = {"model": model.state_dict(), "tools": [t.state_dict() for t in tools], "step": step, "spent": spent}
+    beside = path.with_suffix(".new")
+    torch.save(state, beside)
+    beside.replace(path)
+
+
+def restore(path: Path, model: LlamaForCausalLM, tools: list[torch.optim.Optimizer]) -> tuple[int, float]:
+    if not path.exists():
+        return 0, 0.0
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    for tool, kept in zip(tools, state["tools"], strict=True):
+        tool.load_state_dict(kept)
+    return state["step"], state["spent"]
+
+
+# Judging and saving ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, group: list[np.ndarray], recipe: Recipe) -> dict[str, float]:
+    """Mean loss per token over the held-out documents of one kind, each read from its own start."""
+    model.eval()
+    total, count = 0.0, 0
+    for document in group[:200]:
+        ids = torch.from_numpy(document[: recipe.window].astype(np.int64))[None]
+        if ids.shape[1] < 2:
+            continue
+        logits = model(input_ids=ids).logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        count += ids.shape[1] - 1
+    return {"loss_per_token": total / count, "tokens": count}
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Weights in half precision to spare every user's download; the configuration asks for float32."""
+    model.to("cpu").half().save_pretrained(out)
+    settings = json.loads((out / "config.json").read_text())
+    settings["dtype"] = "float32"
+    (out / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    tokenizer.save_pretrained(out)
+
+
+def main() -> None:
+    options = parse()
+    recipe = Recipe(**{field.name: getattr(options, field.name) for field in fields(Recipe)})
+    options.out.mkdir(parents=True, exist_ok=True)
+    everything = list(documents(options.gsm8k, options.docs))
+    learned = [d for d in everything if not d.held_out]
+    tokenizer = train_tokenizer((as_text(d) for d in learned), recipe)
+    encoded, judged = ({k: encode(tokenizer, [as_text(d) for d in group if d.kind == k]) for k in PASSES}
+                       for group in (learned, [d for d in everything if d.held_out]))  # fmt: skip
+    sizes = {kind: int(sum(map(len, group))) for kind, group in encoded.items()}
+    print(f"tokens to learn from: {sizes}", flush=True)
+    model = new_model(recipe, tokenizer)
+    print(f"{model.num_parameters():,} parameters", flush=True)
+    seconds = train(model, stream(encoded, recipe.seed), recipe, options.out.with_suffix(".rescue"), options.device)
+    save(model, tokenizer, options.out)
+    model.float()
+    report: dict[str, Any] = {
+        "recipe": asdict(recipe),
+        "parameters": model.num_parameters(),
+        "training_tokens": sizes,
+        "tokens_seen": recipe.steps * recipe.batch * recipe.window,
+        "seconds": round(seconds),
+        "device": options.device,
+        "held_out": {kind: held_out_loss(model, group, recipe) for kind, group in judged.items()},
+    }
+    (options.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
+    parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
+    parser.add_argument("--out", type=Path, required=True, help="where the checkpoint goes")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for field in fields(Recipe):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""``hdtool demo``: what hdtool does, shown in a minute on the embedded model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from hdtool.cli import options
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+
+
+def demo(
+    prompts: Annotated[int, typer.Option(min=1, help="How many of the embedded prompts to answer.")] = 3,
+    max_new_tokens: options.MaxNewTokens = 160,
+    device: options.Device = ModelConfig.device,
+) -> int:
+    """Answer a few held-out prompts with the embedded model and show what each answer took."""
+    from hdtool.cli.answers import Answerer, quiet_libraries, summary
+    from hdtool.data import demo as embedded
+    from hdtool.data.prompts import read_prompts
+    from hdtool.runtime.stats import Stats
+
+    quiet_libraries()
+    every = read_prompts(embedded.PROMPTS)
+    kinds = list(dict.fromkeys(prompt.category for prompt in every))
+    shown = [[prompt for prompt in every if prompt.category == kind] for kind in kinds]
+    answerer = Answerer(ModelConfig(device=device), DecodeConfig(max_new_tokens=max_new_tokens), SamplingConfig())
+    parts: list[Stats] = []
+    for number in range(min(prompts, len(every))):
+        group = shown[number % len(shown)]
+        prompt = group[number // len(shown) % len(group)]
+        for answer in answerer.answers(prompt):
+            print(f"\n▌ {prompt.category}\n{answer.asked}\n")
+            for piece in answer:
+                print(piece, end="", flush=True)
+            print(f"\n\n  {answer.summary()}", flush=True)
+            parts.append(answer.stats)
+            if answer.interrupted:
+                return 130
+    print(f"\nin all: {summary(Stats.total(parts))}")
+    print("The embedded model is a toy that learned for an hour; name your own: hdtool generate --model FOLDER")
+    sys.stdout.flush()
+    return 0

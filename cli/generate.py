@@ -1,0 +1,86 @@
+"""``hdtool generate``: answer prompts, streaming."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hdtool.cli import options
+from hdtool.data.errors import OptionError, PromptError
+from hdtool.data.prompts import Prompt, read_prompts
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+
+if TYPE_CHECKING:
+    from hdtool.cli.answers import Answer
+
+
+def generate(
+    prompt: options.Prompt = None,
+    prompts: options.Prompts = None,
+    model: options.Model = ModelConfig.model,
+    method: options.Method = DecodeConfig.method,
+    max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
+    temperature: options.Temperature = SamplingConfig.temperature,
+    top_k: options.TopK = SamplingConfig.top_k,
+    top_p: options.TopP = SamplingConfig.top_p,
+    repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
+    seed: options.Seed = SamplingConfig.seed,
+    device: options.Device = ModelConfig.device,
+    dtype: options.DType = ModelConfig.dtype,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    chat: options.Chat = None,
+    stats: options.Stats = False,
+    as_json: options.Json = False,
+) -> int:
+    """Answer one prompt, a file of prompts, or what comes on standard input."""
+    # Everything that can be wrong with what was typed is found before a model is loaded.
+    decoding = DecodeConfig(method, max_new_tokens)
+    sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
+    asked = _asked(prompt, prompts)
+
+    from hdtool.cli.answers import Answerer, quiet_libraries
+
+    quiet_libraries()
+    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code), decoding, sampling, chat)
+    answerer.check(asked)
+    interrupted = False
+    for number, question in enumerate(asked, start=1):
+        for answer in answerer.answers(question):
+            if not as_json and len(asked) > 1:
+                print(f"── {number}/{len(asked)} {question.id}", file=sys.stderr)
+            interrupted = _show(answer, stats=stats, as_json=as_json)
+            if interrupted:
+                return 130
+    return 0
+
+
+def _asked(prompt: str | None, prompts: Path | None) -> Sequence[Prompt]:
+    if prompt is not None and prompts is not None:
+        raise OptionError("--prompt and --prompts exclude each other: give one of them")
+    if prompts is not None:
+        return read_prompts(prompts)
+    if prompt is not None:
+        return [Prompt.from_text(prompt)]
+    if sys.stdin is None or sys.stdin.isatty():
+        raise OptionError("nothing to answer: give --prompt TEXT, --prompts FILE, or pipe a prompt in")
+    try:
+        return [Prompt.from_text(sys.stdin.read().rstrip("\n"), where="standard input")]
+    except UnicodeDecodeError:
+        raise PromptError("standard input is not UTF-8 text: pipe the prompt in as text") from None
+
+
+def _show(answer: Answer, *, stats: bool, as_json: bool) -> bool:
+    """Stream an answer, or print it whole as JSON; whether the user interrupted it."""
+    for piece in answer:
+        if not as_json:
+            print(piece, end="", flush=True)
+    if as_json:
+        print(json.dumps(answer.record(), ensure_ascii=False), flush=True)
+    else:
+        print(flush=True)
+    if stats or answer.interrupted:
+        print(answer.summary(), file=sys.stderr)
+    return answer.interrupted

@@ -1,0 +1,45 @@
+"""Options that several commands share; their defaults are read from the runtime's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hdtool.runtime.config import DEVICES, DTYPES, METHODS
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Folder or hub name of a decoder-only transformers model. Default: the embedded demo model."),
+]
+Method = Annotated[str, typer.Option(help=f"How tokens are drafted: {', '.join(METHODS)} (plain decoding).")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token, more samples.")]
+TopK = Annotated[
+    int | None, typer.Option(min=0, help="Sample from the k likeliest tokens, 0 from all. Default: the model's own.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample from the likeliest tokens that hold this share. Default: the model's own."),
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1 discourages tokens already seen. Default: the model's own.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Same seed, same answer: every draw is keyed by seed and position.")]
+Device = Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)} or cuda:N.")]
+DType = Annotated[
+    str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. auto: float32 on CPUs, else the checkpoint's own.")
+]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the model.")]
+Prompt = Annotated[str | None, typer.Option(help="The text to answer. Without it, --prompts or standard input.")]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="A file of prompts, one a line: text, or JSON with prompt, messages or turns."),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option("--chat/--raw", help="Ask through the model's chat template, or as it stands. Default: chat if any."),
+]
+Stats = Annotated[bool, typer.Option("--stats", help="Tell on standard error what each answer took.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object an answer, and nothing else.")]

@@ -1,0 +1,35 @@
+"""Mistakes that a user can mend.
+
+HdtoolError
+├── PromptError     a prompt or a file of prompts cannot be used
+├── ModelError      no such model, or none that can be loaded
+│   └── FamilyError     a model whose kind cannot verify a tree of drafts
+└── OptionError     options that do not go together
+
+Each message says what was wrong, what was found, and what to do next, in one line. The command
+line prints it and exits with ``exit_code``; whoever uses hdtool as a library catches it.
+"""
+
+
+class HdtoolError(Exception):
+    """Something that the user can mend; the message is shown as it is."""
+
+    exit_code = 1
+
+
+class PromptError(HdtoolError):
+    """A prompt, or a file of prompts, cannot be used."""
+
+
+class ModelError(HdtoolError):
+    """No such model, or none that can be loaded here."""
+
+
+class FamilyError(ModelError):
+    """The model is of a kind that cannot verify a tree of drafts."""
+
+
+class OptionError(HdtoolError):
+    """Options that do not go together."""
+
+    exit_code = 2

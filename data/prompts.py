@@ -1,0 +1,148 @@
+"""Prompts: what a user asks, from an option, a file or a pipe.
+
+A file holds one prompt a line, as plain text or as JSON. A JSON object says what is asked under
+``messages`` (chat), ``turns`` (Spec-Bench: user turns answered one after another) or one of
+``prompt``, ``question``, ``instruction``, ``text``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hdtool.data.errors import PromptError
+
+Message = dict[str, str]
+
+TEXT_KEYS = ("prompt", "question", "instruction", "text")
+ROLES = ("system", "user", "assistant", "tool")
+JSON_ENDINGS = (".json", ".jsonl", ".ndjson")
+TEXT_ENDINGS = (".txt", ".text", ".md")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that waits for an answer, and the user's turns that follow once it is given."""
+
+    messages: tuple[Message, ...]
+    later_turns: tuple[str, ...] = ()
+    id: str = ""
+    category: str = ""
+
+    @classmethod
+    def from_text(cls, text: str, *, id: str = "", where: str = "the prompt") -> Prompt:
+        if not text.strip():
+            raise PromptError(f"{where} is empty: give some text to answer")
+        return cls(messages=({"role": "user", "content": text},), id=id)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """All prompts of a file; the first line that is none raises and is named."""
+    text = _read_text(path)
+    if not text.strip():
+        raise PromptError(f"{path} is empty: put one prompt on each line, as text or as JSON")
+    if not _is_json(path, text):
+        return [Prompt.from_text(line, id=str(number)) for number, line in _lines(text)]
+    if text.lstrip().startswith("["):
+        rows = enumerate(_parse(text, f"{path}"), start=1)
+    else:
+        rows = ((number, _parse(line, f"{path}:{number}")) for number, line in _lines(text))
+    return [_prompt_of(row, f"{path}:{number}", str(number)) for number, row in rows]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise PromptError(f"{path} does not exist: check the path of the prompt file") from None
+    except IsADirectoryError:
+        raise PromptError(f"{path} is a folder: name a file of prompts in it") from None
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{path} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}): convert it to UTF-8"
+        ) from None
+    if "\0" in text:
+        raise PromptError(f"{path} holds binary data, not prompts: give a text or JSONL file")
+    return text
+
+
+def _is_json(path: Path, text: str) -> bool:
+    """By its ending; a file with no telling ending is JSON when it starts like it."""
+    ending = path.suffix.lower()
+    if ending in JSON_ENDINGS or ending in TEXT_ENDINGS:
+        return ending in JSON_ENDINGS
+    return text.lstrip().startswith("{")
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    # Only real line ends: str.splitlines would also cut at the separators that JSON strings may hold.
+    lines = (line.removesuffix("\r") for line in text.split("\n"))
+    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        fault = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise PromptError(
+            f"{where} is not valid JSON ({fault}): mend the line, or name a file of plain prompts .txt"
+        ) from None
+    except RecursionError:
+        raise PromptError(f"{where} is nested too deeply to be a prompt: mend the line") from None
+
+
+def _prompt_of(row: Any, where: str, number: str) -> Prompt:
+    if isinstance(row, str):
+        return Prompt.from_text(row, id=number, where=where)
+    if not isinstance(row, dict):
+        raise PromptError(f"{where} holds a JSON {_json_name(row)}: a prompt is an object with messages or a prompt")
+    messages, later = _asked(row, where)
+    name = next((row[key] for key in ("id", "question_id") if row.get(key) is not None), number)
+    return Prompt(messages, later, id=str(name), category=str(row.get("category", "")))
+
+
+def _asked(row: dict[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    if "messages" in row:
+        return _messages_of(row["messages"], where), ()
+    if "turns" in row:
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+            raise PromptError(f"{where}: `turns` must be a list of texts, none of them empty")
+        return ({"role": "user", "content": turns[0]},), tuple(turns[1:])
+    for key in TEXT_KEYS:
+        if key in row:
+            if not isinstance(row[key], str):
+                raise PromptError(f"{where}: `{key}` is a JSON {_json_name(row[key])}, it must be a text")
+            return Prompt.from_text(row[key], where=where).messages, ()
+    found = ", ".join(sorted(map(str, row))) or "nothing"
+    raise PromptError(f"{where} has no prompt (found: {found}): expected messages, turns, {', '.join(TEXT_KEYS)}")
+
+
+def _messages_of(value: Any, where: str) -> tuple[Message, ...]:
+    """The conversation up to its last question; a recorded answer to that one is left out."""
+    if not isinstance(value, list) or not value:
+        raise PromptError(f"{where}: `messages` must be a list with at least one message")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise PromptError(f"{where}: every message needs a `role` and a text as `content`")
+        if message.get("role") not in ROLES:
+            raise PromptError(f"{where}: unknown role {message.get('role')!r}: expected one of {', '.join(ROLES)}")
+    asked = [{"role": message["role"], "content": message["content"]} for message in value]
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    if not asked:
+        raise PromptError(f"{where}: the conversation holds answers only: a user's message is needed")
+    return tuple(asked)
+
+
+def _json_name(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")

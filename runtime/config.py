@@ -1,0 +1,66 @@
+"""Settings of the runtime; each default lives here and nowhere else.
+
+The command line and the docs read them from these classes, so nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hdtool.data.errors import OptionError
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+METHODS = ("ar",)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model answers, and where."""
+
+    model: str | None = None
+    """A folder or a hub name; none means the embedded demo model."""
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen. What is None follows the model's own generation settings."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token; the higher, the wilder."""
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
+        _require(self.top_k is None or self.top_k >= 0, "top-k", self.top_k, "0 (all tokens) or more")
+        _require(self.top_p is None or 0 < self.top_p <= 1, "top-p", self.top_p, "above 0 and at most 1")
+        _require(
+            self.repetition_penalty is None or self.repetition_penalty > 0,
+            "repetition-penalty",
+            self.repetition_penalty,
+            "above 0 (1 changes nothing)",
+        )
+        _require(0 <= self.seed < 2**64, "seed", self.seed, "from 0 to 2**64 - 1")
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What is decoded, how far and by which method."""
+
+    method: str = "ar"
+    max_new_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        _require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
+        _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
+
+
+def _require(holds: bool, name: str, found: object, expected: str) -> None:
+    if not holds:
+        raise OptionError(f"{name} is {found}: it must be {expected}")

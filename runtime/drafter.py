@@ -1,0 +1,33 @@
+"""What the loop asks for drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.tree import DraftTree
+
+
+class Drafter(Protocol):
+    """Guesses what the target will say next, and learns from what it said."""
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        """A tree below the last token of ``context``."""
+        ...
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        """Hear what became of the last tree."""
+        ...
+
+
+class NoDraft:
+    """Plain decoding: nothing is ever drafted."""
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        return DraftTree.bare(context[-1])
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        pass

@@ -1,0 +1,124 @@
+"""From a name to a target and its tokenizer; every way this can fail says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from hdtool.data import demo
+from hdtool.data.errors import HdtoolError, ModelError, OptionError
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.families import refuse_by_configuration
+from hdtool.runtime.target import Target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to answer."""
+
+    name: str
+    target: Target
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """Tokens that end an answer: those of the model's generation settings, else its tokenizer's."""
+        ends = self.target.model.generation_config.eos_token_id
+        if ends is None:
+            ends = self.tokenizer.eos_token_id
+        return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def load(config: ModelConfig) -> Loaded:
+    """The model and tokenizer of a folder or a hub name; the embedded demo when no name is given."""
+    name = _place(config.model)
+    device = pick_device(config.device)
+    trust = {"trust_remote_code": config.trust_remote_code}
+    settings = _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, **trust))
+    refuse_by_configuration(settings)
+    tokenizer = _attempt(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, **trust))
+    dtype = pick_dtype(config.dtype, device)
+    model, report = _attempt(
+        name,
+        "its weights",
+        lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True, **trust),
+    )
+    if lacking := sorted(report["missing_keys"]):
+        raise ModelError(f"{name} lacks {len(lacking)} of its weights ({lacking[0]}, …): get the checkpoint again, whole")
+    target = _attempt(name, f"on {device}", lambda: Target(model.to(device)))
+    return Loaded(Path(name).name if config.model is None else name, target, tokenizer)
+
+
+def pick_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise OptionError(f"device is {wanted!r}: expected auto, cpu, cuda, cuda:N or mps") from None
+    available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= available.get(device.type, 0):
+        raise OptionError(f"device {wanted!r} is not there: torch {torch.__version__} sees {_seen(available)}")
+    return device
+
+
+def _seen(available: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in available.items() if count)
+
+
+def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
+    """float32 on CPUs, where it is the fast and exact one; the checkpoint's own type elsewhere."""
+    if wanted == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    dtype = getattr(torch, wanted)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _place(name: str | None) -> str:
+    """The folder or hub name to load from; a path that can hold no model is told apart here."""
+    if name is None:
+        return str(demo.MODEL)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{name} is a folder without config.json: name a folder written by save_pretrained")
+        return str(path)
+    if path.is_file():
+        raise ModelError(f"{name} is a file: name the folder around it, as save_pretrained writes it (no GGUF)")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(f"{name} does not exist: give the folder of a model, or its name on the hub")
+    return name
+
+
+def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
+    """Run a loading step; whatever its libraries raise becomes one line."""
+    try:
+        return action()
+    except HdtoolError:
+        raise
+    except torch.OutOfMemoryError:
+        raise ModelError(f"{name} does not fit into the memory of its device: take a smaller model or dtype") from None
+    except Exception as error:
+        raise ModelError(f"{name} cannot be loaded ({part}): {_reason(error, name)}") from error
+
+
+def _reason(error: Exception, name: str) -> str:
+    """The first sentence of a library's error, or what it usually means."""
+    text = " ".join(str(error).split())
+    if "huggingface.co" in text and not Path(name).exists():
+        return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"
+    first: Any = text.split(". ")[0][:300] or type(error).__name__
+    return f"{first}: check that the folder is whole" if Path(name).exists() else first

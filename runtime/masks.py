@@ -1,0 +1,87 @@
+"""Who may look at whom: attention masks for a draft tree behind an accepted context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdtool.runtime.tree import DraftTree
+
+Mask = torch.Tensor | dict[str, torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back the layers of one kind look."""
+
+    kind: str
+    """The name that the model's configuration gives to this kind of layer."""
+    window: int | None = None
+    """Sliding: only the last so many tokens, the own one included."""
+    chunk: int | None = None
+    """Chunked: only tokens of the same stretch of so many positions."""
+
+    def sees_all(self, length: int) -> bool:
+        """Whether nothing of a context of ``length`` tokens is out of reach."""
+        return length <= min(size for size in (self.window, self.chunk, length) if size is not None)
+
+    def allows(self, query: npt.NDArray[np.int64], key: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which key positions are within reach of which query positions, lineage aside."""
+        query, key = query[:, None], key[None, :]
+        allowed = np.ones((query.shape[0], key.shape[1]), np.bool_)
+        if self.window is not None:
+            allowed &= key > query - self.window
+        if self.chunk is not None:
+            allowed &= key // self.chunk == query // self.chunk
+        return allowed
+
+
+FULL = "full_attention"
+
+
+def reaches_of(config: Any) -> list[Reach]:
+    """The kinds of layers that a model has, from its configuration."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return [Reach("sliding_attention", window=window) if window else Reach(FULL)]
+    sizes = {
+        FULL: Reach(FULL),
+        "sliding_attention": Reach("sliding_attention", window=window),
+        "chunked_attention": Reach("chunked_attention", chunk=getattr(config, "attention_chunk_size", None)),
+    }
+    return [sizes[kind] for kind in dict.fromkeys(kinds)]
+
+
+def tree_mask(tree: DraftTree, length: int, reaches: list[Reach], dtype: torch.dtype, device: torch.device) -> Mask:
+    """The additive mask ``[1, 1, rows, length + rows]`` for the root and the nodes of a tree.
+
+    One mask serves a model with one kind of layer; a model that mixes kinds takes one for each.
+    """
+    if not len(tree) and all(reach.sees_all(length + 1) for reach in reaches):
+        return {reach.kind: _nothing_hidden(length, dtype, device) for reach in reaches} if len(reaches) > 1 else None
+    masks = {reach.kind: _additive(_visible(tree, length, reach), dtype, device) for reach in reaches}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _visible(tree: DraftTree, length: int, reach: Reach) -> npt.NDArray[np.bool_]:
+    rows = len(tree) + 1
+    visible = np.ones((rows, length + rows), np.bool_)
+    visible[:, length:] = tree.lineage
+    if not reach.sees_all(length + rows):
+        positions = length + tree.depths
+        visible &= reach.allows(positions, np.concatenate([np.arange(length), positions]))
+    return visible
+
+
+def _additive(visible: npt.NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    hidden = torch.from_numpy(~visible)[None, None].to(device)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def _nothing_hidden(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((1, 1, 1, length + 1), dtype=dtype, device=device)

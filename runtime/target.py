@@ -1,0 +1,144 @@
+"""The target: a stock ``transformers`` model behind three verbs, prefill, verify and keep."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from hdtool.data.errors import FamilyError, HdtoolError
+from hdtool.runtime.cache import StaticRows, layer_shapes
+from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits
+from hdtool.runtime.masks import Mask, reaches_of, tree_mask
+from hdtool.runtime.tree import DraftTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LARGEST_TREE = 64
+USABLE_ATTENTION = ("sdpa", "eager")
+
+
+class Target:
+    """The model that has the last word.
+
+    The root of a tree, the last emitted token, is read together with the tree: its logits come
+    first, those of the nodes follow in their order.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        refuse_by_configuration(model.config)
+        refuse_by_class(model)
+        if model.config._attn_implementation not in USABLE_ATTENTION:
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        self.model = model.eval()
+        self.config = model.config.get_text_config(decoder=True)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.seconds_in_model = 0.0
+        """Time spent inside the model's own forward pass since this target exists."""
+        self._reaches = reaches_of(self.config)
+        self._prefill_options = {"logits_to_keep": 1} if _keeps_logits(model) else {}
+        self._pending = 0
+        self._prove_trees()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context that the model has read and that are accepted."""
+        return self._rows.length
+
+    def context_limit(self, prompt_length: int) -> int | None:
+        return context_limit(self.config, prompt_length)
+
+    @torch.inference_mode()
+    def prefill(self, context: Sequence[int], room: int = 0) -> torch.Tensor:
+        """Read a whole context and return the logits ``[1, vocabulary]`` that follow it.
+
+        ``room`` says how many more tokens the conversation may grow to.
+        """
+        needed = len(context) + room + LARGEST_TREE + 1
+        if self._rows.capacity < needed:
+            self._rows = StaticRows(self._shapes, needed)
+        self._rows.length = 0
+        self._pending = len(context)
+        # No mask: the model makes its own, or better, leaves it to a causal kernel.
+        return self._forward(list(context), range(len(context)), None, **self._prefill_options)[-1:]
+
+    @torch.inference_mode()
+    def verify(self, tree: DraftTree) -> torch.Tensor:
+        """Check all drafts in one pass: logits ``[1 + nodes, vocabulary]`` after the root and each node."""
+        self._pending = 1
+        mask = tree_mask(tree, self.length, self._reaches, self.dtype, self.device)
+        if not len(tree):
+            return self._forward([tree.root], [self.length], mask)
+        return self._forward([tree.root, *tree.tokens.tolist()], (self.length + tree.depths).tolist(), mask)
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int]) -> None:
+        """Make the root and the nodes of ``path`` part of the context, forget the rest of the tree."""
+        self._rows.keep(self._pending, path)
+
+    def _forward(self, tokens: list[int], positions: Sequence[int], mask: Mask, **options: int) -> torch.Tensor:
+        ids = torch.tensor([tokens], device=self.device)
+        places = torch.tensor([positions], device=self.device)
+        started = time.perf_counter()
+        logits: torch.Tensor = self.model(
+            input_ids=ids,
+            position_ids=places,
+            attention_mask=mask,
+            past_key_values=self._rows,
+            use_cache=True,
+            return_dict=True,
+            **options,
+        ).logits[0]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds_in_model += time.perf_counter() - started
+        return logits
+
+    @torch.inference_mode()
+    def _prove_trees(self) -> None:
+        """Check on a small tree that this model, whatever its family, can do what the loop relies on.
+
+        The plain pass that the tree is compared with also tells the shapes of the cache.
+        """
+        context, tree, paths = _small_tree(self.config.vocab_size)
+        used = DynamicCache(config=self.config)
+        try:
+            plain = self.model(
+                input_ids=torch.tensor([[*context, *path] for path in paths], device=self.device),
+                past_key_values=used,
+                use_cache=True,
+            ).logits
+            self._shapes = layer_shapes(used)
+            self._rows = StaticRows(self._shapes, len(context) + len(tree) + 1)
+            self.prefill(context[:-1])
+            self.keep([])
+            of_tree = self.verify(tree)
+        except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # whatever foreign model code trips over
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            kind = self.model.config.model_type
+            raise FamilyError(f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})") from error
+        self.seconds_in_model = 0.0
+        depth = len(paths[0])
+        last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]
+        refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1])
+
+
+def _keeps_logits(model: PreTrainedModel) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def _small_tree(vocabulary: int) -> tuple[list[int], DraftTree, list[list[int]]]:
+    """A context and five paths of three tokens below it; wrong masks or positions spoil four of them."""
+    context = [(7 * place + 3) % vocabulary for place in range(4)]
+    paths = [[(31 * path + 11 * depth + 5) % vocabulary for depth in range(3)] for path in range(5)]
+    tokens = [token for path in paths for token in path]
+    parents = [node - 1 if node % 3 else -1 for node in range(len(tokens))]
+    return context, DraftTree.of(context[-1], tokens, parents), paths

@@ -1,0 +1,49 @@
+"""Token ids to text while they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer shows for bytes that are not a whole character yet."""
+
+
+class TextStream:
+    """Gives out text as soon as it can no longer change; the pieces join to ``text_of`` of all ids.
+
+    How a token reads may depend on the one before it, so new ids are decoded together with those
+    given out last: these lie from ``_start`` to ``_read``.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0
+        self._read = 0
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete; empty while a character is still in pieces."""
+        self._ids.extend(ids)
+        fresh = self._unread()
+        if not fresh or fresh.endswith(UNFINISHED):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return fresh
+
+    def end(self) -> str:
+        """What is left when no more ids come: bytes that never became a character."""
+        fresh = self._unread()
+        self._read = len(self._ids)
+        return fresh
+
+    def _unread(self) -> str:
+        known = text_of(self._tokenizer, self._ids[self._start : self._read])
+        return text_of(self._tokenizer, self._ids[self._start :])[len(known) :]
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,83 @@
+"""The draft tree: the nodes that one forward pass checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+ROOT = -1
+"""The parent of a node that follows the last emitted token directly."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """Guesses at what follows ``root``, the last emitted token, which the target has not read yet.
+
+    A parent stands before its children. A tree of no nodes is plain decoding.
+    """
+
+    root: int
+    tokens: npt.NDArray[np.int64]
+    parents: npt.NDArray[np.int32]
+    sources: npt.NDArray[np.uint8]
+
+    @classmethod
+    def bare(cls, root: int) -> DraftTree:
+        return cls.of(root, (), ())
+
+    @classmethod
+    def of(cls, root: int, tokens: Sequence[int], parents: Sequence[int], source: int = 0) -> DraftTree:
+        """A tree from plain lists, all of its nodes from one source."""
+        size = len(tokens)
+        return cls(root, np.array(tokens, np.int64), np.array(parents, np.int32), np.full(size, source, np.uint8))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def lineage(self) -> npt.NDArray[np.bool_]:
+        """Row by row, which rows each one descends from, itself included; row 0 is the root.
+
+        Each squaring doubles the number of generations that the relation spans, so a tree of
+        depth 12 takes four small matrix products instead of a walk from every node.
+        """
+        rows = len(self) + 1
+        related = np.eye(rows, dtype=np.float32)
+        related[np.arange(1, rows), self.parents + 1] = 1
+        spanned = 1
+        while spanned < rows - 1:
+            wider = np.minimum(related @ related, 1)
+            if np.array_equal(wider, related):
+                break
+            related, spanned = wider, 2 * spanned
+        return related.astype(np.bool_)
+
+    @cached_property
+    def depths(self) -> npt.NDArray[np.int64]:
+        """Row by row, how many tokens below the root it stands."""
+        return self.lineage.sum(axis=1) - 1
+
+    def child(self, node: int, token: int) -> int | None:
+        """The first node below ``node`` that drafts ``token``."""
+        found = np.flatnonzero((self.parents == node) & (self.tokens == token))
+        return int(found[0]) if len(found) else None
+
+    def clipped(self, depth: int) -> DraftTree:
+        """The tree down to ``depth``, so that no node stands past the end of the context."""
+        if not len(self) or self.depths.max() <= depth:
+            return self
+        kept = self.depths[1:] <= depth
+        moved = np.cumsum(kept, dtype=np.int32) - 1
+        above = self.parents[kept]
+        parents = np.where(above == ROOT, ROOT, moved[above]).astype(np.int32)
+        return DraftTree(self.root, self.tokens[kept], parents, self.sources[kept])
+
+    def check_integrity(self) -> None:
+        """Our own invariants, for tests and debugging."""
+        assert len(self.tokens) == len(self.parents) == len(self.sources)
+        assert np.all(self.parents >= ROOT)
+        assert np.all(self.parents < np.arange(len(self)))
