@@ -171,7 +171,10 @@ def library_code(folder: Path) -> Iterator[Document]:
             continue
         page = "lib/" + path.relative_to(folder).as_posix()
         lines = text.splitlines()
-        for node in [*functions(tree.body), *(f for c in tree.body if isinstance(c, ast.ClassDef) for f in functions(c.body))]:
+        for node in [
+            *functions(tree.body),
+            *(f for c in tree.body if isinstance(c, ast.ClassDef) for f in functions(c.body)),
+        ]:
             yield from function_tasks(page, lines, node)
         if len(text) > 200:
             yield Document("code", page, text)
@@ -198,7 +201,9 @@ def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterat
     yield Document("write", name, f"```python\n{whole}\n```", f"Write a Python function `{node.name}`. {summary}")
     if len(whole) <= LONGEST_ANSWER // 2:
         shown = "\n".join(bare)
-        yield Document("edit", name, f"```python\n{whole}\n```", f"Add a docstring to this function.\n\n```python\n{shown}\n```")
+        yield Document(
+            "edit", name, f"```python\n{whole}\n```", f"Add a docstring to this function.\n\n```python\n{shown}\n```"
+        )
 
 
 def pick(name: str, choices: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def pace(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warm, (steps - step) / decay)
 
 
-def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def loss_of(model: Callable[..., Any], batch: torch.Tensor) -> torch.Tensor:
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     flat = logits.float().flatten(0, 1)
@@ -183,7 +183,8 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def train(model: LlamaForCausalLM, tokens: np.ndarray, recipe: Recipe, rescue: Path, device: str) -> float:
     """Run all steps (or what a rescued run still lacks); returns the seconds spent in all."""
-    model.to(device).train()
+    model.train()
+    torch.nn.Module.to(model, device)
     model.set_attn_implementation("eager" if device == "cpu" else "sdpa")  # eager's backward pass is faster on CPUs
     stepped = torch.compile(model) if device == "cpu" else model
     tools = optimizers(model, recipe)
@@ -245,7 +246,8 @@ def held_out_loss(model: LlamaForCausalLM, group: list[np.ndarray], recipe: Reci
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Weights in half precision to spare every user's download; the configuration asks for float32."""
-    model.to("cpu").half().save_pretrained(out)
+    torch.nn.Module.to(model, "cpu", torch.float16)
+    model.save_pretrained(out)
     settings = json.loads((out / "config.json").read_text())
     settings["dtype"] = "float32"
     (out / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

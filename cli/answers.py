@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,14 +31,22 @@ class Answer:
 
     def __iter__(self) -> Iterator[str]:
         text = TextStream(self._tokenizer)
+        for step in self._steps:
+            self.output_ids += step.tokens
+            self.stats.add(step)
+            yield text.add(step.tokens)
+        yield text.end()
+
+    def run(self, *, show: bool = True) -> None:
+        """Make the answer, shown while it comes; Ctrl-C ends it and keeps what there is."""
         try:
-            for step in self._steps:
-                self.output_ids += step.tokens
-                self.stats.add(step)
-                yield text.add(step.tokens)
+            for piece in self:
+                if show:
+                    print(piece, end="", flush=True)
         except KeyboardInterrupt:
             self.stats.finish = Finish.INTERRUPT
-        yield text.end()
+        if show:
+            print(flush=True)
 
     @property
     def interrupted(self) -> bool:
@@ -69,21 +78,21 @@ class Answer:
             "sources": {},
         }
 
-    def summary(self) -> str:
-        """The answer's figures in a line."""
-        return summary(self.stats)
+
+ENDINGS = {
+    Finish.LENGTH: "; stopped at the length asked for",
+    Finish.CONTEXT: "; stopped where the model's context is full",
+    Finish.INTERRUPT: "; interrupted",
+}
 
 
 def summary(stats: Stats) -> str:
-    ending = {
-        Finish.LENGTH: "; stopped at the length asked for",
-        Finish.CONTEXT: "; stopped where the model's context is full",
-        Finish.INTERRUPT: "; interrupted",
-    }
+    """The figures of an answer in a line."""
+    ending = ENDINGS.get(stats.finish, "") if stats.finish else ""
     return (
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "
         f"{stats.steps} steps ({stats.tokens_per_step:.2f} tokens per step), a step {stats.verify_ms_per_step:.2f} ms "
-        f"in the model and {stats.outside_us_per_step:.0f} µs around it" + (ending.get(stats.finish, "") if stats.finish else "")
+        f"in the model and {stats.outside_us_per_step:.0f} µs around it{ending}"
     )
 
 
@@ -120,9 +129,7 @@ class Answerer:
         ids = self._encode(messages)
         target = self.loaded.target
         sampler = Sampler(self._sampling, ids, target.model.generation_config)
-        steps = decode(
-            target, ids, sampler, max_new_tokens=self._decoding.max_new_tokens, stops=self.loaded.stops
-        )
+        steps = decode(target, ids, sampler, max_new_tokens=self._decoding.max_new_tokens, stops=self.loaded.stops)
         return Answer(self.loaded, messages[-1]["content"], ids, steps, prompt)
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
@@ -130,8 +137,11 @@ class Answerer:
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' own progress bars and notes off a command's output."""
+    """Keep the libraries' own progress bars, notes and warnings off a command's output."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    warnings.simplefilter("ignore")
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from importlib.metadata import version
+from importlib import metadata
 from typing import Annotated
 
 import typer
 
 from hdtool.cli import demo, generate
+from hdtool.cli.options import INTERRUPTED
 from hdtool.data.errors import HdtoolError
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141
-"""What a shell reports for a program ended by Ctrl-C, and by a reader that went away."""
+"""The exit code that shells use for a program whose reader went away."""
 
 app = typer.Typer(
     name="hdtool",
     help="Make your own language model answer faster, losslessly, by drafting from databases.",
-    no_args_is_help=True,
     rich_markup_mode=None,  # plain help: it opens in a third of the time and reads the same in docs and logs
 )
 app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hdtool {metadata.version('hdtool')}")
+        raise typer.Exit
+
+
 @app.callback()
 def hdtool(
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
-    if show_version:
-        typer.echo(f"hdtool {version('hdtool')}")
-        raise typer.Exit
+    pass
 
 
 def main() -> None:
@@ -41,9 +47,11 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code: 0 done, 1 an error that the user can mend, 2 bad usage, 130 interrupted."""
+    """Run one command. The exit code: 0 done, 1 an error that the user can mend, 2 bad usage, 130 interrupted."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter still shows the others
     try:
-        outcome = app(arguments, prog_name="hdtool", standalone_mode=False)
+        outcome = app(arguments or ["--help"], prog_name="hdtool", standalone_mode=False)
         sys.stdout.flush()
         return outcome if isinstance(outcome, int) else 0
     except HdtoolError as error:

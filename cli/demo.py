@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from hdtool.cli import options
+from hdtool.cli.options import INTERRUPTED
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 
 
@@ -16,7 +16,10 @@ def demo(
     max_new_tokens: options.MaxNewTokens = 160,
     device: options.Device = ModelConfig.device,
 ) -> int:
-    """Answer a few held-out prompts with the embedded model and show what each answer took."""
+    """Show hdtool at work on the embedded model.
+
+    Answers a few prompts of several kinds, none of which the model has learned from.
+    """
     from hdtool.cli.answers import Answerer, quiet_libraries, summary
     from hdtool.data import demo as embedded
     from hdtool.data.prompts import read_prompts
@@ -33,13 +36,11 @@ def demo(
         prompt = group[number // len(shown) % len(group)]
         for answer in answerer.answers(prompt):
             print(f"\n▌ {prompt.category}\n{answer.asked}\n")
-            for piece in answer:
-                print(piece, end="", flush=True)
-            print(f"\n\n  {answer.summary()}", flush=True)
+            answer.run()
+            print(f"\n  {summary(answer.stats)}", flush=True)
             parts.append(answer.stats)
             if answer.interrupted:
-                return 130
+                return INTERRUPTED
     print(f"\nin all: {summary(Stats.total(parts))}")
     print("The embedded model is a toy that learned for an hour; name your own: hdtool generate --model FOLDER")
-    sys.stdout.flush()
     return 0

@@ -6,15 +6,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hdtool.cli import options
+from hdtool.cli.options import INTERRUPTED
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-
-if TYPE_CHECKING:
-    from hdtool.cli.answers import Answer
 
 
 def generate(
@@ -35,25 +32,31 @@ def generate(
     stats: options.Stats = False,
     as_json: options.Json = False,
 ) -> int:
-    """Answer one prompt, a file of prompts, or what comes on standard input."""
+    """Answer prompts with a language model.
+
+    Asks the embedded demo model unless --model names another; streams the answers to standard output.
+    """
     # Everything that can be wrong with what was typed is found before a model is loaded.
     decoding = DecodeConfig(method, max_new_tokens)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = _asked(prompt, prompts)
 
-    from hdtool.cli.answers import Answerer, quiet_libraries
+    from hdtool.cli.answers import Answerer, quiet_libraries, summary
 
     quiet_libraries()
     answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code), decoding, sampling, chat)
     answerer.check(asked)
-    interrupted = False
     for number, question in enumerate(asked, start=1):
         for answer in answerer.answers(question):
-            if not as_json and len(asked) > 1:
+            if len(asked) > 1 and not as_json:
                 print(f"── {number}/{len(asked)} {question.id}", file=sys.stderr)
-            interrupted = _show(answer, stats=stats, as_json=as_json)
-            if interrupted:
-                return 130
+            answer.run(show=not as_json)
+            if as_json:
+                print(json.dumps(answer.record(), ensure_ascii=False), flush=True)
+            if stats or answer.interrupted:
+                print(summary(answer.stats), file=sys.stderr)
+            if answer.interrupted:
+                return INTERRUPTED
     return 0
 
 
@@ -70,17 +73,3 @@ def _asked(prompt: str | None, prompts: Path | None) -> Sequence[Prompt]:
         return [Prompt.from_text(sys.stdin.read().rstrip("\n"), where="standard input")]
     except UnicodeDecodeError:
         raise PromptError("standard input is not UTF-8 text: pipe the prompt in as text") from None
-
-
-def _show(answer: Answer, *, stats: bool, as_json: bool) -> bool:
-    """Stream an answer, or print it whole as JSON; whether the user interrupted it."""
-    for piece in answer:
-        if not as_json:
-            print(piece, end="", flush=True)
-    if as_json:
-        print(json.dumps(answer.record(), ensure_ascii=False), flush=True)
-    else:
-        print(flush=True)
-    if stats or answer.interrupted:
-        print(answer.summary(), file=sys.stderr)
-    return answer.interrupted

@@ -9,15 +9,18 @@ import typer
 
 from hdtool.runtime.config import DEVICES, DTYPES, METHODS
 
+INTERRUPTED = 130
+"""The exit code that shells use for a program ended by Ctrl-C."""
+
 Model = Annotated[
     str | None,
     typer.Option(help="Folder or hub name of a decoder-only transformers model. Default: the embedded demo model."),
 ]
 Method = Annotated[str, typer.Option(help=f"How tokens are drafted: {', '.join(METHODS)} (plain decoding).")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token, more samples.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, more samples.")]
 TopK = Annotated[
-    int | None, typer.Option(min=0, help="Sample from the k likeliest tokens, 0 from all. Default: the model's own.")
+    int | None, typer.Option(help="Sample from the k likeliest tokens, 0 from all. Default: the model's own.")
 ]
 TopP = Annotated[
     float | None,
@@ -26,7 +29,7 @@ TopP = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1 discourages tokens already seen. Default: the model's own.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Same seed, same answer: every draw is keyed by seed and position.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same answer: every draw is keyed by seed and position.")]
 Device = Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)} or cuda:N.")]
 DType = Annotated[
     str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. auto: float32 on CPUs, else the checkpoint's own.")

@@ -54,5 +54,10 @@ def _as_it_stands(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at character {error.start}"
+        raise PromptError(f"the prompt is not valid Unicode ({found}): give it as UTF-8 text") from None
     # verbose=False: the length is checked by us, against what the model can really take.
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

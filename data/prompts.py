@@ -8,7 +8,7 @@ A file holds one prompt a line, as plain text or as JSON. A JSON object says wha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not _is_json(path, text):
         return [Prompt.from_text(line, id=str(number)) for number, line in _lines(text)]
     if text.lstrip().startswith("["):
-        rows = enumerate(_parse(text, f"{path}"), start=1)
+        rows: Iterable[tuple[int, Any]] = enumerate(_parse(text, f"{path}"), start=1)
     else:
         rows = ((number, _parse(line, f"{path}:{number}")) for number, line in _lines(text))
     return [_prompt_of(row, f"{path}:{number}", str(number)) for number, row in rows]
@@ -114,7 +114,11 @@ def _asked(row: dict[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[
         return _messages_of(row["messages"], where), ()
     if "turns" in row:
         turns = row["turns"]
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        if (
+            not isinstance(turns, list)
+            or not turns
+            or not all(isinstance(turn, str) and turn.strip() for turn in turns)
+        ):
             raise PromptError(f"{where}: `turns` must be a list of texts, none of them empty")
         return ({"role": "user", "content": turns[0]},), tuple(turns[1:])
     for key in TEXT_KEYS:

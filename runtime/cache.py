@@ -37,10 +37,11 @@ LayerShape = tuple[RowShape, RowShape] | None
 
 def layer_shapes(used: DynamicCache) -> list[LayerShape]:
     """Read off the cache that the model's own library filled in a forward pass."""
-    return [
-        (RowShape.of(layer.keys), RowShape.of(layer.values)) if getattr(layer, "keys", None) is not None else None
-        for layer in used.layers
-    ]
+    shapes: list[LayerShape] = []
+    for layer in used.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        shapes.append(None if keys is None or values is None else (RowShape.of(keys), RowShape.of(values)))
+    return shapes
 
 
 class StaticLayer(CacheLayerMixin):
@@ -50,7 +51,7 @@ class StaticLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, cache: StaticRows, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._index = index
 

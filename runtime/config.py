@@ -12,6 +12,7 @@ from hdtool.data.errors import OptionError
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 METHODS = ("ar",)
+LOWEST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class ModelConfig:
     device: str = "auto"
     dtype: str = "auto"
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,13 @@ class SamplingConfig:
     repetition_penalty: float | None = None
     seed: int = 0
 
+    @property
+    def is_greedy(self) -> bool:
+        """A temperature next to nothing leaves only the likeliest token, but overflows on the way."""
+        return self.temperature < LOWEST_TEMPERATURE
+
     def __post_init__(self) -> None:
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
+        _require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 (greedy) or more")
         _require(self.top_k is None or self.top_k >= 0, "top-k", self.top_k, "0 (all tokens) or more")
         _require(self.top_p is None or 0 < self.top_p <= 1, "top-p", self.top_p, "above 0 and at most 1")
         _require(

@@ -60,7 +60,9 @@ def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor) -> N
     scale = plain.float().std(dim=-1).clamp_min(1e-12)
     distance = ((of_tree.float() - plain.float()).abs().amax(dim=-1) / scale).median().item()
     if not distance <= TOLERANCE.get(plain.dtype, LOW_PRECISION_TOLERANCE):
-        raise _refusal(kind, f"does not follow tree masks and position ids (its logits are off by {distance:.2g} sigma)")
+        raise _refusal(
+            kind, f"does not follow tree masks and position ids (its logits are off by {distance:.2g} sigma)"
+        )
 
 
 def _refusal(kind: str, reason: str) -> FamilyError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -14,6 +14,7 @@ from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.families import refuse_by_configuration
+from hdtool.runtime.layout import lay_out_for_few_rows
 from hdtool.runtime.target import Target
 
 if TYPE_CHECKING:
@@ -48,15 +49,24 @@ def load(config: ModelConfig) -> Loaded:
     refuse_by_configuration(settings)
     tokenizer = _attempt(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, **trust))
     dtype = pick_dtype(config.dtype, device)
-    model, report = _attempt(
-        name,
-        "its weights",
-        lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True, **trust),
-    )
-    if lacking := sorted(report["missing_keys"]):
-        raise ModelError(f"{name} lacks {len(lacking)} of its weights ({lacking[0]}, …): get the checkpoint again, whole")
+    model = _attempt(name, "its weights", lambda: _whole_model(name, dtype=dtype, **trust))
+    if device.type == "cpu":
+        lay_out_for_few_rows(model)
     target = _attempt(name, f"on {device}", lambda: Target(model.to(device)))
     return Loaded(Path(name).name if config.model is None else name, target, tokenizer)
+
+
+def _whole_model(name: str, **options: Any) -> Any:
+    """The model with all its weights; the library alone would fill gaps with random ones and a note."""
+    model, report = cast(
+        tuple[Any, dict[str, Any]],
+        AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options),
+    )
+    if lacking := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{name} lacks {len(lacking)} of its weights ({lacking[0]}, …): get the checkpoint again, whole"
+        )
+    return model
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -120,5 +130,5 @@ def _reason(error: Exception, name: str) -> str:
     text = " ".join(str(error).split())
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"
-    first: Any = text.split(". ")[0][:300] or type(error).__name__
+    first = text.split(". ")[0][:300] or type(error).__name__
     return f"{first}: check that the folder is whole" if Path(name).exists() else first

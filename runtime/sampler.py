@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Sampler:
     """
 
     def __init__(self, config: SamplingConfig, context: Sequence[int], generation: GenerationConfig | None = None):
-        self._greedy = config.temperature == 0
+        self._greedy = config.is_greedy
         self._processors = processors_of(config, generation)
         self._draws = Draws(config.seed)
         self.context = list(context)
@@ -64,12 +65,15 @@ class Sampler:
     @torch.inference_mode()
     def _choose(self, logits: torch.Tensor) -> int:
         ids = torch.tensor([self.context], device=logits.device)
-        scores = self._processors(ids, logits[None].float())[0]
+        scores = self._processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, logits[None].float()))[0]
         if self._greedy:
             return int(scores.argmax())
         # The first token whose cumulative probability exceeds the draw; one of no probability never does.
         reached = scores.softmax(dim=-1).double().cumsum(dim=-1)
-        return int(torch.searchsorted(reached, self._draws[len(self.context)] * reached[-1], right=True))
+        token = int(torch.searchsorted(reached, self._draws[len(self.context)] * reached[-1], right=True))
+        if token == len(reached):
+            raise ModelError("the model's logits are not numbers: its dtype may be too small, try --dtype float32")
+        return token
 
 
 def processors_of(config: SamplingConfig, generation: GenerationConfig | None) -> LogitsProcessorList:
@@ -78,7 +82,7 @@ def processors_of(config: SamplingConfig, generation: GenerationConfig | None) -
     chosen = LogitsProcessorList()
     if penalty != 1.0:
         chosen.append(RepetitionPenaltyLogitsProcessor(penalty))
-    if config.temperature == 0:
+    if config.is_greedy:
         return chosen
     if config.temperature != 1.0:
         chosen.append(TemperatureLogitsWarper(config.temperature))

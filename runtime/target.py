@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError
-from hdtool.runtime.cache import StaticRows, layer_shapes
+from hdtool.runtime.cache import LayerShape, StaticRows, layer_shapes
 from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits
 from hdtool.runtime.masks import Mask, reaches_of, tree_mask
 from hdtool.runtime.tree import DraftTree
@@ -41,6 +41,8 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.seconds_in_model = 0.0
         """Time spent inside the model's own forward pass since this target exists."""
+        self._rows = StaticRows([], 0)
+        self._shapes: list[LayerShape] = []
         self._reaches = reaches_of(self.config)
         self._prefill_options = {"logits_to_keep": 1} if _keeps_logits(model) else {}
         self._pending = 0
@@ -124,7 +126,9 @@ class Target:
         except Exception as error:  # whatever foreign model code trips over
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             kind = self.model.config.model_type
-            raise FamilyError(f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})") from error
+            raise FamilyError(
+                f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})"
+            ) from error
         self.seconds_in_model = 0.0
         depth = len(paths[0])
         last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]

@@ -27,7 +27,7 @@ class DraftTree:
 
     @classmethod
     def bare(cls, root: int) -> DraftTree:
-        return cls.of(root, (), ())
+        return cls(root, *_NO_NODES)
 
     @classmethod
     def of(cls, root: int, tokens: Sequence[int], parents: Sequence[int], source: int = 0) -> DraftTree:
@@ -59,7 +59,8 @@ class DraftTree:
     @cached_property
     def depths(self) -> npt.NDArray[np.int64]:
         """Row by row, how many tokens below the root it stands."""
-        return self.lineage.sum(axis=1) - 1
+        above: npt.NDArray[np.int64] = self.lineage.sum(axis=1, dtype=np.int64)
+        return above - 1
 
     def child(self, node: int, token: int) -> int | None:
         """The first node below ``node`` that drafts ``token``."""
@@ -81,3 +82,6 @@ class DraftTree:
         assert len(self.tokens) == len(self.parents) == len(self.sources)
         assert np.all(self.parents >= ROOT)
         assert np.all(self.parents < np.arange(len(self)))
+
+
+_NO_NODES = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))

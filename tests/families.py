@@ -1,0 +1,104 @@
+"""Tiny random models of many families, in float32: the oracle that nothing can be downloaded for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 97
+WINDOW = 24
+"""Sliding windows this short bite within a tree as well as within a prompt."""
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.5,  # lively: a tamer model says one token over and over
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+ALTERNATING = ["sliding_attention", "full_attention"]
+
+
+def _of(name: str, without: tuple[str, ...] = (), **changes: Any) -> PreTrainedModel:
+    settings = {key: value for key, value in {**SHAPE, **changes}.items() if key not in without}
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: _of("Llama"),
+    "mistral": lambda: _of("Mistral", sliding_window=WINDOW),
+    "qwen2": lambda: _of("Qwen2"),
+    "qwen3": lambda: _of("Qwen3"),
+    "gemma2": lambda: _of("Gemma2", sliding_window=WINDOW, layer_types=ALTERNATING),
+    "gemma3": lambda: _of("Gemma3Text", sliding_window=WINDOW, layer_types=ALTERNATING),
+    "phi3": lambda: _of("Phi3"),
+    "gpt2": lambda: _of("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=512),
+    "gpt_neox": lambda: _of("GPTNeoX"),
+    "opt": lambda: _of("OPT", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True),
+    "falcon": lambda: _of("Falcon", without=("head_dim",), alibi=False),
+    "mixtral": lambda: _of("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: _of("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "starcoder2": lambda: _of("Starcoder2", sliding_window=WINDOW),
+    "stablelm": lambda: _of("StableLm"),
+    "granite": lambda: _of("Granite"),
+    "olmo2": lambda: _of("Olmo2"),
+    "cohere2": lambda: _of("Cohere2", sliding_window=WINDOW, layer_types=ALTERNATING),
+    "gpt_oss": lambda: _of(
+        "GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, layer_types=ALTERNATING
+    ),
+    "llama4": lambda: _of(
+        "Llama4Text",
+        attention_chunk_size=WINDOW,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+    ),
+    "deepseek_v3": lambda: _of(
+        "DeepseekV3",
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        num_key_value_heads=4,
+    ),
+    "smollm3": lambda: _of("SmolLM3"),
+    "glm4": lambda: _of("Glm4"),
+    "codegen": lambda: _of("CodeGen", n_embd=32, n_layer=2, n_head=4, n_positions=512, rotary_dim=8),
+    "gptj": lambda: _of("GPTJ", n_embd=32, n_layer=2, n_head=4, n_positions=512, rotary_dim=8),
+    "gpt_bigcode": lambda: _of("GPTBigCode", n_embd=32, n_layer=2, n_head=4, n_positions=512),
+}
+
+
+@cache
+def model_of(family: str) -> PreTrainedModel:
+    """The same random model of a family in every run; nothing in it ends an answer."""
+    torch.manual_seed(sum(map(ord, family)))
+    model = FAMILIES[family]()
+    model.eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model

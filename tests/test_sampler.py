@@ -1,0 +1,105 @@
+"""Choosing a token: generate's own distribution, and draws that depend on seed and position alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hdtool.data.errors import ModelError
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.sampler import DRAWS_AT_ONCE, Draws, Sampler, processors_of
+from tests.families import VOCABULARY, model_of
+from tests.test_target import prompt_of
+
+
+def test_draws_are_uniform_and_keyed_by_seed_and_position() -> None:
+    draws = Draws(seed=7)
+    forward = [draws[position] for position in range(3 * DRAWS_AT_ONCE)]
+    late_first = Draws(seed=7)
+    assert late_first[2 * DRAWS_AT_ONCE + 5] == forward[2 * DRAWS_AT_ONCE + 5]
+    assert late_first[3] == forward[3]
+    assert Draws(seed=8)[0] != forward[0]
+    assert all(0 <= draw < 1 for draw in forward)
+    assert abs(np.mean(forward) - 0.5) < 0.02
+    assert np.histogram(forward, bins=10, range=(0, 1))[0].min() > 0.8 * len(forward) / 10
+
+
+def test_draws_stay_what_they_are() -> None:
+    """Whoever wrote a seed down gets the same answer from every later version."""
+    draws = Draws(seed=0)
+    assert [round(draws[position], 12) for position in (0, 1, 5000)] == PINNED_DRAWS
+
+
+PINNED_DRAWS = [0.011546754286, 0.241549196563, 0.037536351035]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+    ],
+)
+def test_the_distribution_is_that_of_generate(settings: dict[str, float]) -> None:
+    """Replays what generate sampled: its raw logits must give its processed scores, in every step."""
+    model = model_of("llama")
+    prompt = prompt_of(10)
+    torch.manual_seed(0)
+    theirs = model.generate(
+        torch.tensor([prompt]), do_sample=True, max_new_tokens=20, output_logits=True, output_scores=True,
+        return_dict_in_generate=True, **{"top_k": 0, **settings},
+    )  # fmt: skip
+    config = SamplingConfig(**settings)  # type: ignore[arg-type]
+    for place, (raw, processed) in enumerate(zip(theirs.logits, theirs.scores, strict=True)):
+        ids = theirs.sequences[:, : len(prompt) + place]
+        torch.testing.assert_close(processors_of(config, None)(ids, raw.float()), processed)
+
+
+def test_choices_follow_the_probabilities() -> None:
+    logits = torch.tensor([[0.5, 0.2, 0.0, 0.3]]).log()
+    counts = np.zeros(4)
+    for seed in range(4000):
+        counts[Sampler(SamplingConfig(temperature=1.0, seed=seed), [0]).over(logits)(0)] += 1
+    assert counts[2] == 0
+    np.testing.assert_allclose(counts / counts.sum(), [0.5, 0.2, 0.0, 0.3], atol=0.03)
+
+
+def test_the_ends_of_the_draw_choose_possible_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    impossible = -torch.inf
+    logits = torch.tensor([[impossible, 0.0, impossible, 0.0, impossible]])
+    for draw, token in ((0.0, 1), (0.5, 3), (1 - 2**-53, 3)):
+        monkeypatch.setattr(Draws, "__getitem__", lambda self, position, draw=draw: draw)
+        assert Sampler(SamplingConfig(temperature=1.0), [0]).over(logits)(0) == token
+
+
+def test_unset_options_follow_the_model_and_set_ones_do_not() -> None:
+    generation = GenerationConfig(top_k=20, top_p=0.8, repetition_penalty=1.1, temperature=0.3)
+
+    def kinds(config: SamplingConfig) -> list[str]:
+        return [type(processor).__name__ for processor in processors_of(config, generation)]
+
+    assert kinds(SamplingConfig()) == ["RepetitionPenaltyLogitsProcessor"]
+    assert kinds(SamplingConfig(temperature=1.0)) == [
+        "RepetitionPenaltyLogitsProcessor", "TopKLogitsWarper", "TopPLogitsWarper",
+    ]  # fmt: skip
+    off = SamplingConfig(temperature=0.5, top_k=0, top_p=1.0, repetition_penalty=1.0)
+    assert kinds(off) == ["TemperatureLogitsWarper"]
+
+
+def test_greedy_takes_the_first_of_equals_in_one_go() -> None:
+    choose = Sampler(SamplingConfig(), [0]).over(torch.zeros(3, VOCABULARY))
+    assert [choose(row) for row in range(3)] == [0, 0, 0]
+
+
+def test_a_temperature_next_to_nothing_is_greedy() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert Sampler(SamplingConfig(temperature=1e-300), [0]).over(logits)(0) == 1
+
+
+def test_logits_that_are_no_numbers_are_named() -> None:
+    with pytest.raises(ModelError, match="--dtype"):
+        Sampler(SamplingConfig(temperature=1.0), [0]).over(torch.full((1, 5), torch.nan))(0)

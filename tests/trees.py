@@ -1,0 +1,65 @@
+"""Random draft trees, for properties and for drafters that know nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.tree import ROOT, DraftTree
+
+
+@st.composite
+def trees(draw: st.DrawFn, vocabulary: int, most: int = 20) -> DraftTree:
+    """Any tree: chains, stars, bushes, twins; a parent stands before its children, nothing else holds."""
+    tokens = draw(st.lists(st.integers(0, vocabulary - 1), max_size=most))
+    parents = [draw(st.integers(ROOT, node - 1)) for node in range(len(tokens))]
+    return DraftTree.of(draw(st.integers(0, vocabulary - 1)), tokens, parents)
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    """The nodes from the root down to ``node``: the slow way that everything else is compared with."""
+    path: list[int] = []
+    while node != ROOT:
+        path.append(node)
+        node = int(tree.parents[node])
+    return path[::-1]
+
+
+def tokens_to(tree: DraftTree, node: int) -> list[int]:
+    return [tree.root, *(int(tree.tokens[above]) for above in path_to(tree, node))]
+
+
+class LyingDrafter:
+    """Drafts random trees that now and then hold the truth, and much else besides.
+
+    ``truth`` is what the target will say after the prompt; lies are what acceptance must see through.
+    """
+
+    def __init__(self, prompt_length: int, truth: Sequence[int], vocabulary: int, seed: int, most: int = 12) -> None:
+        self._prompt_length = prompt_length
+        self._truth = list(truth)
+        self._vocabulary = vocabulary
+        self._random = random.Random(seed)
+        self._most = most
+        self.drafted = 0
+        self.accepted = 0
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        ahead = self._truth[len(context) - self._prompt_length :]
+        tokens: list[int] = []
+        parents: list[int] = []
+        for node in range(self._random.randrange(self._most + 1)):
+            parent = self._random.randrange(ROOT, node)
+            depth = 0 if parent == ROOT else len(path_to(DraftTree.of(0, tokens, parents), parent))
+            honest = depth < len(ahead) and self._random.random() < 0.6
+            tokens.append(ahead[depth] if honest else self._random.randrange(self._vocabulary))
+            parents.append(parent)
+        self.drafted += len(tokens)
+        return DraftTree.of(context[-1], tokens, parents)
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        self.accepted += len(accepted.path)
