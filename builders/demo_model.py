@@ -17,20 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hdtool.builders.demo_corpus import DEFAULT_DOCS, Document, documents
+from hdtool.builders.demo_tokenizer import as_text, train_tokenizer
 
-TEXT_START, USER, ASSISTANT, TURN_END = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+Tokens = npt.NDArray[np.uint16]
+
 PASSES = {"math": 3.0, "explain": 2.0, "prose": 1.0, "write": 1.0, "edit": 0.7, "code": 0.6}
 """How often a document of each kind is read in one round over the data."""
+
+
+RESCUE_EVERY = 50
+"""Steps between checkpoints: what a kill can cost at most."""
 
 
 @dataclass(frozen=True)
@@ -47,58 +48,22 @@ class Recipe:
     window: int = 512
     long_share: float = 0.15
     batch: int = 16
-    steps: int = 2500
+    steps: int = 3400
     matrix_rate: float = 0.012
     vector_rate: float = 0.003
     seed: int = 0
 
 
-# The tokenizer ---------------------------------------------------------------------------------
+def encode(tokenizer: PreTrainedTokenizerFast, group: Iterable[Document]) -> dict[str, list[Tokens]]:
+    """The tokens of each document, by kind."""
+    encoded: dict[str, list[Tokens]] = {kind: [] for kind in PASSES}
+    for document in group:
+        ids = tokenizer(as_text(document), add_special_tokens=False, verbose=False)["input_ids"]
+        encoded[document.kind].append(np.asarray(ids, np.uint16))
+    return encoded
 
 
-def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; digits stand alone, so that arithmetic sees numbers the same way everywhere."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=recipe.vocabulary,
-        special_tokens=[TEXT_START, TURN_END, USER, ASSISTANT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    start = (TEXT_START, bpe.token_to_id(TEXT_START))
-    bpe.post_processor = processors.TemplateProcessing(single=f"{TEXT_START} $A", special_tokens=[start])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=TEXT_START,
-        eos_token=TURN_END,
-        pad_token=TEXT_START,
-        additional_special_tokens=[USER, ASSISTANT],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=recipe.context,
-    )
-
-
-def as_text(document: Document) -> str:
-    if not document.question:
-        return TEXT_START + document.answer
-    return f"{TEXT_START}{USER}{document.question}{TURN_END}{ASSISTANT}{document.answer}{TURN_END}"
-
-
-# The data --------------------------------------------------------------------------------------
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[np.ndarray]:
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [np.asarray(ids, np.uint16) for ids in encoded]
-
-
-def stream(encoded: dict[str, list[np.ndarray]], seed: int) -> np.ndarray:
+def stream(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
     """One round over the data: documents of all kinds shuffled and packed one after another."""
     order = np.random.default_rng(seed)
     pieces = [
@@ -112,7 +77,7 @@ def stream(encoded: dict[str, list[np.ndarray]], seed: int) -> np.ndarray:
     return np.concatenate(pieces)
 
 
-def batch_at(step: int, tokens: np.ndarray, recipe: Recipe) -> torch.Tensor:
+def batch_at(step: int, tokens: Tokens, recipe: Recipe) -> torch.Tensor:
     """Windows of ``window + 1`` tokens; the last steps read windows as long as the context instead.
 
     Drawn from (seed, step) alone, so that a resumed run reads what the killed one would have.
@@ -169,9 +134,8 @@ def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def pace(step: int, steps: int) -> float:
-    """Share of the full rate: up over 2 % of the run, level, down to nothing over the last 45 %."""
-    warm, decay = max(1, steps // 50), max(1, int(steps * 0.45))
-    return min(1.0, (step + 1) / warm, (steps - step) / decay)
+    """Share of the full rate: up over 50 steps, level, down to nothing over the last 45 % of the run."""
+    return min(1.0, (step + 1) / 50, (steps - step) / (steps * 0.45))
 
 
 def loss_of(model: Callable[..., Any], batch: torch.Tensor) -> torch.Tensor:
@@ -181,12 +145,14 @@ def loss_of(model: Callable[..., Any], batch: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(flat, batch[:, 1:].flatten())
 
 
-def train(model: LlamaForCausalLM, tokens: np.ndarray, recipe: Recipe, rescue: Path, device: str) -> float:
-    """Run all steps (or what a rescued run still lacks); returns the seconds spent in all."""
+def train(
+    model: LlamaForCausalLM, tokens: Tokens, recipe: Recipe, rescue: Path, device: str, *, compiled: bool = True
+) -> float:
+    """Run all steps, or what a killed run left to do; returns the seconds spent in all."""
     model.train()
     torch.nn.Module.to(model, device)
     model.set_attn_implementation("eager" if device == "cpu" else "sdpa")  # eager's backward pass is faster on CPUs
-    stepped = torch.compile(model) if device == "cpu" else model
+    stepped = torch.compile(model) if compiled else model
     tools = optimizers(model, recipe)
     done, spent = restore(rescue, model, tools)
     started = time.monotonic() - spent
@@ -202,7 +168,7 @@ def train(model: LlamaForCausalLM, tokens: np.ndarray, recipe: Recipe, rescue: P
         spent = time.monotonic() - started
         if step % 10 == 9:
             print(f"step {step + 1}/{recipe.steps}  loss {loss.item():.3f}  {spent:.0f} s", flush=True)
-        if step % 50 == 49:
+        if (step + 1) % RESCUE_EVERY == 0:
             save_rescue(rescue, model, tools, step + 1, spent)
     return spent
 
@@ -230,7 +196,7 @@ def restore(path: Path, model: LlamaForCausalLM, tools: list[torch.optim.Optimiz
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, group: list[np.ndarray], recipe: Recipe) -> dict[str, float]:
+def held_out_loss(model: LlamaForCausalLM, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
     """Mean loss per token over the held-out documents of one kind, each read from its own start."""
     model.eval()
     total, count = 0.0, 0
@@ -254,33 +220,49 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
 
 
-def main() -> None:
-    options = parse()
-    recipe = Recipe(**{field.name: getattr(options, field.name) for field in fields(Recipe)})
-    options.out.mkdir(parents=True, exist_ok=True)
-    everything = list(documents(options.gsm8k, options.docs))
-    learned = [d for d in everything if not d.held_out]
-    tokenizer = train_tokenizer((as_text(d) for d in learned), recipe)
-    encoded, judged = ({k: encode(tokenizer, [as_text(d) for d in group if d.kind == k]) for k in PASSES}
-                       for group in (learned, [d for d in everything if d.held_out]))  # fmt: skip
-    sizes = {kind: int(sum(map(len, group))) for kind, group in encoded.items()}
+def build(
+    gsm8k: Path,
+    docs: Path,
+    out: Path,
+    recipe: Recipe,
+    device: str,
+    *,
+    library: Path | None = None,
+    compiled: bool = True,
+) -> dict[str, Any]:
+    """Train a tokenizer and a model and save them; the report says with what and how well."""
+    out.mkdir(parents=True, exist_ok=True)
+    everything = list(documents(gsm8k, docs, library))
+    learned = [document for document in everything if not document.held_out]
+    judged = [document for document in everything if document.held_out]
+    tokenizer = train_tokenizer((as_text(document) for document in learned), recipe.vocabulary, recipe.context)
+    encoded = encode(tokenizer, learned)
+    sizes = {kind: sum(map(len, group)) for kind, group in encoded.items()}
     print(f"tokens to learn from: {sizes}", flush=True)
     model = new_model(recipe, tokenizer)
     print(f"{model.num_parameters():,} parameters", flush=True)
-    seconds = train(model, stream(encoded, recipe.seed), recipe, options.out.with_suffix(".rescue"), options.device)
-    save(model, tokenizer, options.out)
-    model.float()
-    report: dict[str, Any] = {
+    rescue = out.with_suffix(".rescue")
+    seconds = train(model, stream(encoded, recipe.seed), recipe, rescue, device, compiled=compiled)
+    save(model, tokenizer, out)
+    torch.nn.Module.to(model, "cpu", torch.float32)
+    report = {
         "recipe": asdict(recipe),
         "parameters": model.num_parameters(),
         "training_tokens": sizes,
         "tokens_seen": recipe.steps * recipe.batch * recipe.window,
         "seconds": round(seconds),
-        "device": options.device,
-        "held_out": {kind: held_out_loss(model, group, recipe) for kind, group in judged.items()},
+        "device": device,
+        "held_out": {kind: held_out_loss(model, group, recipe) for kind, group in encode(tokenizer, judged).items()},
     }
-    (options.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    (out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    rescue.unlink(missing_ok=True)
+    return report
+
+
+def main() -> None:
+    options = parse()
+    recipe = Recipe(**{field.name: getattr(options, field.name) for field in fields(Recipe)})
+    print(json.dumps(build(options.gsm8k, options.docs, options.out, recipe, options.device), indent=2))
 
 
 def parse() -> argparse.Namespace:

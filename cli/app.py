@@ -51,11 +51,16 @@ def run(arguments: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter still shows the others
     try:
-        outcome = app(arguments or ["--help"], prog_name="hdtool", standalone_mode=False)
+        # Not app(...): that would turn a broken pipe and Ctrl-C into codes of its own.
+        command = typer.main.get_command(app)
+        with command.make_context("hdtool", arguments or ["--help"]) as context:
+            outcome = command.invoke(context)
         sys.stdout.flush()
         return outcome if isinstance(outcome, int) else 0
     except HdtoolError as error:
         return _complain(str(error), error.exit_code)
+    except typer.Exit as done:
+        return done.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:

@@ -70,6 +70,7 @@ def _asked(prompt: str | None, prompts: Path | None) -> Sequence[Prompt]:
     if sys.stdin is None or sys.stdin.isatty():
         raise OptionError("nothing to answer: give --prompt TEXT, --prompts FILE, or pipe a prompt in")
     try:
-        return [Prompt.from_text(sys.stdin.read().rstrip("\n"), where="standard input")]
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError:
         raise PromptError("standard input is not UTF-8 text: pipe the prompt in as text") from None
+    return [Prompt.from_text(text.rstrip("\n"), where="standard input")]

@@ -25,12 +25,23 @@ def encode_conversation(
     ``chat`` None means: through the chat template if the model has one. Without a template (or
     with ``chat`` false) there must be a single message, whose text is taken as it stands.
     """
+    for message in messages:
+        _check_unicode(message["content"])
     if chat is None:
         chat = speaks_chat(tokenizer)
     ids = _through_template(tokenizer, messages) if chat else _as_it_stands(tokenizer, messages)
     if not ids:
         raise PromptError("the prompt gives no token at all: give some text to answer")
     return ids
+
+
+def _check_unicode(text: str) -> None:
+    """Half a surrogate pair, as broken bytes on a command line become, is a character to no tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at character {error.start}"
+        raise PromptError(f"the prompt is not valid Unicode ({found}): give it as UTF-8 text") from None
 
 
 def _through_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
@@ -54,10 +65,5 @@ def _as_it_stands(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"U+{ord(text[error.start]):04X} at character {error.start}"
-        raise PromptError(f"the prompt is not valid Unicode ({found}): give it as UTF-8 text") from None
     # verbose=False: the length is checked by us, against what the model can really take.
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

@@ -125,9 +125,7 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
 
 def test_the_same_seed_says_the_same_and_another_does_not() -> None:
     prompt = prompt_of(9)
-    first, again, other = (
-        said(run(TARGET, prompt, SamplingConfig(temperature=1.0, seed=seed))) for seed in (4, 4, 5)
-    )
+    first, again, other = (said(run(TARGET, prompt, SamplingConfig(temperature=1.0, seed=seed))) for seed in (4, 4, 5))
     assert first == again != other
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.data.errors import FamilyError
+from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.families import context_limit
 from hdtool.runtime.layout import lay_out_for_few_rows
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.families import FAMILIES, SHAPE, VOCABULARY, model_of
@@ -154,7 +154,11 @@ def test_a_model_that_ignores_what_trees_need_is_found_out(ignored: str, monkeyp
     honest = model.forward
 
     def careless(
-        input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None, **rest: Any
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **rest: Any,
     ) -> Any:
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         return honest(input_ids=input_ids, past_key_values=past_key_values, **{**given, ignored: None}, **rest)
@@ -168,7 +172,11 @@ def test_a_model_whose_code_fails_is_refused_with_its_words(monkeypatch: pytest.
     model = model_of("llama")
 
     def broken(
-        input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None, **rest: Any
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **rest: Any,
     ) -> Any:
         raise RuntimeError("no kernel for this\nand a long story")
 

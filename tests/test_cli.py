@@ -1,0 +1,298 @@
+"""The command as people type it: what it prints, how it fails, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.load import load
+
+HDTOOL = [sys.executable, "-m", "hdtool.cli"]
+SHORT = ["--max-new-tokens", "8"]
+
+
+def hdtool(*arguments: str, stdin: str | bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    """In a process of its own, as a shell would."""
+    sent = stdin.encode() if isinstance(stdin, str) else stdin or b""
+    return subprocess.run([*HDTOOL, *arguments], input=sent, capture_output=True, timeout=120, check=False)
+
+
+def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str], code: int = 1) -> str:
+    """The one line of an expected failure; nothing else may be printed."""
+    assert run(arguments) == code
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+# What it prints --------------------------------------------------------------------------------
+
+
+def test_an_answer_streams_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--prompt", "What does `len` do?", *SHORT, "--stats"]) == 0
+    printed = capfd.readouterr()
+    assert printed.out.strip()
+    assert printed.err.startswith("8 tokens in ")
+    assert "8 steps (1.00 tokens per step)" in printed.err
+    assert "stopped at the length asked for" in printed.err
+
+
+def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) -> None:
+    """The embedded model, through the whole command, against the plain library."""
+    prompts = [json.loads(line) for line in demo.PROMPTS.read_text().splitlines()[:4]]
+    loaded = load(ModelConfig())
+    for prompt in prompts:
+        asked = prompt["messages"][0]["content"]
+        assert run(["generate", "--prompt", asked, "--max-new-tokens", "48", "--json"]) == 0
+        record = json.loads(capfd.readouterr().out)
+        ids = loaded.tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True, return_tensors="pt")
+        model = loaded.target.model
+        expected = model.generate(**ids, do_sample=False, max_new_tokens=48)[0, ids["input_ids"].shape[1] :].tolist()
+        assert record["output_ids"] == expected
+        assert record["text"] == loaded.tokenizer.decode(expected, skip_special_tokens=True)
+        assert (record["prompt"], record["prompt_tokens"]) == (asked, ids["input_ids"].shape[1])
+        assert record["tokens"] == record["steps"] == len(expected)
+        assert record["finish"] == ("stop" if expected[-1] in loaded.stops else "length")
+        assert record["tokens_per_second"] > 0
+        assert record["sources"] == {}
+
+
+def test_raw_text_is_taken_as_it_stands(capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = load(ModelConfig()).tokenizer
+    for flag, count in (("--raw", len(tokenizer("def f(")["input_ids"])), ("--chat", 3 + 3)):
+        assert run(["generate", "--prompt", "def f(", flag, *SHORT, "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["prompt_tokens"] == pytest.approx(count, abs=2)
+    assert count > len(tokenizer("def f(")["input_ids"]) - 1
+
+
+def test_a_file_of_prompts_and_a_conversation_of_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "one", "id": "a"}, {"turns": ["two", "three"], "question_id": 5, "category": "writing"}]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    assert run(["generate", "--prompts", str(prompts), *SHORT, "--json"]) == 0
+    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [(record["id"], record["prompt"]) for record in records] == [("a", "one"), ("5", "two"), ("5", "three")]
+    assert records[2]["prompt_tokens"] > records[1]["prompt_tokens"] + records[1]["tokens"]
+    assert run(["generate", "--prompts", str(prompts), *SHORT]) == 0
+    assert "── 2/2 5" in capfd.readouterr().err
+
+
+def test_sampling_is_repeatable_and_seeds_differ(capfd: pytest.CaptureFixture[str]) -> None:
+    def answer(*options: str) -> list[int]:
+        assert run(["generate", "--prompt", "Explain `zip`.", "--max-new-tokens", "24", "--json", *options]) == 0
+        ids: list[int] = json.loads(capfd.readouterr().out)["output_ids"]
+        return ids
+
+    wild = ["--temperature", "1.0", "--top-p", "0.95", "--top-k", "50", "--repetition-penalty", "1.1"]
+    assert answer(*wild, "--seed", "7") == answer(*wild, "--seed", "7")
+    assert answer(*wild, "--seed", "7") != answer(*wild, "--seed", "8")
+    assert answer() == answer("--temperature", "0", "--seed", "9")
+
+
+def test_a_prompt_comes_through_a_pipe() -> None:
+    result = hdtool("generate", *SHORT, "--json", stdin="What is a list?\n")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["prompt"] == "What is a list?"
+    assert result.stderr == b""
+
+
+def test_the_demo_shows_several_kinds(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--prompts", "3", *SHORT]) == 0
+    shown = capfd.readouterr().out
+    assert shown.count("tokens/s") == 4
+    assert all(f"▌ {kind}" in shown for kind in ("math", "explain", "write"))
+
+
+def test_version_and_help() -> None:
+    assert hdtool("--version").stdout.startswith(b"hdtool ")
+    assert hdtool().stdout == hdtool("--help").stdout
+    assert b"generate" in hdtool().stdout
+
+
+# How it fails ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0: it must be 0 (greedy) or more"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--top-p", "0"], "top-p is 0.0"),
+        (["--top-k", "-1"], "top-k is -1"),
+        (["--repetition-penalty", "0"], "repetition-penalty is 0.0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--max-new-tokens", "0"], "max-new-tokens is 0"),
+        (["--dtype", "int4"], "dtype is int4: it must be one of auto, float32"),
+        (["--device", "abacus"], "device is 'abacus'"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not there: torch"),
+        (["--method", "magic"], "method is magic: it must be one of ar"),
+        (["--prompts", "x"], "--prompt and --prompts exclude each other"),
+        (["--no-such-option"], "No such option"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert said in complaint(capfd, ["generate", "--prompt", "hi", *options], code=2)
+
+
+def test_unknown_commands_are_code_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "nonsense" in complaint(capfd, ["nonsense"], code=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("{tmp}/none", "does not exist"),
+        ("{tmp}", "is a folder without config.json"),
+        ("{tmp}/notes.gguf", "is a file"),
+        ("nobody/nothing", "the hub has no such model or cannot be reached"),
+        ("~/no-such-model", "does not exist"),
+    ],
+)
+def test_models_that_are_none(name: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.gguf").write_text("GGUF")
+    arguments = ["generate", "--prompt", "hi", "--model", name.format(tmp=tmp_path)]
+    assert said in complaint(capfd, arguments)
+
+
+@pytest.fixture
+def broken_model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo.MODEL, tmp_path / "model"))
+
+
+def test_a_truncated_checkpoint(broken_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    weights = broken_model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000_000])
+    said = complaint(capfd, ["generate", "--prompt", "hi", "--model", str(broken_model)])
+    assert "(its weights)" in said
+    assert "check that the folder is whole" in said
+
+
+def test_a_checkpoint_that_lacks_weights(broken_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = json.loads((broken_model / "config.json").read_text())
+    (broken_model / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 7}))
+    said = complaint(capfd, ["generate", "--prompt", "hi", "--model", str(broken_model)])
+    assert "lacks 9 of its weights (model.layers.6." in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", "{", "(its configuration)"),
+        ("config.json", '{"model_type": "gizmo"}', "(its configuration)"),
+        ("config.json", '{"model_type": "t5", "is_encoder_decoder": true}', "encoder-decoder"),
+        ("config.json", '{"model_type": "bloom"}', "ALiBi"),
+        ("config.json", '{"model_type": "mamba"}', "cannot step back"),
+        ("tokenizer.json", "{", "(its tokenizer)"),
+        ("model.safetensors", None, "(its weights)"),
+    ],
+)
+def test_spoiled_folders(
+    broken_model: Path, name: str, content: str | None, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if content is None:
+        (broken_model / name).unlink()
+    else:
+        (broken_model / name).write_text(content)
+    assert said in complaint(capfd, ["generate", "--prompt", "hi", "--model", str(broken_model)])
+
+
+def test_prompts_that_do_not_fit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    long = "word " * 5000
+    said = complaint(capfd, ["generate", "--prompt", long])
+    assert "tokens long, but the model's context holds 1,024" in said
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": long, "id": "huge"}))
+    assert "prompt huge: " in complaint(capfd, ["generate", "--prompts", str(prompts)])
+
+
+def test_prompts_that_are_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert "is empty" in complaint(capfd, ["generate", "--prompts", str(empty)])
+    assert "does not exist" in complaint(capfd, ["generate", "--prompts", str(tmp_path / "none.txt")])
+    assert "the prompt is empty" in complaint(capfd, ["generate", "--prompt", " "])
+    assert "not valid Unicode (U+DC80 at character 1)" in complaint(capfd, ["generate", "--prompt", "a\udc80"])
+
+
+def test_a_model_without_a_chat_template(broken_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (broken_model / "chat_template.jinja").unlink()
+    ask = ["generate", "--model", str(broken_model), *SHORT]
+    assert "no chat template" in complaint(capfd, [*ask, "--prompt", "hi", "--chat"])
+    assert run([*ask, "--prompt", "hi", "--json"]) == 0
+    capfd.readouterr()
+    turns = tmp_path / "turns.jsonl"
+    turns.write_text(json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}))
+    assert "2 messages needs a chat template" in complaint(capfd, [*ask, "--prompts", str(turns)])
+    (broken_model / "chat_template.jinja").write_text("{{ raise_exception('no system prompts here') }}")
+    assert "no system prompts here" in complaint(capfd, [*ask, "--prompts", str(turns)])
+
+
+@pytest.mark.parametrize(("sent", "said"), [(b"", b"is empty"), (b"\xff\xfe\x00", b"not UTF-8")])
+def test_a_pipe_without_a_prompt(sent: bytes, said: bytes) -> None:
+    result = hdtool("generate", stdin=sent)
+    assert (result.returncode, result.stderr.count(b"\n")) == (1, 1)
+    assert said in result.stderr
+
+
+# How it ends -----------------------------------------------------------------------------------
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = [*HDTOOL, "generate", "--prompt", "Explain `list`.", "--temperature", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals work differently there")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_keeps_the_text_so_far(as_json: bool, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Explain `list`.\n" * 200)
+    command = [*HDTOOL, "generate", "--prompts", str(prompts), "--max-new-tokens", "900", "--temperature", "1"]
+    if as_json:
+        command.append("--json")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        first = process.stdout.read(1)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = (first + process.stdout.read()).decode(), process.stderr.read().decode()
+    assert process.returncode == 130
+    assert out.endswith("\n")
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].endswith("interrupted")
+    if as_json:
+        records = [json.loads(line) for line in out.splitlines()]
+        assert records[-1]["finish"] == "interrupt"
+        assert all(record["finish"] != "interrupt" for record in records[:-1])
+
+
+def test_library_errors_of_the_device_are_told(broken_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdtool.data.errors import ModelError
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("hdtool.runtime.load.Target", full)
+    with pytest.raises(ModelError, match="does not fit into the memory"):
+        load(ModelConfig(str(broken_model)))

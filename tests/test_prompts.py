@@ -1,0 +1,102 @@
+"""Prompts from files: every shape that people have, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdtool.data import demo
+from hdtool.data.errors import PromptError
+from hdtool.data.prompts import Prompt, read_prompts
+
+USER = {"role": "user", "content": "hi"}
+
+
+def read(folder: Path, content: str | bytes, name: str = "prompts.jsonl") -> list[Prompt]:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "hi"}, Prompt(({"role": "user", "content": "hi"},), id="1")),
+        ({"question": "hi", "answer": "no"}, Prompt((USER,), id="1")),
+        ({"question_id": 81, "category": "math", "turns": ["hi", "and?"]}, Prompt((USER,), ("and?",), "81", "math")),
+        ({"id": "a", "messages": [USER]}, Prompt((USER,), id="a")),
+        ({"messages": [USER, {"role": "assistant", "content": "old answer"}]}, Prompt((USER,), id="1")),
+        ("hi", Prompt((USER,), id="1")),
+    ],
+)
+def test_every_known_shape(tmp_path: Path, row: object, expected: Prompt) -> None:
+    assert read(tmp_path, json.dumps(row)) == [expected]
+    assert read(tmp_path, json.dumps([row]), "prompts.json") == [expected]
+
+
+def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
+    prompts = read(tmp_path, "\ufeffone\r\n\n  \ntwo {not json\n", "prompts.txt")
+    assert [(prompt.id, prompt.messages[0]["content"]) for prompt in prompts] == [("1", "one"), ("4", "two {not json")]
+    assert len(read(tmp_path, "plain\n", "prompts")) == 1
+    assert read(tmp_path, '{"prompt": "hi"}', "prompts")[0].messages == (USER,)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "is empty"),
+        (" \n\n", "is empty"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"PK\x03\x04\x00\x00", "binary"),
+        ('{"prompt": "a"}\n{"prompt": \n', r"prompts.jsonl:2 is not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("17", "JSON number"),
+        ('{"txt": "a"}', r"has no prompt \(found: txt\)"),
+        ('{"prompt": 3}', "`prompt` is a JSON number"),
+        ('{"prompt": " "}', "is empty"),
+        ('{"turns": []}', "`turns` must be a list"),
+        ('{"turns": ["a", ""]}', "`turns` must be a list"),
+        ('{"messages": {}}', "`messages` must be a list"),
+        ('{"messages": [{"role": "user"}]}', "needs a `role` and a text"),
+        ('{"messages": [{"role": "king", "content": "a"}]}', "unknown role 'king'"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "answers only"),
+        ('{"prompt": 1' + "0" * 5000 + "}", "is not valid JSON"),
+    ],
+)
+def test_bad_files_are_named_in_one_line(tmp_path: Path, content: str | bytes, complaint: str) -> None:
+    with pytest.raises(PromptError, match=complaint) as error:
+        read(tmp_path, content)
+    assert "\n" not in str(error.value)
+    assert "prompts.jsonl" in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="does not exist"):
+        read_prompts(tmp_path / "none.txt")
+    with pytest.raises(PromptError, match="is a folder"):
+        read_prompts(tmp_path)
+    locked = tmp_path / "locked.txt"
+    locked.write_text("secret")
+    locked.chmod(0)
+    if not os.access(locked, os.R_OK):  # root reads everything
+        with pytest.raises(PromptError, match="permissions"):
+            read_prompts(locked)
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip), min_size=1, max_size=5))
+def test_whatever_json_can_hold_comes_back(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    rows = "\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts)
+    prompts = read(tmp_path_factory.mktemp("prompts"), rows.encode())
+    assert [prompt.messages[0]["content"] for prompt in prompts] == texts
+
+
+def test_the_embedded_prompts_are_several_kinds_in_turn() -> None:
+    prompts = read_prompts(demo.PROMPTS)
+    assert len(prompts) == 200
+    assert len({prompt.id for prompt in prompts}) == 200
+    assert {prompt.category for prompt in prompts[:4]} == {"math", "explain", "write", "edit"}

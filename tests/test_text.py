@@ -1,0 +1,68 @@
+"""Streamed pieces join to the text of all ids, whatever the ids are and however they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hdtool.data import demo
+from hdtool.runtime.text import TextStream, text_of
+
+
+@cache
+def byte_level() -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(demo.MODEL)
+    return tokenizer
+
+
+@cache
+def sentence_pieces() -> PreTrainedTokenizerBase:
+    """As Llama 2 has them: a mark for spaces, the first one dropped, single bytes to fall back to."""
+    words = ["<unk>", "▁", "▁a", "▁the", "b", "s", ".", "\n", "é"]
+    vocabulary = {word: index for index, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    core = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
+
+def streamed(tokenizer: PreTrainedTokenizerBase, chunks: list[list[int]]) -> str:
+    stream = TextStream(tokenizer)
+    return "".join([*(stream.add(chunk) for chunk in chunks), stream.end()])
+
+
+@given(st.lists(st.lists(st.integers(0, 4095), max_size=4), max_size=30))
+def test_pieces_of_any_ids_join_to_the_whole(chunks: list[list[int]]) -> None:
+    assert streamed(byte_level(), chunks) == text_of(byte_level(), [id_ for chunk in chunks for id_ in chunk])
+
+
+@given(st.text(st.characters(codec="utf-8")), st.integers(1, 4), st.sampled_from([byte_level, sentence_pieces]))
+@example("Grüße, 世界 🌍!\n the a", 1, sentence_pieces)
+def test_pieces_of_any_text_join_to_the_whole(
+    text: str, size: int, make: Callable[[], PreTrainedTokenizerBase]
+) -> None:
+    """SentencePiece spells what it has no word for in bytes; only whole characters are tried here,
+    since it takes back a valid byte when an invalid one follows, which no stream can know."""
+    tokenizer = make()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert streamed(tokenizer, [ids[at : at + size] for at in range(0, len(ids), size)]) == text_of(tokenizer, ids)
+
+
+def test_no_half_characters_are_shown() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer("世界🌍", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 3, "the demo tokenizer spells these characters in bytes"
+    stream = TextStream(tokenizer)
+    assert "\ufffd" not in "".join(stream.add([id_]) for id_ in ids)
+
+
+def test_special_tokens_are_not_shown() -> None:
+    tokenizer = byte_level()
+    ids = [*tokenizer("done", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert text_of(tokenizer, ids) == "done"
