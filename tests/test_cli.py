@@ -72,6 +72,16 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
         assert record["sources"] == {}
 
 
+def test_an_answer_may_end_in_several_ways() -> None:
+    loaded = load(ModelConfig())
+    assert loaded.stops == {0, 1}
+    settings = loaded.target.model.generation_config
+    settings.eos_token_id = 7
+    assert loaded.stops == {7}
+    settings.eos_token_id = None
+    assert loaded.stops == {loaded.tokenizer.eos_token_id}
+
+
 def test_raw_text_is_taken_as_it_stands(capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = load(ModelConfig()).tokenizer
     for flag, count in (("--raw", len(tokenizer("def f(")["input_ids"])), ("--chat", 3 + 3)):

@@ -1,0 +1,102 @@
+"""Plain decoding against ``model.generate`` on the embedded model: ``make bench``.
+
+Both answer the same prompts in turn, in one process, on the same device; each has a model of its
+own, loaded as its users load it. One round is warm-up; what counts is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.prompts import read_prompts
+from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.load import Loaded, load
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.stats import Stats
+from tests.benchmarks.machine import machine
+
+Answer = Callable[[list[int], int], list[int]]
+
+
+def ours(loaded: Loaded, stats: Stats) -> Answer:
+    def answer(prompt: list[int], most: int) -> list[int]:
+        ids: list[int] = []
+        for step in decode(loaded.target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most):
+            ids += step.tokens
+            stats.add(step)
+        return ids
+
+    return answer
+
+
+def theirs(model: PreTrainedModel) -> Answer:
+    # Both go on past the end of the answer, so that every run is equally long.
+    model.generation_config.eos_token_id = None
+
+    def answer(prompt: list[int], most: int) -> list[int]:
+        asked = torch.tensor([prompt], device=model.device)
+        seen = torch.ones_like(asked)
+        said = model.generate(asked, attention_mask=seen, do_sample=False, max_new_tokens=most)
+        ids: list[int] = said[0, len(prompt) :].tolist()
+        return ids
+
+    return answer
+
+
+def compare(threads: int, rounds: int, prompts: list[list[int]], most: int) -> str:
+    """One row of the table."""
+    torch.set_num_threads(threads)
+    stats = Stats()
+    loaded = load(ModelConfig(device="cpu"))
+    stock = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
+    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+    identical = 0
+    answers = {"ours": ours(loaded, stats), "theirs": theirs(stock)}
+    for turn in range(rounds + 1):
+        stats.__init__()  # type: ignore[misc]
+        for prompt in prompts:
+            said = {}
+            for name, answer in answers.items():
+                started = time.perf_counter()
+                said[name] = answer(prompt, most)
+                if turn:
+                    times[name].append((time.perf_counter() - started) / most * 1e3)
+            identical += turn > 0 and said["ours"] == said["theirs"]
+    mine, peer = (statistics.median(times[name]) for name in ("ours", "theirs"))
+    return (
+        f"| {threads} | {mine:.2f} | {peer:.2f} | {peer / mine:.2f} | {stats.verify_ms_per_step:.2f} "
+        f"| {stats.outside_us_per_step:.0f} | {identical} of {rounds * len(prompts)} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tokenizer = load(ModelConfig(device="cpu")).tokenizer
+    asked = read_prompts(demo.PROMPTS)[: options.prompts]
+    prompts = [encode_conversation(tokenizer, prompt.messages) for prompt in asked]
+    print(f"{machine()}; {options.rounds} rounds of {len(prompts)} prompts × {options.tokens} tokens\n")
+    print("| threads | hdtool, ms a token | generate, ms a token | ratio | in the model, ms | around it, µs | identical |")
+    print("|---|---|---|---|---|---|---|")
+    for threads in options.threads:
+        print(compare(threads, options.rounds, prompts, options.tokens), flush=True)
+
+
+if __name__ == "__main__":
+    main()
