@@ -17,7 +17,7 @@ READABLE_LAYERS = (FULL, "sliding_attention", "chunked_attention")
 POSITIONS_BY_DISTANCE = ("bloom", "mpt")
 """Families that put the distance between tokens into the attention themselves (ALiBi)."""
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+HIGH_PRECISION_TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 0.1
 """How far tree logits may lie from plain ones, in standard deviations of the logits. Where a model
 ignores the mask or the positions, its logits are off by tenths of one, and at most nodes."""
@@ -57,9 +57,11 @@ def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor) -> N
     Judged at the median node: a mixture of experts in low precision may send a single token to
     another expert and still be right, but a model that ignores masks is wrong nearly everywhere.
     """
+    precise = plain.dtype in (torch.float32, torch.float64)
+    tolerance = HIGH_PRECISION_TOLERANCE if precise else LOW_PRECISION_TOLERANCE
     scale = plain.float().std(dim=-1).clamp_min(1e-12)
     distance = ((of_tree.float() - plain.float()).abs().amax(dim=-1) / scale).median().item()
-    if not distance <= TOLERANCE.get(plain.dtype, LOW_PRECISION_TOLERANCE):
+    if not distance <= tolerance:
         raise _refusal(
             kind, f"does not follow tree masks and position ids (its logits are off by {distance:.2g} sigma)"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -148,9 +149,14 @@ def test_encoder_decoders_are_refused() -> None:
         Target(transformers.T5ForConditionalGeneration(config))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
-def test_a_model_that_ignores_what_trees_need_is_found_out(ignored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "gemma2", "qwen3_moe", "gpt_neox"])
+def test_a_model_that_ignores_what_trees_need_is_found_out(
+    family: str, ignored: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(model_of(family)).to(dtype)  # type: ignore[arg-type]
+    Target(model)
     honest = model.forward
 
     def careless(

@@ -92,7 +92,9 @@ def main() -> None:
     asked = read_prompts(demo.PROMPTS)[: options.prompts]
     prompts = [encode_conversation(tokenizer, prompt.messages) for prompt in asked]
     print(f"{machine()}; {options.rounds} rounds of {len(prompts)} prompts × {options.tokens} tokens\n")
-    print("| threads | hdtool, ms a token | generate, ms a token | ratio | in the model, ms | around it, µs | identical |")
+    print(
+        "| threads | hdtool, ms a token | generate, ms a token | ratio | in the model, ms | around it, µs | identical |"
+    )
     print("|---|---|---|---|---|---|---|")
     for threads in options.threads:
         print(compare(threads, options.rounds, prompts, options.tokens), flush=True)
