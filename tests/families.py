@@ -93,11 +93,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+IN_DOUBLE = sorted(
+    set(FAMILIES) - {"gemma2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "codegen", "gptj", "llama4"}
+)
+"""Families that compute in float64 throughout; the others have parts that know float32 and less."""
+
+
 @cache
-def model_of(family: str) -> PreTrainedModel:
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The same random model of a family in every run; nothing in it ends an answer."""
     torch.manual_seed(sum(map(ord, family)))
     model = FAMILIES[family]()
+    model.to(dtype)  # type: ignore[arg-type]
     model.eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.load import load
+from tests.oracle import generated
 
 HDTOOL = [sys.executable, "-m", "hdtool.cli"]
 SHORT = ["--max-new-tokens", "8"]
@@ -60,12 +62,11 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
         asked = prompt["messages"][0]["content"]
         assert run(["generate", "--prompt", asked, "--max-new-tokens", "48", "--json"]) == 0
         record = json.loads(capfd.readouterr().out)
-        ids = loaded.tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True, return_tensors="pt")
-        model = loaded.target.model
-        expected = model.generate(**ids, do_sample=False, max_new_tokens=48)[0, ids["input_ids"].shape[1] :].tolist()
+        ids: Any = loaded.tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True)
+        expected = generated(loaded.target.model, ids["input_ids"], 48)
         assert record["output_ids"] == expected
         assert record["text"] == loaded.tokenizer.decode(expected, skip_special_tokens=True)
-        assert (record["prompt"], record["prompt_tokens"]) == (asked, ids["input_ids"].shape[1])
+        assert (record["prompt"], record["prompt_tokens"]) == (asked, len(ids["input_ids"]))
         assert record["tokens"] == record["steps"] == len(expected)
         assert record["finish"] == ("stop" if expected[-1] in loaded.stops else "length")
         assert record["tokens_per_second"] > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +16,7 @@ from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.target import Target
 from tests.families import FAMILIES, VOCABULARY, model_of
-from tests.test_target import prompt_of
+from tests.oracle import generated, prompt_of
 from tests.trees import LyingDrafter
 
 SAMPLINGS = {
@@ -78,9 +77,9 @@ TARGET = Target(model_of("llama"))
 def test_penalised_greedy_equals_generate() -> None:
     model = model_of("gemma2")
     prompt = prompt_of(30)
-    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40, repetition_penalty=1.3)
+    expected = generated(model, prompt, 40, repetition_penalty=1.3)
     steps = run(Target(model), prompt, SamplingConfig(repetition_penalty=1.3), 40)
-    assert said(steps) == expected[0, len(prompt) :].tolist()
+    assert said(steps) == expected
 
 
 def test_a_stop_token_ends_the_answer_even_inside_a_draft() -> None:

@@ -13,7 +13,7 @@ from hdtool.cli.app import app
 from tests.command_reference import COMMANDS, PAGE, render
 from tests.test_rooms import FILES, ROOT
 
-PAGES = [path for path in ROOT.glob("*.md")] + sorted((ROOT / "docs").rglob("*.md"))
+PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
 
 
 def test_every_command_has_its_place_in_the_reference() -> None:

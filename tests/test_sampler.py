@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.sampler import DRAWS_AT_ONCE, Draws, Sampler, processors_of
 from tests.families import VOCABULARY, model_of
-from tests.test_target import prompt_of
+from tests.oracle import prompt_of
 
 
 def test_draws_are_uniform_and_keyed_by_seed_and_position() -> None:
@@ -46,7 +48,7 @@ PINNED_DRAWS = [0.011546754286, 0.241549196563, 0.037536351035]
 )
 def test_the_distribution_is_that_of_generate(settings: dict[str, float]) -> None:
     """Replays what generate sampled: its raw logits must give its processed scores, in every step."""
-    model = model_of("llama")
+    model: Any = model_of("llama")
     prompt = prompt_of(10)
     torch.manual_seed(0)
     theirs = model.generate(

@@ -20,20 +20,9 @@ from hdtool.runtime.layout import lay_out_for_few_rows
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
-from tests.families import FAMILIES, SHAPE, VOCABULARY, model_of
+from tests.families import FAMILIES, IN_DOUBLE, SHAPE, VOCABULARY, model_of
+from tests.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.trees import path_to, tokens_to, trees
-
-FLOAT32 = {"rtol": 2e-4, "atol": 2e-4}
-
-
-def prompt_of(length: int) -> list[int]:
-    return torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-def plain_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-    return logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,15 +30,19 @@ def plain_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 def test_plain_decoding_equals_generate(family: str, length: int) -> None:
     model = model_of(family)
     prompt = prompt_of(length)
-    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40)[0, length:].tolist()
+    expected = generated(model, prompt, 40)
     steps = list(decode(Target(model), prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=40))
     assert [token for step in steps for token in step.tokens] == expected
     assert len(steps) == 40
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tree_gets_the_logits_of_its_plain_paths(family: str) -> None:
-    model = model_of(family)
+IN_FLOAT32 = [(family, torch.float32) for family in FAMILIES]
+IN_FLOAT64 = [(family, torch.float64) for family in IN_DOUBLE]
+
+
+@pytest.mark.parametrize(("family", "dtype"), IN_FLOAT32 + IN_FLOAT64)
+def test_a_tree_gets_the_logits_of_its_plain_paths(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
     target = Target(model)
 
     @settings(max_examples=8)
@@ -62,14 +55,14 @@ def test_a_tree_gets_the_logits_of_its_plain_paths(family: str) -> None:
         assert logits.shape == (len(tree) + 1, VOCABULARY)
         for node in range(-1, len(tree)):
             expected = plain_logits(model, context[:-1] + (tokens_to(tree, node) if node >= 0 else [tree.root]))
-            torch.testing.assert_close(logits[node + 1], expected, **FLOAT32)
+            assert_same_logits(logits[node + 1], expected)
 
     check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_kept_path_is_the_context_of_the_next_step(family: str) -> None:
-    model = model_of(family)
+@pytest.mark.parametrize(("family", "dtype"), IN_FLOAT32 + IN_FLOAT64)
+def test_a_kept_path_is_the_context_of_the_next_step(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
     target = Target(model)
 
     @settings(max_examples=6)
@@ -87,7 +80,7 @@ def test_a_kept_path_is_the_context_of_the_next_step(family: str) -> None:
             context += tokens_to(tree, node)
             assert target.length == len(context)
         last = DraftTree.bare(5)
-        torch.testing.assert_close(target.verify(last)[0], plain_logits(model, [*context, 5]), **FLOAT32)
+        assert_same_logits(target.verify(last)[0], plain_logits(model, [*context, 5]))
 
     check()
 
@@ -115,7 +108,7 @@ def test_column_major_weights_change_no_logits() -> None:
     twin.eval()
     lay_out_for_few_rows(twin)
     assert twin.lm_head.weight.stride() == (1, VOCABULARY)
-    torch.testing.assert_close(plain_logits(twin, prompt_of(20)), plain_logits(family, prompt_of(20)), **FLOAT32)
+    assert_same_logits(plain_logits(twin, prompt_of(20)), plain_logits(family, prompt_of(20)))
 
 
 def tiny(name: str, **changes: Any) -> PreTrainedModel:
@@ -203,6 +196,6 @@ def test_a_longrope_conversation_stays_on_its_side_of_the_switch() -> None:
     model = AutoModelForCausalLM.from_config(config)
     for length, room in ((40, 24), (70, 30)):
         prompt = prompt_of(length)
-        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=room)[0, length:].tolist()
+        expected = generated(model, prompt, room)
         steps = decode(Target(model), prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=room)
         assert [token for step in steps for token in step.tokens] == expected

@@ -10,9 +10,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hdtool.data import demo
@@ -24,6 +25,7 @@ from hdtool.runtime.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
 from tests.benchmarks.machine import machine
+from tests.oracle import generated
 
 Answer = Callable[[list[int], int], list[int]]
 
@@ -39,18 +41,11 @@ def ours(loaded: Loaded, stats: Stats) -> Answer:
     return answer
 
 
-def theirs(model: PreTrainedModel) -> Answer:
+def theirs(model: Any) -> Answer:
     # Both go on past the end of the answer, so that every run is equally long.
     model.generation_config.eos_token_id = None
 
-    def answer(prompt: list[int], most: int) -> list[int]:
-        asked = torch.tensor([prompt], device=model.device)
-        seen = torch.ones_like(asked)
-        said = model.generate(asked, attention_mask=seen, do_sample=False, max_new_tokens=most)
-        ids: list[int] = said[0, len(prompt) :].tolist()
-        return ids
-
-    return answer
+    return lambda prompt, most: generated(model, prompt, most)
 
 
 def compare(threads: int, rounds: int, prompts: list[list[int]], most: int) -> str:
@@ -91,7 +86,7 @@ def main() -> None:
     tokenizer = load(ModelConfig(device="cpu")).tokenizer
     asked = read_prompts(demo.PROMPTS)[: options.prompts]
     prompts = [encode_conversation(tokenizer, prompt.messages) for prompt in asked]
-    print(f"{machine()}; {options.rounds} rounds of {len(prompts)} prompts × {options.tokens} tokens\n")
+    print(f"{machine()}; {options.rounds} rounds of {len(prompts)} prompts x {options.tokens} tokens\n")
     print(
         "| threads | hdtool, ms a token | generate, ms a token | ratio | in the model, ms | around it, µs | identical |"
     )
