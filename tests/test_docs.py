@@ -60,3 +60,10 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert target in rules
     for command in re.findall(r"^\$? ?hdtool (\w[\w-]*)", readme, re.MULTILINE):
         assert command in COMMANDS
+
+
+def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out.count(" ms\n") == 20
