@@ -4,6 +4,7 @@ HdtoolError
 ├── PromptError     a prompt or a file of prompts cannot be used
 ├── ModelError      no such model, or none that can be loaded
 │   └── FamilyError     a model whose kind cannot verify a tree of drafts
+├── StoreError      a store cannot be opened or written
 └── OptionError     options that do not go together
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
@@ -27,6 +28,10 @@ class ModelError(HdtoolError):
 
 class FamilyError(ModelError):
     """The model is of a kind that cannot verify a tree of drafts."""
+
+
+class StoreError(HdtoolError):
+    """A store cannot be opened or written."""
 
 
 class OptionError(HdtoolError):

@@ -1,0 +1,52 @@
+"""Tokenized documents as the stores keep them: one after another, each closed by an end token.
+
+The end token lies behind the vocabulary, so no draft runs from one document into the next. The
+documents of one source stand together and in the order of the manifest's sources, so their numbers
+are enough to find a source again: for dropping it, or for building a store anew without its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input that documents come from."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """A tokenized text and the input that it came from, by its place in the list of sources."""
+
+    ids: Sequence[int] | Tokens
+    source: int = 0
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """Two bytes a token where the vocabulary and its end token fit into them, else four."""
+    return np.dtype(np.uint16 if vocab_size < 2**16 else np.uint32)
+
+
+def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
+    """The documents of a token array that was written with an end behind each."""
+    start = 0
+    for stop in np.flatnonzero(tokens == end):
+        yield tokens[start:stop]
+        start = int(stop) + 1
+
+
+def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:
+    """Stored documents with the sources that the manifest counts them by."""
+    owners = (source for source, count in enumerate(counts) for _ in range(count))
+    return (Document(ids, source) for ids, source in zip(documents, owners, strict=True))
