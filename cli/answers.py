@@ -1,82 +1,48 @@
-"""What the commands that answer prompts share: a loaded model, its answers, how they are told."""
+"""How answers are told: as a stream, as JSON, as a line of figures."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hdtool.data.chat import encode_conversation
-from hdtool.data.errors import PromptError
-from hdtool.data.prompts import Message, Prompt
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.decode import Finish, Step, decode, room_for
-from hdtool.runtime.load import Loaded, load
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.answers import Answer
+from hdtool.runtime.decode import Finish
 from hdtool.runtime.stats import Stats
-from hdtool.runtime.text import TextStream, text_of
 
 
-class Answer:
-    """One answer while it is made: iterate over it for its text."""
+def run(answer: Answer, *, show: bool = True) -> None:
+    """Make an answer, shown while it comes; Ctrl-C ends it and keeps what there is."""
+    try:
+        for piece in answer:
+            if show:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        answer.interrupt()
+    if show:
+        print(flush=True)
 
-    def __init__(self, loaded: Loaded, asked: str, ids: list[int], steps: Iterator[Step], prompt: Prompt) -> None:
-        self.asked = asked
-        self.prompt = prompt
-        self.prompt_tokens = len(ids)
-        self.output_ids: list[int] = []
-        self.stats = Stats()
-        self._tokenizer = loaded.tokenizer
-        self._steps = steps
 
-    def __iter__(self) -> Iterator[str]:
-        text = TextStream(self._tokenizer)
-        for step in self._steps:
-            self.output_ids += step.tokens
-            self.stats.add(step)
-            yield text.add(step.tokens)
-        yield text.end()
-
-    def run(self, *, show: bool = True) -> None:
-        """Make the answer, shown while it comes; Ctrl-C ends it and keeps what there is."""
-        try:
-            for piece in self:
-                if show:
-                    print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            self.stats.finish = Finish.INTERRUPT
-        if show:
-            print(flush=True)
-
-    @property
-    def interrupted(self) -> bool:
-        return self.stats.finish is Finish.INTERRUPT
-
-    @property
-    def text(self) -> str:
-        return text_of(self._tokenizer, self.output_ids)
-
-    def record(self) -> dict[str, Any]:
-        """The answer as ``--json`` prints it; names stay as they are once they have shipped."""
-        stats = self.stats
-        return {
-            "id": self.prompt.id,
-            "category": self.prompt.category,
-            "prompt": self.asked,
-            "text": self.text,
-            "output_ids": self.output_ids,
-            "prompt_tokens": self.prompt_tokens,
-            "tokens": stats.tokens,
-            "steps": stats.steps,
-            "tokens_per_step": round(stats.tokens_per_step, 3),
-            "seconds": round(stats.seconds, 6),
-            "tokens_per_second": round(stats.tokens_per_second, 2),
-            "draft_us_per_step": round(stats.draft_us_per_step, 1),
-            "verify_ms_per_step": round(stats.verify_ms_per_step, 4),
-            "outside_us_per_step": round(stats.outside_us_per_step, 1),
-            "finish": stats.finish,
-            "sources": {},
-        }
+def record(answer: Answer) -> dict[str, Any]:
+    """The answer as ``--json`` prints it; names stay as they are once they have shipped."""
+    stats = answer.stats
+    return {
+        "id": answer.prompt.id,
+        "category": answer.prompt.category,
+        "prompt": answer.asked,
+        "text": answer.text,
+        "output_ids": answer.output_ids,
+        "prompt_tokens": answer.prompt_tokens,
+        "tokens": stats.tokens,
+        "steps": stats.steps,
+        "tokens_per_step": round(stats.tokens_per_step, 3),
+        "seconds": round(stats.seconds, 6),
+        "tokens_per_second": round(stats.tokens_per_second, 2),
+        "draft_us_per_step": round(stats.draft_us_per_step, 1),
+        "verify_ms_per_step": round(stats.verify_ms_per_step, 4),
+        "outside_us_per_step": round(stats.outside_us_per_step, 1),
+        "finish": stats.finish,
+        "sources": {},
+    }
 
 
 ENDINGS = {
@@ -94,46 +60,6 @@ def summary(stats: Stats) -> str:
         f"{stats.steps} steps ({stats.tokens_per_step:.2f} tokens per step), a step {stats.verify_ms_per_step:.2f} ms "
         f"in the model and {stats.outside_us_per_step:.0f} µs around it{ending}"
     )
-
-
-class Answerer:
-    """A model with the settings that every answer of a command shares."""
-
-    def __init__(
-        self, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig, chat: bool | None = None
-    ) -> None:
-        self.loaded = load(model)
-        self._decoding = decoding
-        self._sampling = sampling
-        self._chat = chat
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse a prompt that cannot be answered before the first one is."""
-        for prompt in prompts:
-            try:
-                room_for(self.loaded.target, self._encode(prompt.messages), self._decoding.max_new_tokens)
-            except PromptError as error:
-                raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
-
-    def answers(self, prompt: Prompt) -> Iterator[Answer]:
-        """The answer to each of the user's turns; every one must be iterated before the next is taken."""
-        messages: list[Message] = list(prompt.messages)
-        answer = self._answer(messages, prompt)
-        yield answer
-        for turn in prompt.later_turns:
-            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": turn}]
-            answer = self._answer(messages, prompt)
-            yield answer
-
-    def _answer(self, messages: Sequence[Message], prompt: Prompt) -> Answer:
-        ids = self._encode(messages)
-        target = self.loaded.target
-        sampler = Sampler(self._sampling, ids, target.model.generation_config)
-        steps = decode(target, ids, sampler, max_new_tokens=self._decoding.max_new_tokens, stops=self.loaded.stops)
-        return Answer(self.loaded, messages[-1]["content"], ids, steps, prompt)
-
-    def _encode(self, messages: Sequence[Message]) -> list[int]:
-        return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat)
 
 
 def quiet_libraries() -> None:

@@ -20,9 +20,10 @@ def demo(
 
     Answers a few prompts of several kinds, none of which the model has learned from.
     """
-    from hdtool.cli.answers import Answerer, quiet_libraries, summary
+    from hdtool.cli.answers import quiet_libraries, run, summary
     from hdtool.data import demo as embedded
     from hdtool.data.prompts import read_prompts
+    from hdtool.runtime.answers import Answerer
     from hdtool.runtime.stats import Stats
 
     quiet_libraries()
@@ -36,7 +37,7 @@ def demo(
         prompt = group[number // len(shown) % len(group)]
         for answer in answerer.answers(prompt):
             print(f"\n▌ {prompt.category}\n{answer.asked}\n")
-            answer.run()
+            run(answer)
             print(f"\n  {summary(answer.stats)}", flush=True)
             parts.append(answer.stats)
             if answer.interrupted:

@@ -41,7 +41,8 @@ def generate(
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = _asked(prompt, prompts)
 
-    from hdtool.cli.answers import Answerer, quiet_libraries, summary
+    from hdtool.cli.answers import quiet_libraries, record, run, summary
+    from hdtool.runtime.answers import Answerer
 
     quiet_libraries()
     answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code), decoding, sampling, chat)
@@ -50,9 +51,9 @@ def generate(
         for answer in answerer.answers(question):
             if len(asked) > 1 and not as_json:
                 print(f"── {number}/{len(asked)} {question.id}", file=sys.stderr)
-            answer.run(show=not as_json)
+            run(answer, show=not as_json)
             if as_json:
-                print(json.dumps(answer.record(), ensure_ascii=False), flush=True)
+                print(json.dumps(record(answer), ensure_ascii=False), flush=True)
             if stats or answer.interrupted:
                 print(summary(answer.stats), file=sys.stderr)
             if answer.interrupted:

@@ -74,7 +74,9 @@ class CorpusIndex:
     def _check_shards(self) -> None:
         """The shards must lie one behind the other and fill the files, or a look-up would leave them."""
         token, tokens, suffix, suffixes = self._shards.T
-        tiled = np.array_equal(token, np.cumsum(tokens) - tokens) and np.array_equal(suffix, np.cumsum(suffixes) - suffixes)
+        tiled = np.array_equal(token, np.cumsum(tokens) - tokens) and np.array_equal(
+            suffix, np.cumsum(suffixes) - suffixes
+        )
         sizes = (tokens.sum(), suffixes.sum(), len(self._shards))
         if not tiled or self._shards.min() < 0 or sizes != (len(self.tokens), len(self._suffixes), len(self._heads)):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
@@ -82,9 +84,7 @@ class CorpusIndex:
     def after(self, context: Sequence[int] | Ints, most: int = LARGEST_TREE) -> Continuations:
         """The continuations of the longest suffix of ``context`` that the corpus holds."""
         tail = np.asarray(context[-LONGEST_CONTEXT:], np.int64)
-        return Continuations(
-            *look_up(self.tokens, self._suffixes, self._heads, self._shards, tail, self.end, most)
-        )
+        return Continuations(*look_up(self.tokens, self._suffixes, self._heads, self._shards, tail, self.end, most))
 
 
 @njit(cache=True, nogil=True)

@@ -1,0 +1,285 @@
+"""Input files: found by name, folder or pattern, and read row by row whatever their format.
+
+The ending tells the format, and a file with none that is known is told by its beginning. Gzip is
+unpacked wherever it is found. A row is what a JSON value, a Parquet row or a text file holds; what
+it means is no business of this file.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hdtool.data.errors import HdtoolError
+
+ENDINGS = {
+    ".json": "json",
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".parquet": "parquet",
+}
+PACKED = ".gz"
+CHUNK = 1 << 16
+BOM = b"\xef\xbb\xbf"
+
+
+class Unusable(Exception):
+    """Why a row, or a whole text, cannot be used."""
+
+
+class Row(NamedTuple):
+    """What stands at one place of a file, and how many bytes of the file are behind it."""
+
+    place: str
+    value: Any
+    """The parsed value, or an ``Unusable`` where there is none: the rows behind it are still read."""
+    consumed: int
+
+
+class CountedFile(io.RawIOBase):
+    """A file's bytes on their way to a reader, counted and hashed as they are on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._hash = hashlib.sha256()
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self._hash.update(memoryview(buffer)[:count])
+        self.count += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+
+def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
+    """The files that names, folders and glob patterns mean, each once, in the order given."""
+    found: dict[Path, Path] = {}
+    for pattern in patterns:
+        for path in _matches(os.path.expanduser(pattern)):
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def _matches(pattern: str) -> list[Path]:
+    if os.path.isdir(pattern):
+        if not (files := sorted(_files_in(pattern))):
+            raise RecordError(
+                f"{pattern} holds no files to read: put {', '.join(ENDINGS)} in it, or name a file of another kind"
+            )
+    # A name may hold the characters of a pattern.
+    elif os.path.exists(pattern):
+        files = [Path(pattern)]
+    elif not (files := sorted(Path(name) for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))):
+        raise RecordError(f"{pattern or 'an empty name'} matches no file: check the path")
+    return files
+
+
+def _files_in(folder: str) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = (Path(parent, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if _ending(path) in ENDINGS and path.is_file())
+
+
+def _ending(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix.lower() == PACKED else path).suffix.lower()
+
+
+@contextmanager
+def faults_named(path: Path) -> Iterator[None]:
+    """Faults of opening and reading a file, told as something to mend."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise RecordError(f"{path} does not exist: check the path") from None
+    except IsADirectoryError:
+        raise RecordError(f"{path} is a folder: name the files in it") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RecordError(f"{path} cannot be unpacked ({error}): fetch it again") from None
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read ({error.strerror or error}): check its permissions") from None
+
+
+def rows_of(path: Path, raw: CountedFile, size: int) -> Iterator[Row]:
+    """The rows of a file; none at all is an error."""
+    stream = _unpacked(raw)
+    empty = True
+    for row in _rows(path, stream, raw, size):
+        empty = False
+        yield row
+    if empty:
+        raise RecordError(f"{path} is empty: leave it out, or put text in it")
+
+
+def _unpacked(raw: CountedFile) -> io.BufferedReader:
+    stream = io.BufferedReader(raw, CHUNK)
+    if stream.peek(2).startswith(b"\x1f\x8b"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK)  # type: ignore[arg-type]
+    return stream
+
+
+def _rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int) -> Iterator[Row]:
+    head = stream.peek(CHUNK)
+    form = _format(path, head)
+    if form == "parquet":
+        with _on_disk(path, stream) as file:
+            yield from _parquet_rows(path, file, size)
+    elif b"\0" in head:
+        # Such a file may have no line ends, and a line of it would be all of it.
+        raise RecordError(f"{path} holds binary data: give text, JSON or Parquet")
+    elif form == "lines":
+        yield from _line_rows(stream, raw)
+    elif form == "json":
+        yield from _json_rows(path, stream, raw, size)
+    else:
+        yield from _text_row(path, stream.read(), size)
+
+
+def _format(path: Path, head: bytes) -> str:
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    return ENDINGS.get(_ending(path)) or ("json" if _first_character(head) in (b"[", b"{") else "text")
+
+
+def _first_character(data: bytes) -> bytes:
+    return data.lstrip(BOM + b" \t\r\n")[:1]
+
+
+def _text_row(path: Path, data: bytes, size: int) -> Iterator[Row]:
+    try:
+        text = _decoded(data)
+    except Unusable as fault:
+        raise RecordError(f"{path} is {fault}: convert it to UTF-8 text, or leave it out") from None
+    if text and not text.isspace():
+        yield Row("", text, size)
+
+
+def _line_rows(lines: Iterable[bytes], raw: CountedFile) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if line.isspace():
+            continue
+        try:
+            value = _parsed(line)
+        except Unusable as fault:
+            value = fault
+        yield Row(f":{number}", value, raw.count)
+
+
+def _json_rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int) -> Iterator[Row]:
+    """One JSON value; or JSON Lines, when the first line is a value in itself and no array."""
+    opening = _opening(stream)
+    if _first_character(opening) != b"[" and _is_json(opening):
+        yield from _line_rows(chain(io.BytesIO(opening), stream), raw)
+        return
+    data = opening + stream.read()
+    if not data or data.isspace():
+        return
+    try:
+        value = _parsed(data)
+    except Unusable as fault:
+        raise RecordError(
+            f"{path} is {fault}; it may be cut off: fetch it again, or name it .jsonl if each line is a record"
+        ) from None
+    if not isinstance(value, list):
+        yield Row("", value, size)
+        return
+    # The file has been read to its end; what is left to wait for is the work on its records.
+    yield from (Row(f"[{index}]", row, size * (index + 1) // len(value)) for index, row in enumerate(value))
+
+
+def _opening(stream: io.BufferedReader) -> bytes:
+    """The first line that is not blank, with the blank ones before it."""
+    lines = []
+    for line in stream:
+        lines.append(line)
+        if not line.isspace():
+            break
+    return b"".join(lines)
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        _parsed(data)
+    except Unusable:
+        return False
+    return True
+
+
+def _parsed(data: bytes) -> Any:
+    text = _decoded(data)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Unusable(f"not valid JSON ({error.msg} at character {error.pos + 1})") from None
+    except ValueError as error:
+        raise Unusable(f"not valid JSON ({error})") from None
+    except RecursionError:
+        raise Unusable("JSON that is nested too deeply") from None
+
+
+def _decoded(data: bytes) -> str:
+    if b"\0" in data:
+        raise Unusable("binary data")
+    try:
+        return data.removeprefix(BOM).decode()
+    except UnicodeDecodeError as error:
+        raise Unusable(f"not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
+
+
+@contextmanager
+def _on_disk(path: Path, stream: io.BufferedReader) -> Iterator[Path]:
+    """Parquet is read from its end, so a packed file has to be unpacked first."""
+    if not isinstance(stream.raw, gzip.GzipFile):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(suffix=".parquet") as copy:
+        shutil.copyfileobj(stream, copy)
+        copy.flush()
+        yield Path(copy.name)
+
+
+def _parquet_rows(path: Path, file: Path, size: int) -> Iterator[Row]:
+    try:
+        import datasets
+        from pyarrow import parquet
+    except ImportError:
+        raise RecordError(f"{path} is a Parquet file, which the library datasets reads: install datasets") from None
+    try:
+        count = parquet.read_metadata(file).num_rows
+        place = glob.escape(os.path.abspath(file))
+        rows = datasets.load_dataset("parquet", data_files=place, split="train", streaming=True)
+        for index, row in enumerate(rows):
+            yield Row(f"[{index}]", row, size * (index + 1) // count)
+    except Exception as error:  # pyarrow, fsspec and datasets raise whatever they like
+        reason = str(error).partition("\n")[0]
+        raise RecordError(f"{path} cannot be read as Parquet ({reason}): fetch it again") from None
+
+
+class RecordError(HdtoolError):
+    """An input of a builder cannot be used."""

@@ -1,0 +1,88 @@
+"""Answers to prompts: conversations in, text out, one model and one set of settings for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hdtool.data.chat import encode_conversation
+from hdtool.data.errors import PromptError
+from hdtool.data.prompts import Message, Prompt
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.decode import Finish, Step, decode, room_for
+from hdtool.runtime.load import Loaded, load
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.stats import Stats
+from hdtool.runtime.text import TextStream, text_of
+
+
+class Answer:
+    """One answer while it is made: iterate over it for its text."""
+
+    def __init__(self, loaded: Loaded, asked: str, ids: list[int], steps: Iterator[Step], prompt: Prompt) -> None:
+        self.asked = asked
+        self.prompt = prompt
+        self.prompt_tokens = len(ids)
+        self.output_ids: list[int] = []
+        self.stats = Stats()
+        self._tokenizer = loaded.tokenizer
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[str]:
+        text = TextStream(self._tokenizer)
+        for step in self._steps:
+            self.output_ids += step.tokens
+            self.stats.add(step)
+            yield text.add(step.tokens)
+        yield text.end()
+
+    @property
+    def interrupted(self) -> bool:
+        return self.stats.finish is Finish.INTERRUPT
+
+    def interrupt(self) -> None:
+        """End the answer where it is; what there is of it stands."""
+        self.stats.finish = Finish.INTERRUPT
+
+    @property
+    def text(self) -> str:
+        return text_of(self._tokenizer, self.output_ids)
+
+
+class Answerer:
+    """A model with the settings that every answer of a command shares."""
+
+    def __init__(
+        self, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig, chat: bool | None = None
+    ) -> None:
+        self.loaded = load(model)
+        self._decoding = decoding
+        self._sampling = sampling
+        self._chat = chat
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse a prompt that cannot be answered before the first one is."""
+        for prompt in prompts:
+            try:
+                room_for(self.loaded.target, self._encode(prompt.messages), self._decoding.max_new_tokens)
+            except PromptError as error:
+                raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
+
+    def answers(self, prompt: Prompt) -> Iterator[Answer]:
+        """The answer to each of the user's turns; every one must be iterated before the next is taken."""
+        messages: list[Message] = list(prompt.messages)
+        answer = self._answer(messages, prompt)
+        yield answer
+        for turn in prompt.later_turns:
+            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": turn}]
+            answer = self._answer(messages, prompt)
+            yield answer
+
+    def _answer(self, messages: Sequence[Message], prompt: Prompt) -> Answer:
+        ids = self._encode(messages)
+        target = self.loaded.target
+        sampler = Sampler(self._sampling, ids, target.model.generation_config)
+        steps = decode(target, ids, sampler, max_new_tokens=self._decoding.max_new_tokens, stops=self.loaded.stops)
+        return Answer(self.loaded, messages[-1]["content"], ids, steps, prompt)
+
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
+        return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat)
