@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hdtool.cli import demo, generate
+from hdtool.cli import collect, demo, generate
 from hdtool.cli.options import INTERRUPTED
 from hdtool.data.errors import HdtoolError
 
@@ -23,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: it opens in a third of the time and reads the same in docs and logs
 )
 app.command("generate")(generate.generate)
+app.command("collect")(collect.collect)
 app.command("demo")(demo.demo)
 
 

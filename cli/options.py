@@ -46,3 +46,4 @@ Chat = Annotated[
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Tell on standard error what each answer took.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object an answer, and nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]

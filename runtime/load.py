@@ -53,7 +53,7 @@ def load(config: ModelConfig) -> Loaded:
     if device.type == "cpu":
         lay_out_for_few_rows(model)
     target = _attempt(name, f"on {device}", lambda: Target(model.to(device)))
-    return Loaded(Path(name).name if config.model is None else name, target, tokenizer)
+    return Loaded(config.model or demo.NAME, target, tokenizer)
 
 
 def _whole_model(name: str, **options: Any) -> Any:

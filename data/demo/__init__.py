@@ -4,6 +4,8 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 
+NAME = "hdtool-demo"
+
 MODEL = _HERE / "model"
 """A checkpoint as ``save_pretrained`` lays it out; ``docs/demo-model.md`` says how it was made."""
 

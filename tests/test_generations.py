@@ -1,0 +1,90 @@
+"""Collected answers: every prompt once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hdtool.cli.app import run
+from hdtool.data import demo
+
+PROMPTS = [{"prompt": f"What is {n} + {n}?", "id": f"p{n}"} for n in range(5)] + [{"turns": ["One?", "Two?"], "id": "t"}]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> list[str]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    out = tmp_path / "out" / "generations.jsonl"
+    return ["collect", "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6"]
+
+
+def rows_of(asked: list[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in Path(asked[4]).read_text().splitlines()]
+
+
+def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    assert run(arguments) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    return line
+
+
+def test_every_prompt_is_answered_once(asked: list[str]) -> None:
+    assert run(asked) == 0
+    rows = rows_of(asked)
+    assert [row["id"] for row in rows] == [row["id"] for row in PROMPTS]
+    assert rows[0]["model"] == demo.NAME
+    turns = rows[-1]["messages"]
+    assert isinstance(turns, list)
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user", "assistant"]
+    before = Path(asked[4]).read_bytes()
+    assert run(asked) == 0
+    assert Path(asked[4]).read_bytes() == before
+
+
+def test_a_line_cut_short_is_answered_again(asked: list[str]) -> None:
+    assert run(asked) == 0
+    out = Path(asked[4])
+    whole = out.read_bytes()
+    for kept in (0, 10, len(whole) // 2, len(whole) - 1):
+        out.write_bytes(whole[:kept])
+        assert run(asked) == 0
+        assert out.read_bytes() == whole
+
+
+def test_a_killed_collect_goes_on(asked: list[str]) -> None:
+    out = Path(asked[4])
+    for _ in range(4):
+        with subprocess.Popen([sys.executable, "-m", "hdtool.cli", *asked], stderr=subprocess.DEVNULL) as process:
+            before = out.stat().st_size if out.exists() else 0
+            while process.poll() is None and (out.stat().st_size if out.exists() else 0) <= before:
+                time.sleep(0.005)
+            process.send_signal(signal.SIGKILL)
+    assert run(asked) == 0
+    assert [row["id"] for row in rows_of(asked)] == [row["id"] for row in PROMPTS]
+
+
+def test_answers_of_other_settings_or_prompts_are_not_mixed(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(asked) == 0
+    before = Path(asked[4]).read_bytes()
+    said = complaint(capfd, [*asked, "--seed", "3"])
+    assert "generations.jsonl:1 was answered with seed 0, not 3: choose another --out" in said
+    Path(asked[2]).write_text(json.dumps({"prompt": "Something else?"}))
+    assert "answers another prompt" in complaint(capfd, asked)
+    Path(asked[4]).write_text("a poem\n")
+    assert "is no line of collect" in complaint(capfd, asked)
+    Path(asked[4]).write_bytes(before)
+
+
+def test_two_at_once_are_told_apart(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    from filelock import FileLock
+
+    Path(asked[4]).parent.mkdir()
+    with FileLock(Path(asked[4]).with_name(".generations.jsonl.lock")):
+        assert "another collect is writing" in complaint(capfd, asked)
