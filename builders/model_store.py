@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -62,9 +64,8 @@ def build_model_store(
         if not size:
             raise StoreError("the answers hold no text at all: name files that do")
         tokens = np.asarray(np.memmap(build.path("documents"), token_type(end), "r"))
-        levels = [
-            _level(tokens, end, prefix, top_k, per_key, once_per_document) for prefix in range(1, LONGEST_PREFIX + 1)
-        ]
+        with ThreadPoolExecutor(4) as pool:
+            levels = list(pool.map(lambda prefix: _level(tokens, end, prefix, top_k, per_key, once_per_document), range(1, LONGEST_PREFIX + 1)))
         keys, rows = _in_order(levels)
         if not len(keys):
             raise StoreError(f"no answer has {1 + CONTINUATION} tokens: name files with longer ones")
@@ -72,7 +73,7 @@ def build_model_store(
         _add_totals(tokens, end, slots, keys, once_per_document)
         for part, array in (("slots", slots), ("keys", keys), ("rows", rows)):
             array.tofile(build.path(part))
-        _write_entries(build.path("entries", "mdb"), keys, rows)
+        _write_entries(build.path("entries", "mdb"), keys, rows, tokens.dtype)
         counts = {
             "documents": sum(share.records for share in shares),
             "tokens": sum(share.tokens for share in shares),
@@ -189,7 +190,7 @@ def _count(
         elif last + 1 - begin >= length:
             at = last + 1 - length
             mark = sequence_hash(tokens, at, length)
-            if (mark >> 32) % parts == part:
+            if (mark >> 32) & (parts - 1) == part:
                 slot = _slot(places, tokens, at, length, mark, 0)
                 if places[slot] < 0:
                     if room == 0:
@@ -287,10 +288,11 @@ def _fill(slots: Ints, keys: Ints) -> None:
 def _add_totals(tokens: Ints, end: int, slots: Ints, keys: Ints, once: bool) -> None:
     ends = np.flatnonzero(tokens == end)
     longest = int(np.diff(ends, prepend=-1).max())
-    for prefix in range(1, LONGEST_PREFIX + 1):
-        table = np.full(_table_size(longest), -1, np.int64)
-        totals = _totals(tokens, end, prefix, slots, keys, once, table)
-        keys[:, TOTAL] += np.minimum(totals, LARGEST_COUNT).astype(np.int32)
+    def of_prefix(prefix: int) -> Ints:
+        return _totals(tokens, end, prefix, slots, keys, once, np.full(_table_size(longest), -1, np.int64))
+    with ThreadPoolExecutor(4) as pool:
+        for totals in pool.map(of_prefix, range(1,5)):
+            keys[:, TOTAL] += np.minimum(totals, LARGEST_COUNT).astype(np.int32)
 
 
 @njit(cache=True, nogil=True)
@@ -317,34 +319,34 @@ def _totals(tokens: Ints, end: int, prefix: int, slots: Ints, keys: Ints, once: 
     return totals
 
 
-def _write_entries(path: Path, keys: Ints, rows: Ints) -> None:
+def _write_entries(path: Path, keys: Ints, rows: Ints, kind: np.dtype[Any]) -> None:
     """The same as a portable LMDB file: prefixes as big-endian tokens, msgpack lists of [tokens, count]."""
     import lmdb
 
-    packed, ends = _pack(keys, rows)
-    env = lmdb.open(
-        str(path), subdir=False, lock=False, sync=False, map_size=4 * (len(packed) + 128 * len(keys)) + (1 << 24)
-    )
-    with env, env.begin(write=True) as transaction, transaction.cursor() as cursor:
-        cursor.putmulti(_entries(keys, packed, ends), append=True)
+    # msgpack takes numbers wider than they need to be, and rows of one width need no loop.
+    tokens, wide = kind.newbyteorder(">"), np.dtype(">u4")
+    token_mark, wide_mark, list_mark = (0xCD if kind.itemsize == 2 else 0xCE), 0xCE, 0xDD
+    number = [("mark", np.uint8), ("value", tokens)]
+    packed = np.empty(len(rows), [("lists", np.uint8, 2), ("tokens", number, CONTINUATION), ("mark", np.uint8), ("count", wide)])
+    packed["lists"] = 0x92, 0x90 + CONTINUATION
+    packed["tokens"]["mark"], packed["tokens"]["value"] = token_mark, rows[:, :CONTINUATION]
+    packed["mark"], packed["count"] = wide_mark, rows[:, COUNT]
+    heads = np.empty(len(keys), [("mark", np.uint8), ("size", wide)])
+    heads["mark"], heads["size"] = list_mark, keys[:, STOP] - keys[:, START]
+    room = 4 * (packed.nbytes + 128 * len(keys)) + (1 << 24)
+    with (
+        lmdb.open(str(path), subdir=False, lock=False, sync=False, map_size=room) as env,
+        env.begin(write=True) as transaction,
+        transaction.cursor() as cursor,
+    ):
+        cursor.putmulti(_entries(keys, heads, packed), append=True)
 
 
-def _entries(keys: Ints, packed: bytes, ends: Sequence[int]) -> Iterator[tuple[bytes, bytes]]:
-    prefixes = keys[:, :LONGEST_PREFIX].astype(">u4").tobytes()
-    start = 0
-    for number, (length, stop) in enumerate(zip(keys[:, LENGTH].tolist(), ends, strict=True)):
+def _entries(keys: Ints, heads: Ints, packed: Ints) -> Iterator[tuple[bytes, bytes]]:
+    prefixes, head, row = keys[:, :LONGEST_PREFIX].astype(">u4").tobytes(), heads.tobytes(), packed.tobytes()
+    for number, (length, start, stop) in enumerate(keys[:, LENGTH : STOP + 1].tolist()):
         at = number * 4 * LONGEST_PREFIX
-        yield prefixes[at : at + 4 * length], packed[start:stop]
-        start = stop
-
-
-def _pack(keys: Ints, rows: Ints) -> tuple[bytes, list[int]]:
-    import msgpack
-
-    packer = msgpack.Packer(autoreset=False)
-    ends = []
-    pairs = [[row[:CONTINUATION], row[COUNT]] for row in rows.tolist()]
-    for start, stop in keys[:, START : STOP + 1].tolist():
-        packer.pack(pairs[start:stop])
-        ends.append(packer.getbuffer().nbytes)
-    return packer.bytes(), ends
+        yield (
+            prefixes[at : at + 4 * length],
+            head[number * 5 : number * 5 + 5] + row[start * packed.itemsize : stop * packed.itemsize],
+        )

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hdtool.cli import collect, demo, generate
+from hdtool.cli import build_corpus_db, build_model_db, collect, demo, generate, inspect, rework
 from hdtool.cli.options import INTERRUPTED
 from hdtool.data.errors import HdtoolError
 
@@ -23,7 +23,13 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: it opens in a third of the time and reads the same in docs and logs
 )
 app.command("generate")(generate.generate)
+app.command("build-model-db")(build_model_db.build_model_db)
+app.command("build-corpus-db")(build_corpus_db.build_corpus_db)
 app.command("collect")(collect.collect)
+app.command("inspect")(inspect.inspect)
+app.command("merge")(rework.merge)
+app.command("add")(rework.add)
+app.command("drop")(rework.drop)
 app.command("demo")(demo.demo)
 
 

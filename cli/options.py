@@ -46,4 +46,20 @@ Chat = Annotated[
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Tell on standard error what each answer took.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object an answer, and nothing else.")]
+Inputs = Annotated[
+    list[str],
+    typer.Argument(help="Files, folders or globs: ShareGPT JSON, chat or plain JSONL, text, Parquet; .gz on top."),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option("--model", help="The model whose tokenizer the store is for. Default: the embedded demo model."),
+]
+StoreOut = Annotated[
+    Path | None,
+    typer.Option("--out", help="The store's folder. Default: in hdtool's home, where generate finds it."),
+]
+Tolerate = Annotated[
+    float, typer.Option(help="The share of records that may be unusable; they are counted and named.")
+]
+StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]

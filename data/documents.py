@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+CHUNK = 1 << 22
+"""Tokens looked through at once, so that a mapped corpus is never in memory whole."""
+
 Tokens = npt.NDArray[Any]
 
 
@@ -41,9 +44,10 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
     """The documents of a token array that was written with an end behind each."""
     start = 0
-    for stop in np.flatnonzero(tokens == end):
-        yield tokens[start:stop]
-        start = int(stop) + 1
+    for at in range(0, len(tokens), CHUNK):
+        for stop in np.flatnonzero(tokens[at : at + CHUNK] == end) + at:
+            yield tokens[start:stop]
+            start = int(stop) + 1
 
 
 def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:

@@ -17,28 +17,26 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hdtool.data.errors import HdtoolError
 
-ENDINGS = {
-    ".json": "json",
-    ".jsonl": "lines",
-    ".ndjson": "lines",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".parquet": "parquet",
+FORMATS = {
+    "json": (".json",),
+    "lines": (".jsonl", ".ndjson"),
+    "text": (".txt", ".text", ".md"),
+    "parquet": (".parquet",),
 }
+ENDINGS = {ending: form for form, endings in FORMATS.items() for ending in endings}
 PACKED = ".gz"
 CHUNK = 1 << 16
 BOM = b"\xef\xbb\xbf"
 
 
-class Unusable(Exception):
+class RowError(Exception):
     """Why a row, or a whole text, cannot be used."""
 
 
@@ -47,7 +45,7 @@ class Row(NamedTuple):
 
     place: str
     value: Any
-    """The parsed value, or an ``Unusable`` where there is none: the rows behind it are still read."""
+    """The parsed value, or an ``RowError`` where there is none: the rows behind it are still read."""
     consumed: int
 
 
@@ -72,7 +70,6 @@ class CountedFile(io.RawIOBase):
         self._file.close()
         super().close()
 
-    @property
     def sha256(self) -> str:
         return self._hash.hexdigest()
 
@@ -89,9 +86,7 @@ def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
 def _matches(pattern: str) -> list[Path]:
     if os.path.isdir(pattern):
         if not (files := sorted(_files_in(pattern))):
-            raise RecordError(
-                f"{pattern} holds no files to read: put {', '.join(ENDINGS)} in it, or name a file of another kind"
-            )
+            raise RecordError(f"{pattern} holds no files to read: name files, or put {', '.join(ENDINGS)} in it")
     # A name may hold the characters of a pattern.
     elif os.path.exists(pattern):
         files = [Path(pattern)]
@@ -128,19 +123,17 @@ def faults_named(path: Path) -> Iterator[None]:
 
 def rows_of(path: Path, raw: CountedFile, size: int) -> Iterator[Row]:
     """The rows of a file; none at all is an error."""
-    stream = _unpacked(raw)
-    empty = True
-    for row in _rows(path, stream, raw, size):
-        empty = False
+    row = None
+    for row in _rows(path, _unpacked(raw), raw, size):
         yield row
-    if empty:
+    if row is None:
         raise RecordError(f"{path} is empty: leave it out, or put text in it")
 
 
 def _unpacked(raw: CountedFile) -> io.BufferedReader:
-    stream = io.BufferedReader(raw, CHUNK)
+    stream: io.BufferedReader = io.BufferedReader(raw, CHUNK)
     if stream.peek(2).startswith(b"\x1f\x8b"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK)  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK)
     return stream
 
 
@@ -173,11 +166,10 @@ def _first_character(data: bytes) -> bytes:
 
 def _text_row(path: Path, data: bytes, size: int) -> Iterator[Row]:
     try:
-        text = _decoded(data)
-    except Unusable as fault:
+        if (text := _decoded(data)).strip():
+            yield Row("", text, size)
+    except RowError as fault:
         raise RecordError(f"{path} is {fault}: convert it to UTF-8 text, or leave it out") from None
-    if text and not text.isspace():
-        yield Row("", text, size)
 
 
 def _line_rows(lines: Iterable[bytes], raw: CountedFile) -> Iterator[Row]:
@@ -186,7 +178,7 @@ def _line_rows(lines: Iterable[bytes], raw: CountedFile) -> Iterator[Row]:
             continue
         try:
             value = _parsed(line)
-        except Unusable as fault:
+        except RowError as fault:
             value = fault
         yield Row(f":{number}", value, raw.count)
 
@@ -194,41 +186,31 @@ def _line_rows(lines: Iterable[bytes], raw: CountedFile) -> Iterator[Row]:
 def _json_rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int) -> Iterator[Row]:
     """One JSON value; or JSON Lines, when the first line is a value in itself and no array."""
     opening = _opening(stream)
-    if _first_character(opening) != b"[" and _is_json(opening):
-        yield from _line_rows(chain(io.BytesIO(opening), stream), raw)
-        return
-    data = opening + stream.read()
-    if not data or data.isspace():
+    if _first_character(opening) != b"[":
+        with suppress(RowError):
+            _parsed(opening)
+            yield from _line_rows(chain(io.BytesIO(opening), stream), raw)
+            return
+    if not opening.strip():
         return
     try:
-        value = _parsed(data)
-    except Unusable as fault:
+        value = _parsed(opening + stream.read())
+    except RowError as fault:
         raise RecordError(
             f"{path} is {fault}; it may be cut off: fetch it again, or name it .jsonl if each line is a record"
         ) from None
-    if not isinstance(value, list):
-        yield Row("", value, size)
-        return
-    # The file has been read to its end; what is left to wait for is the work on its records.
-    yield from (Row(f"[{index}]", row, size * (index + 1) // len(value)) for index, row in enumerate(value))
+    rows = value if isinstance(value, list) else [value]
+    for index, row in enumerate(rows):
+        # The file has been read to its end; what is left to wait for is the work on its records.
+        yield Row(f"[{index}]", row, size * (index + 1) // len(rows))
 
 
 def _opening(stream: io.BufferedReader) -> bytes:
     """The first line that is not blank, with the blank ones before it."""
-    lines = []
-    for line in stream:
-        lines.append(line)
-        if not line.isspace():
-            break
-    return b"".join(lines)
-
-
-def _is_json(data: bytes) -> bool:
-    try:
-        _parsed(data)
-    except Unusable:
-        return False
-    return True
+    opening = stream.readline()
+    while opening.isspace() and (line := stream.readline()):
+        opening += line
+    return opening
 
 
 def _parsed(data: bytes) -> Any:
@@ -236,20 +218,20 @@ def _parsed(data: bytes) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise Unusable(f"not valid JSON ({error.msg} at character {error.pos + 1})") from None
+        raise RowError(f"not valid JSON ({error.msg.removesuffix(' at')} at character {error.pos + 1})") from None
     except ValueError as error:
-        raise Unusable(f"not valid JSON ({error})") from None
+        raise RowError(f"not valid JSON ({error})") from None
     except RecursionError:
-        raise Unusable("JSON that is nested too deeply") from None
+        raise RowError("JSON that is nested too deeply") from None
 
 
 def _decoded(data: bytes) -> str:
     if b"\0" in data:
-        raise Unusable("binary data")
+        raise RowError("binary data")
     try:
         return data.removeprefix(BOM).decode()
     except UnicodeDecodeError as error:
-        raise Unusable(f"not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
+        raise RowError(f"not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
 
 
 @contextmanager

@@ -70,6 +70,26 @@ class DecodeConfig:
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
 
 
+@dataclass(frozen=True)
+class BuildConfig:
+    """How stores are built."""
+
+    tolerate: float = 0.05
+    """The share of records that may be unusable before a build gives up."""
+    shard_bytes: int = 1 << 28
+    """Of tokens in a shard of the corpus index. Sorting takes about seven times as much memory."""
+    top_k: int = 100_000
+    """Sequences that the model store keeps for each length of prefix."""
+    per_key: int = 12
+    """Continuations that it keeps for each prefix."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.tolerate <= 1, "tolerate", self.tolerate, "from 0 to 1")
+        _require(16 <= self.shard_bytes <= 1 << 30, "shard bytes", self.shard_bytes, "from 16 to 2**30")
+        _require(self.top_k >= 1, "top-k", self.top_k, "1 or more")
+        _require(self.per_key >= 1, "per-key", self.per_key, "1 or more")
+
+
 def _require(holds: bool, name: str, found: object, expected: str) -> None:
     if not holds:
         raise OptionError(f"{name} is {found}: it must be {expected}")

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
+"""Any of them can tell what the tokenizer is."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -47,13 +50,24 @@ def load(config: ModelConfig) -> Loaded:
     trust = {"trust_remote_code": config.trust_remote_code}
     settings = _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, **trust))
     refuse_by_configuration(settings)
-    tokenizer = _attempt(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, **trust))
+    tokenizer = load_tokenizer(config)
     dtype = pick_dtype(config.dtype, device)
     model = _attempt(name, "its weights", lambda: _whole_model(name, dtype=dtype, **trust))
     if device.type == "cpu":
         lay_out_for_few_rows(model)
     target = _attempt(name, f"on {device}", lambda: Target(model.to(device)))
     return Loaded(config.model or demo.NAME, target, tokenizer)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone, for what is built or looked up without the model."""
+    name = _place(config.model, TOKENIZER_FILES)
+    tokenizer: PreTrainedTokenizerBase = _attempt(
+        name,
+        "its tokenizer",
+        lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code),
+    )
+    return tokenizer
 
 
 def _whole_model(name: str, **options: Any) -> Any:
@@ -97,14 +111,14 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
     return dtype
 
 
-def _place(name: str | None) -> str:
+def _place(name: str | None, needed: tuple[str, ...] = ("config.json",)) -> str:
     """The folder or hub name to load from; a path that can hold no model is told apart here."""
     if name is None:
         return str(demo.MODEL)
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{name} is a folder without config.json: name a folder written by save_pretrained")
+        if not any((path / file).is_file() for file in needed):
+            raise ModelError(f"{name} is a folder without {needed[0]}: name a folder written by save_pretrained")
         return str(path)
     if path.is_file():
         raise ModelError(f"{name} is a file: name the folder around it, as save_pretrained writes it (no GGUF)")

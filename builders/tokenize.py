@@ -1,0 +1,26 @@
+"""Texts to token ids, many at a time: the tokenizer works on a batch with all cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from hdtool.builders.progress import Bar
+from hdtool.data.documents import Document
+from hdtool.data.records import Reading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH = 1024
+
+
+def tokenized(reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
+    """Every text as a document, without special tokens: what is drafted follows text, not markup."""
+    texts = ((text, record.source) for record in reading for text in record.texts)
+    while batch := list(islice(texts, BATCH)):
+        encoded = tokenizer([text for text, _ in batch], add_special_tokens=False, verbose=False)["input_ids"]
+        for ids, (_, source) in zip(encoded, batch, strict=True):
+            yield Document(ids, source)
+        shown.to(reading.bytes_read)

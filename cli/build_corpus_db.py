@@ -1,0 +1,47 @@
+"""``hdtool build-corpus-db``: an index over what people write."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hdtool.cli import options
+from hdtool.runtime.config import BuildConfig, ModelConfig
+
+
+def build_corpus_db(
+    inputs: options.Inputs,
+    model: options.Tokenizer = ModelConfig.model,
+    out: options.StoreOut = None,
+    tolerate: options.Tolerate = BuildConfig.tolerate,
+    shard_bytes: Annotated[
+        int, typer.Option(help="Bytes of tokens that are sorted as one; sorting takes seven times as much memory.")
+    ] = BuildConfig.shard_bytes,
+    workers: Annotated[int | None, typer.Option(help="Shards sorted at once. Default: one for each core.")] = None,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Build a corpus index from texts.
+
+    A suffix array over all text of the inputs, every turn of a conversation a document of its own.
+    """
+    config = BuildConfig(tolerate=tolerate, shard_bytes=shard_bytes)
+
+    from hdtool.builders.corpus_index import KIND, build_corpus_index
+    from hdtool.cli.answers import quiet_libraries
+    from hdtool.cli.stores import reading, report
+    from hdtool.data.home import store_at_home
+    from hdtool.data.store import TokenizerMark
+    from hdtool.runtime.load import load_tokenizer
+
+    quiet_libraries()
+    tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
+    mark = TokenizerMark.of(tokenizer)
+    folder = out or store_at_home(KIND, mark)
+    with reading(inputs, tokenizer, answers_only=False, tolerate=config.tolerate, quiet=quiet) as (read, documents):
+        manifest = build_corpus_index(
+            folder, documents, mark, read.sources, shard_bytes=config.shard_bytes, workers=workers
+        )
+    report(folder, manifest, as_json=as_json)

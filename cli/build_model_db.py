@@ -1,0 +1,51 @@
+"""``hdtool build-model-db``: what a model often says."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hdtool.cli import options
+from hdtool.runtime.config import BuildConfig, ModelConfig
+
+
+def build_model_db(
+    inputs: Annotated[
+        list[str],
+        typer.Option("--from", help="The model's answers, as collect writes them; any input of build-corpus-db goes."),
+    ],
+    model: options.Tokenizer = ModelConfig.model,
+    out: options.StoreOut = None,
+    top_k: Annotated[
+        int, typer.Option(help="Sequences kept for each length of prefix, the most frequent ones.")
+    ] = BuildConfig.top_k,
+    per_key: Annotated[int, typer.Option(help="Continuations kept for each prefix.")] = BuildConfig.per_key,
+    tolerate: options.Tolerate = BuildConfig.tolerate,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Build a model store from a model's own answers.
+
+    Keeps the sequences that the model says most often, by their first 1 to 4 tokens. Of conversations
+    only the model's turns are read.
+    """
+    config = BuildConfig(tolerate=tolerate, top_k=top_k, per_key=per_key)
+
+    from hdtool.builders.model_store import KIND, build_model_store
+    from hdtool.cli.answers import quiet_libraries
+    from hdtool.cli.stores import reading, report
+    from hdtool.data.home import store_at_home
+    from hdtool.data.store import TokenizerMark
+    from hdtool.runtime.load import load_tokenizer
+
+    quiet_libraries()
+    tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
+    mark = TokenizerMark.of(tokenizer)
+    folder = out or store_at_home(KIND, mark)
+    with reading(inputs, tokenizer, answers_only=True, tolerate=config.tolerate, quiet=quiet) as (read, documents):
+        manifest = build_model_store(
+            folder, documents, mark, read.sources, top_k=config.top_k, per_key=config.per_key
+        )
+    report(folder, manifest, as_json=as_json)

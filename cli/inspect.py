@@ -1,0 +1,82 @@
+"""``hdtool inspect``: look into a store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hdtool.cli import options
+from hdtool.data.errors import StoreError
+from hdtool.runtime.config import ModelConfig
+
+if TYPE_CHECKING:
+    from hdtool.data.store import Manifest
+
+
+def inspect(
+    store: options.StoreFolder,
+    after: Annotated[str | None, typer.Option(help="Show what the store would draft after this text.")] = None,
+    latency: Annotated[bool, typer.Option("--latency", help="Time look-ups of contexts from the store itself.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
+    model: options.Tokenizer = ModelConfig.model,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    as_json: options.Json = False,
+) -> None:
+    """Show what a store is, from what it was built, and what it would draft."""
+    from hdtool.cli.stores import description
+    from hdtool.data.store import damaged, read_manifest
+
+    manifest = read_manifest(store)
+    shown = description(store, manifest)
+    if verify:
+        if bad := damaged(store, manifest):
+            raise StoreError(f"{store} is damaged ({', '.join(bad)} changed since the build): build it again")
+        shown["verified"] = len(manifest.files)
+    if after is not None:
+        shown["after"] = _after(store, manifest, after, ModelConfig(model, trust_remote_code=trust_remote_code))
+    if latency:
+        from hdtool.runtime.stores import latency_of
+
+        shown |= latency_of(store, manifest)
+    print(json.dumps(shown, ensure_ascii=False) if as_json else _in_words(shown))
+
+
+def _after(store: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
+    from hdtool.cli.answers import quiet_libraries
+    from hdtool.data.store import TokenizerMark, require
+    from hdtool.runtime.load import load_tokenizer
+    from hdtool.runtime.stores import continuations
+
+    quiet_libraries()
+    tokenizer = load_tokenizer(config)
+    require(manifest, store, manifest.kind, TokenizerMark.of(tokenizer))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [
+        {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
+        for matched, path, count in continuations(store, manifest, ids)
+    ]
+
+
+def _in_words(shown: dict[str, Any]) -> str:
+    lines = [
+        f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
+        f"tokenizer  {shown['tokenizer']}, {shown['vocab_size']:,} tokens",
+        "holds      " + ", ".join(f"{count:,} {name}" for name, count in shown["counts"].items()),
+        f"on disk    {shown['bytes']:,} bytes",
+        "options    " + ", ".join(f"{name} {value}" for name, value in shown["options"].items()),
+    ]
+    for share in shown["sources"]:
+        lines.append(f"source     {share['name']}: {share['records']:,} documents, {share['tokens']:,} tokens")
+    if "verified" in shown:
+        lines.append(f"verified   all {shown['verified']} files are as they were written")
+    if "lookup_us_p50" in shown:
+        lines.append(f"look-up    {shown['lookup_us_p50']:.1f} µs at the median, {shown['lookup_us_p99']:.1f} at p99")
+    if "after" in shown:
+        lines.append("after      count  matched  continuation")
+        lines += [f"  {row['count']:>13,}  {row['matched']:>7}  {row['text']!r}" for row in shown["after"]]
+        if not shown["after"]:
+            lines.append("           nothing: no end of this text is in the store")
+    return "\n".join(lines)

@@ -1,0 +1,62 @@
+"""What the commands that make or show stores share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hdtool.data.documents import Document
+    from hdtool.data.records import Reading
+    from hdtool.data.store import Manifest
+
+
+@contextmanager
+def reading(
+    inputs: list[str], tokenizer: Any, *, answers_only: bool, tolerate: float, quiet: bool
+) -> Iterator[tuple[Reading, Iterator[Document]]]:
+    """Inputs on their way into a store, with a bar; afterwards, what could not be used is told."""
+    from hdtool.builders.progress import bar
+    from hdtool.builders.tokenize import tokenized
+    from hdtool.data.inputs import find_inputs
+    from hdtool.data.records import Reading
+
+    source = Reading(find_inputs(inputs), answers_only=answers_only, tolerance=tolerate)
+    with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
+        yield source, tokenized(source, tokenizer, shown)
+    for line in source.bad:
+        print(f"left out: {line}", file=sys.stderr)
+    if source.bad_count > len(source.bad):
+        print(f"left out: {source.bad_count - len(source.bad)} more records", file=sys.stderr)
+
+
+def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
+    """What a command made."""
+    if as_json:
+        print(json.dumps(description(folder, manifest), ensure_ascii=False))
+        return
+    counts = ", ".join(f"{count:,} {name}" for name, count in manifest.counts.items())
+    print(f"{folder}: {manifest.kind} store, {counts}, {manifest.bytes:,} bytes")
+
+
+def description(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """A store as ``--json`` prints it; names stay as they are once they have shipped."""
+    return {
+        "store": str(folder),
+        "kind": manifest.kind,
+        "format": manifest.format,
+        "tokenizer": manifest.tokenizer.fingerprint,
+        "vocab_size": manifest.tokenizer.vocab_size,
+        "tokens": manifest.counts["tokens"],
+        "entries": manifest.counts.get("continuations", manifest.counts["tokens"]),
+        "bytes": manifest.bytes,
+        "counts": manifest.counts,
+        "options": manifest.options,
+        "sources": [asdict(share) for share in manifest.sources],
+        "files": {part: asdict(file) for part, file in manifest.files.items()},
+    }

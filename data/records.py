@@ -1,0 +1,220 @@
+"""Records: texts to draft from, out of the conversations, generations and plain texts that users have.
+
+A JSON object or a Parquet row says what it holds by its keys:
+
+- ``conversations`` (ShareGPT), ``messages`` (chat) or ``conversation``: turns with ``from`` or ``role``,
+  and ``value`` or ``content``;
+- ``choices`` (Spec-Bench answers): the ``turns`` of the first one;
+- ``output``, ``answer``, ``response`` or ``completion``, as a rule beside ``prompt``, ``question`` or
+  ``instruction`` and ``input``;
+- ``text`` or ``content``: an answer beside a prompt, else a plain text, as a bare JSON string is one.
+
+What cannot be used is counted and named, and ends the reading only once it is too much.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hdtool.data.documents import Source
+from hdtool.data.inputs import CountedFile, RecordError, RowError, faults_named, rows_of
+
+CONVERSATION_KEYS = ("conversations", "messages", "conversation")
+PROMPT_KEYS = ("instruction", "input", "prompt", "question")
+ANSWER_KEYS = ("output", "answer", "response", "completion")
+TEXT_KEYS = ("text", "content")
+TURN_KEYS = ("value", "content", "text")
+ANSWERERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model")
+
+BAD_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """Texts that belong together, each a document of its own, and the input they came from."""
+
+    texts: tuple[str, ...]
+    source: int
+
+
+class Reading:
+    """The records of inputs: iterate over them, and look here for what came by."""
+
+    def __init__(self, inputs: Sequence[Path], *, answers_only: bool = False, tolerance: float = 0.05) -> None:
+        self._inputs = list(inputs)
+        self._answers_only = answers_only
+        self._tolerance = tolerance
+        self._sizes = [_size(path) for path in self._inputs]
+        self._hashes: dict[int, str] = {}
+        self._restart()
+
+    def _restart(self) -> None:
+        self.bad: list[str] = []
+        self.bad_count = 0
+        self.good_count = 0
+        self.bytes_read = 0
+        self._first_bad = ""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def sources(self) -> list[Source]:
+        """The inputs and their hashes; a file that was not read to its end is read for it here."""
+        for number, path in enumerate(self._inputs):
+            if number not in self._hashes:
+                with faults_named(path), path.open("rb") as file:
+                    self._hashes[number] = hashlib.file_digest(file, "sha256").hexdigest()
+        return [Source(str(path), self._hashes[number]) for number, path in enumerate(self._inputs)]
+
+    def __iter__(self) -> Iterator[Record]:
+        self._restart()
+        found = False
+        for source, path in enumerate(self._inputs):
+            for texts in self._texts(source, path):
+                found = True
+                yield Record(texts, source)
+        self._check_tolerance()
+        if not found:
+            what = "answers of a model" if self._answers_only else "text"
+            raise RecordError(f"no {what} found in {_names(self._inputs)}: name files that hold some")
+
+    def _texts(self, source: int, path: Path) -> Iterator[tuple[str, ...]]:
+        size = self._sizes[source]
+        before = self.bytes_read
+        with faults_named(path), CountedFile(path) as raw:
+            for row in rows_of(path, raw, size):
+                self.bytes_read = before + row.consumed
+                try:
+                    texts = _texts_of(row.value, self._answers_only)
+                except RowError as fault:
+                    self._note(f"{path}{row.place}", fault)
+                    continue
+                self.good_count += 1
+                if texts:
+                    yield texts
+            # Parquet is read around the counted file; its hash waits until someone asks.
+            if raw.count >= size:
+                self._hashes[source] = raw.sha256()
+        self.bytes_read = before + size
+
+    def _note(self, place: str, fault: RowError) -> None:
+        # Whatever names the record itself brings, it is told in a line.
+        reason = " ".join(str(fault).split())[:200]
+        self.bad_count += 1
+        self._first_bad = self._first_bad or f"{place} ({reason})"
+        if len(self.bad) < BAD_SHOWN:
+            self.bad.append(f"{place}: {reason}")
+
+    def _check_tolerance(self) -> None:
+        count = self.bad_count + self.good_count
+        if self.bad_count > self._tolerance * count:
+            raise RecordError(
+                f"{self.bad_count} of {count} records cannot be used, the first at {self._first_bad}: "
+                "mend or remove them, or raise --tolerate"
+            )
+
+
+def _size(path: Path) -> int:
+    with faults_named(path):
+        return path.stat().st_size
+
+
+def _names(paths: Sequence[Path]) -> str:
+    if not paths:
+        return "no input at all"
+    return f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else str(paths[0])
+
+
+class _Said(NamedTuple):
+    text: str
+    by_model: bool
+
+
+def _texts_of(value: Any, answers_only: bool) -> tuple[str, ...]:
+    """The texts of a row, in their order; none at all raises, no answers among them does not."""
+    said = [part for part in _said(value) if part.text and not part.text.isspace()]
+    if not said:
+        raise RowError("empty conversation" if isinstance(value, dict) else "empty text")
+    for part in said:
+        _check_unicode(part.text)
+    return tuple(part.text for part in said if part.by_model or not answers_only)
+
+
+def _check_unicode(text: str) -> None:
+    """JSON can spell half a character, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"half a character, \\u{ord(text[error.start]):x}, which is no text") from None
+
+
+def _said(value: Any) -> list[_Said]:
+    if isinstance(value, RowError):
+        raise value
+    if isinstance(value, str):
+        return [_Said(value, True)]
+    if not isinstance(value, dict):
+        raise RowError(f"a record is an object or a text, not a {type(value).__name__}")
+    # A Parquet row has all columns of its file.
+    row = {key: held for key, held in value.items() if held is not None}
+    for key in CONVERSATION_KEYS:
+        if key in row:
+            return [_turn(turn) for turn in _listed(row[key], key)]
+    if "choices" in row:
+        return _chosen(row["choices"])
+    return _pair(row)
+
+
+def _turn(turn: Any) -> _Said:
+    held = [turn[key] for key in TURN_KEYS if key in turn] if isinstance(turn, dict) else []
+    if not held:
+        raise RowError("a turn needs a role and a text, as `from` and `value` or as `role` and `content`")
+    # A message that calls a tool has null for its text.
+    text = next((text for text in held if text is not None), "")
+    if isinstance(text, list):
+        text = "\n".join(_texts_of_parts(text))
+    role = turn.get("from") or turn.get("role")
+    return _Said(_text(text, "a turn's text"), str(role).lower() in ANSWERERS)
+
+
+def _texts_of_parts(parts: list[Any]) -> Iterator[str]:
+    """The texts of a message that is made of parts; pictures and sounds among them have none."""
+    for part in parts:
+        if not isinstance(part, dict):
+            raise RowError("a message in parts needs objects with a `text`")
+        if part.get("text") is not None:
+            yield _text(part["text"], "the `text` of a message's part")
+
+
+def _chosen(choices: Any) -> list[_Said]:
+    first = next(iter(_listed(choices, "choices")), None)
+    if not isinstance(first, dict) or "turns" not in first:
+        raise RowError("`choices` must begin with an object that has `turns`")
+    return [_Said(_text(turn, "a turn of `choices`"), True) for turn in _listed(first["turns"], "turns")]
+
+
+def _pair(row: dict[str, Any]) -> list[_Said]:
+    asked = [key for key in PROMPT_KEYS if key in row]
+    # Beside an answer, `text` is as a rule the whole of prompt and answer once more.
+    answers = [key for key in ANSWER_KEYS if key in row] or [key for key in TEXT_KEYS if key in row][:1]
+    if not asked and not answers:
+        raise RowError(f"no conversation, answer or text in it (found: {', '.join(map(str, row)) or 'nothing'})")
+    return [_Said(_text(row[key], f"`{key}`"), key in answers) for key in asked + answers]
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise RowError(f"`{name}` must be a list, not a {type(value).__name__}")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"{name} must be a text, not a {type(value).__name__}")
+    return value

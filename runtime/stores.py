@@ -1,0 +1,73 @@
+"""Stores of either kind, as somebody who looks into one sees them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hdtool.data.documents import token_type
+from hdtool.data.store import Manifest
+from hdtool.runtime.corpus_index import KIND as CORPUS
+from hdtool.runtime.corpus_index import LONGEST_CONTEXT, CorpusIndex
+from hdtool.runtime.model_store import ModelStore
+
+DOCUMENT_PARTS = {"corpus": "tokens", "model": "documents"}
+"""The part that holds a store's documents: their tokens, an end behind each."""
+SHOWN = 20
+LOOK_UPS = 4000
+
+
+def open_store(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
+    return CorpusIndex(folder) if manifest.kind == CORPUS else ModelStore(folder)
+
+
+def documents_of(folder: Path, manifest: Manifest) -> np.ndarray[Any, np.dtype[Any]]:
+    """All documents of a store, mapped."""
+    path = folder / manifest.files[DOCUMENT_PARTS[manifest.kind]].name
+    return np.asarray(np.memmap(path, token_type(manifest.tokenizer.vocab_size), "r"))
+
+
+def continuations(folder: Path, manifest: Manifest, context: list[int]) -> Iterator[tuple[int, list[int], int]]:
+    """What a store would draft: length of the match, tokens, count; the commonest whole paths."""
+    store = open_store(folder, manifest)
+    if isinstance(store, ModelStore):
+        levels = store.after(context, SHOWN)
+        start = 0
+        for length, stop in zip(levels.lengths.tolist(), levels.stops.tolist(), strict=True):
+            for row in range(start, stop):
+                yield length, levels.tokens[row].tolist(), int(levels.counts[row])
+            start = stop
+        return
+    found = store.after(context)
+    parents = found.parents.tolist()
+    for leaf in sorted(set(range(len(parents))) - set(parents))[:SHOWN]:
+        path, node = [], leaf
+        while node >= 0:
+            path.append(int(found.tokens[node]))
+            node = parents[node]
+        yield found.matched, path[::-1], int(found.counts[leaf])
+
+
+def latency_of(folder: Path, manifest: Manifest) -> dict[str, float]:
+    """Microseconds a look-up takes, the first ones left out.
+
+    Contexts are stretches of the store's own documents with one token exchanged within the last
+    eight, so that the longest match is as short as it is on text that the store has never seen.
+    """
+    store = open_store(folder, manifest)
+    documents = documents_of(folder, manifest)
+    rng = np.random.default_rng(0)
+    taken = []
+    for number in range(LOOK_UPS + 200):
+        at = int(rng.integers(0, max(1, len(documents) - LONGEST_CONTEXT)))
+        context = documents[at : at + LONGEST_CONTEXT].astype(np.int64)
+        context[-min(int(rng.integers(2, 9)), len(context))] = rng.integers(manifest.tokenizer.vocab_size)
+        started = time.perf_counter()
+        store.after(context)
+        if number >= 200:
+            taken.append((time.perf_counter() - started) * 1e6)
+    return {"lookup_us_p50": round(float(np.percentile(taken, 50)), 2), "lookup_us_p99": round(float(np.percentile(taken, 99)), 2)}
