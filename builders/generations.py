@@ -74,12 +74,12 @@ class GenerationFile:
         except (ValueError, KeyError, TypeError):
             raise PromptError(f"{where} is no line of collect: choose another --out, or take the file away") from None
         if asked is None or asked != prompts[number].messages:
-            raise PromptError(f"{where} answers another prompt than the file of prompts has there: choose another --out")
+            raise PromptError(
+                f"{where} answers another prompt than the file of prompts has there: choose another --out"
+            )
         for name, wanted in self._settings.items():
             if known[name] != wanted:
-                raise PromptError(
-                    f"{where} was answered with {name} {known[name]}, not {wanted}: choose another --out"
-                )
+                raise PromptError(f"{where} was answered with {name} {known[name]}, not {wanted}: choose another --out")
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:

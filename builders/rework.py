@@ -99,9 +99,7 @@ def drop(folder: Path, name: str) -> Manifest:
 
 def _moved(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Document]:
     """The documents of the sources that have a new place, numbered by it."""
-    return (
-        Document(document.ids, places[document.source]) for document in documents if document.source in places
-    )
+    return (Document(document.ids, places[document.source]) for document in documents if document.source in places)
 
 
 def _build(folder: Path, like: Manifest, documents: Iterable[Document], sources: Sequence[Source]) -> Manifest:

@@ -29,11 +29,12 @@ def build_corpus_db(
     """
     config = BuildConfig(tolerate=tolerate, shard_bytes=shard_bytes)
 
-    from hdtool.builders.corpus_index import KIND, build_corpus_index
+    from hdtool.builders.corpus_index import build_corpus_index
     from hdtool.cli.answers import quiet_libraries
     from hdtool.cli.stores import reading, report
     from hdtool.data.home import store_at_home
     from hdtool.data.store import TokenizerMark
+    from hdtool.runtime.corpus_index import KIND
     from hdtool.runtime.load import load_tokenizer
 
     quiet_libraries()

@@ -33,19 +33,18 @@ def build_model_db(
     """
     config = BuildConfig(tolerate=tolerate, top_k=top_k, per_key=per_key)
 
-    from hdtool.builders.model_store import KIND, build_model_store
+    from hdtool.builders.model_store import build_model_store
     from hdtool.cli.answers import quiet_libraries
     from hdtool.cli.stores import reading, report
     from hdtool.data.home import store_at_home
     from hdtool.data.store import TokenizerMark
     from hdtool.runtime.load import load_tokenizer
+    from hdtool.runtime.model_store import KIND
 
     quiet_libraries()
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
     mark = TokenizerMark.of(tokenizer)
     folder = out or store_at_home(KIND, mark)
     with reading(inputs, tokenizer, answers_only=True, tolerate=config.tolerate, quiet=quiet) as (read, documents):
-        manifest = build_model_store(
-            folder, documents, mark, read.sources, top_k=config.top_k, per_key=config.per_key
-        )
+        manifest = build_model_store(folder, documents, mark, read.sources, top_k=config.top_k, per_key=config.per_key)
     report(folder, manifest, as_json=as_json)

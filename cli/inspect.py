@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def inspect(
     store: options.StoreFolder,
     after: Annotated[str | None, typer.Option(help="Show what the store would draft after this text.")] = None,
-    latency: Annotated[bool, typer.Option("--latency", help="Time look-ups of contexts from the store itself.")] = False,
+    latency: Annotated[
+        bool, typer.Option("--latency", help="Time look-ups of contexts from the store itself.")
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
     model: options.Tokenizer = ModelConfig.model,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,

@@ -58,8 +58,6 @@ StoreOut = Annotated[
     Path | None,
     typer.Option("--out", help="The store's folder. Default: in hdtool's home, where generate finds it."),
 ]
-Tolerate = Annotated[
-    float, typer.Option(help="The share of records that may be unusable; they are counted and named.")
-]
+Tolerate = Annotated[float, typer.Option(help="The share of records that may be unusable; they are counted and named.")]
 StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]

@@ -4,6 +4,7 @@ HdtoolError
 ├── PromptError     a prompt or a file of prompts cannot be used
 ├── ModelError      no such model, or none that can be loaded
 │   └── FamilyError     a model whose kind cannot verify a tree of drafts
+├── RecordError     an input of a builder cannot be used
 ├── StoreError      a store cannot be opened or written
 └── OptionError     options that do not go together
 
@@ -28,6 +29,10 @@ class ModelError(HdtoolError):
 
 class FamilyError(ModelError):
     """The model is of a kind that cannot verify a tree of drafts."""
+
+
+class RecordError(HdtoolError):
+    """An input of a builder cannot be used."""
 
 
 class StoreError(HdtoolError):

@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import RecordError
 
 FORMATS = {
     "json": (".json",),
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     place: str
     value: Any
-    """The parsed value, or an ``RowError`` where there is none: the rows behind it are still read."""
+    """The parsed value, or a ``RowError`` where there is none: the rows behind it are still read."""
     consumed: int
 
 
@@ -141,8 +141,7 @@ def _rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int) ->
     head = stream.peek(CHUNK)
     form = _format(path, head)
     if form == "parquet":
-        with _on_disk(path, stream) as file:
-            yield from _parquet_rows(path, file, size)
+        yield from _parquet_rows(path, stream, size)
     elif b"\0" in head:
         # Such a file may have no line ends, and a line of it would be all of it.
         raise RecordError(f"{path} holds binary data: give text, JSON or Parquet")
@@ -234,34 +233,26 @@ def _decoded(data: bytes) -> str:
         raise RowError(f"not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
 
 
-@contextmanager
-def _on_disk(path: Path, stream: io.BufferedReader) -> Iterator[Path]:
-    """Parquet is read from its end, so a packed file has to be unpacked first."""
-    if not isinstance(stream.raw, gzip.GzipFile):
-        yield path
-        return
-    with tempfile.NamedTemporaryFile(suffix=".parquet") as copy:
-        shutil.copyfileobj(stream, copy)
-        copy.flush()
-        yield Path(copy.name)
-
-
-def _parquet_rows(path: Path, file: Path, size: int) -> Iterator[Row]:
+def _parquet_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[Row]:
     try:
-        import datasets
+        from datasets import Dataset
         from pyarrow import parquet
     except ImportError:
         raise RecordError(f"{path} is a Parquet file, which the library datasets reads: install datasets") from None
-    try:
-        count = parquet.read_metadata(file).num_rows
+    with tempfile.TemporaryDirectory() as scratch:
+        file = path
+        if isinstance(stream.raw, gzip.GzipFile):
+            # Parquet is read from its end.
+            file = Path(scratch, "unpacked.parquet")
+            with file.open("wb") as unpacked:
+                shutil.copyfileobj(stream, unpacked)
         place = glob.escape(os.path.abspath(file))
-        rows = datasets.load_dataset("parquet", data_files=place, split="train", streaming=True)
-        for index, row in enumerate(rows):
-            yield Row(f"[{index}]", row, size * (index + 1) // count)
-    except Exception as error:  # pyarrow, fsspec and datasets raise whatever they like
-        reason = str(error).partition("\n")[0]
-        raise RecordError(f"{path} cannot be read as Parquet ({reason}): fetch it again") from None
-
-
-class RecordError(HdtoolError):
-    """An input of a builder cannot be used."""
+        try:
+            count = parquet.read_metadata(file).num_rows
+            # load_dataset would call a server first, and leave a lock for each file in the user's cache.
+            rows = Dataset.from_parquet(place, cache_dir=scratch, streaming=True)
+            for index, row in enumerate(rows):
+                yield Row(f"[{index}]", row, size * (index + 1) // count)
+        except Exception as error:  # pyarrow, fsspec and datasets raise whatever they like
+            reason = str(error).partition("\n")[0]
+            raise RecordError(f"{path} cannot be read as Parquet ({reason}): fetch it again") from None

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hdtool.data.documents import Source
-from hdtool.data.inputs import CountedFile, RecordError, RowError, faults_named, rows_of
+from hdtool.data.errors import RecordError
+from hdtool.data.inputs import CountedFile, RowError, faults_named, rows_of
 
 CONVERSATION_KEYS = ("conversations", "messages", "conversation")
 PROMPT_KEYS = ("instruction", "input", "prompt", "question")
@@ -160,7 +161,7 @@ def _said(value: Any) -> list[_Said]:
     if isinstance(value, str):
         return [_Said(value, True)]
     if not isinstance(value, dict):
-        raise RowError(f"a record is an object or a text, not a {type(value).__name__}")
+        raise RowError(f"a record is an object or a text (found: {type(value).__name__})")
     # A Parquet row has all columns of its file.
     row = {key: held for key, held in value.items() if held is not None}
     for key in CONVERSATION_KEYS:
@@ -210,11 +211,11 @@ def _pair(row: dict[str, Any]) -> list[_Said]:
 
 def _listed(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise RowError(f"`{name}` must be a list, not a {type(value).__name__}")
+        raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")
     return value
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f"{name} must be a text, not a {type(value).__name__}")
+        raise RowError(f"{name} must be a text (found: {type(value).__name__})")
     return value

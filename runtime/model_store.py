@@ -33,14 +33,15 @@ Ints = npt.NDArray[Any]
 
 
 class Levels(NamedTuple):
-    """How a context goes on, by each of its last tokens' prefixes that is known, the longest first."""
+    """How a context goes on after its last four, three, two tokens and its last one, as far as these are known."""
 
     lengths: Ints
-    """Tokens of each prefix."""
+    """Tokens of each known prefix, the longest first."""
     totals: Ints
-    """The counts of all that follows each prefix, what the store left out included."""
+    """The counts of all that follows each prefix, also of what the store left out."""
+    starts: Ints
     stops: Ints
-    """Where the rows of each prefix end; those of the next begin there."""
+    """The range of rows of each prefix."""
     tokens: Ints
     """A continuation in each row, always whole."""
     counts: Ints
@@ -70,31 +71,32 @@ class ModelStore:
 
 
 @njit(cache=True, nogil=True)
-def look_up(slots: Ints, keys: Ints, rows: Ints, tail: Ints, most: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+def look_up(slots: Ints, keys: Ints, rows: Ints, tail: Ints, most: int) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
     """The fields of ``Levels`` for a context of at most four tokens."""
     found = np.empty(LONGEST_PREFIX, np.int64)
     lengths = np.empty(LONGEST_PREFIX, np.int64)
     totals = np.empty(LONGEST_PREFIX, np.int64)
+    starts = np.empty(LONGEST_PREFIX, np.int64)
     stops = np.empty(LONGEST_PREFIX, np.int64)
     levels, size = 0, 0
     for length in range(len(tail), 0, -1):
         key = find(slots, keys, tail, len(tail) - length, length)
         if key >= 0:
+            found[levels], lengths[levels], totals[levels] = key, length, keys[key, TOTAL]
+            starts[levels] = size
             size += min(most, keys[key, STOP] - keys[key, START])
-            found[levels], lengths[levels], totals[levels], stops[levels] = key, length, keys[key, TOTAL], size
+            stops[levels] = size
             levels += 1
     tokens = np.empty((size, CONTINUATION), np.int64)
     counts = np.empty(size, np.int64)
-    row = 0
     for level in range(levels):
         place = keys[found[level], START]
-        while row < stops[level]:
+        for row in range(starts[level], stops[level]):
             for column in range(CONTINUATION):
                 tokens[row, column] = rows[place, column]
             counts[row] = rows[place, COUNT]
-            row += 1
             place += 1
-    return lengths[:levels], totals[:levels], stops[:levels], tokens, counts
+    return lengths[:levels], totals[:levels], starts[:levels], stops[:levels], tokens, counts
 
 
 @njit(cache=True, nogil=True)
@@ -108,7 +110,7 @@ def find(slots: Ints, keys: Ints, tokens: Ints, start: int, length: int) -> int:
         for offset in range(length):
             same = same and keys[key, offset] == np.int64(tokens[start + offset])
         if same:
-            return key
+            return int(key)
         slot = (slot + 1) & mask
     return -1
 
@@ -120,4 +122,4 @@ def sequence_hash(tokens: Ints, start: int, length: int) -> int:
     for offset in range(length):
         mixed = (mixed ^ np.uint64(np.int64(tokens[start + offset]))) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
-    return np.int64(mixed >> np.uint64(2))
+    return int(np.int64(mixed >> np.uint64(2)))

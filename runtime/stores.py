@@ -70,4 +70,7 @@ def latency_of(folder: Path, manifest: Manifest) -> dict[str, float]:
         store.after(context)
         if number >= 200:
             taken.append((time.perf_counter() - started) * 1e6)
-    return {"lookup_us_p50": round(float(np.percentile(taken, 50)), 2), "lookup_us_p99": round(float(np.percentile(taken, 99)), 2)}
+    return {
+        "lookup_us_p50": round(float(np.percentile(taken, 50)), 2),
+        "lookup_us_p99": round(float(np.percentile(taken, 99)), 2),
+    }

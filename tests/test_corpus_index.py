@@ -82,7 +82,7 @@ def test_continuations_are_those_of_the_documents(
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
 def test_the_suffix_array_sorts_what_follows(ids: list[int]) -> None:
     for width in (np.uint16, np.uint32):
-        tokens = np.asarray(ids, width) + width(np.iinfo(width).max - 5)
+        tokens = np.array([token + np.iinfo(width).max - 5 for token in ids], width)
         assert suffix_array(tokens).tolist() == sorted(range(len(ids)), key=lambda at: ids[at:])
 
 

@@ -14,7 +14,9 @@ import pytest
 from hdtool.cli.app import run
 from hdtool.data import demo
 
-PROMPTS = [{"prompt": f"What is {n} + {n}?", "id": f"p{n}"} for n in range(5)] + [{"turns": ["One?", "Two?"], "id": "t"}]
+PROMPTS = [{"prompt": f"What is {n} + {n}?", "id": f"p{n}"} for n in range(5)] + [
+    {"turns": ["One?", "Two?"], "id": "t"}
+]
 
 
 @pytest.fixture
@@ -70,7 +72,9 @@ def test_a_killed_collect_goes_on(asked: list[str]) -> None:
     assert [row["id"] for row in rows_of(asked)] == [row["id"] for row in PROMPTS]
 
 
-def test_answers_of_other_settings_or_prompts_are_not_mixed(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_answers_of_other_settings_or_prompts_are_not_mixed(
+    asked: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(asked) == 0
     before = Path(asked[4]).read_bytes()
     said = complaint(capfd, [*asked, "--seed", "3"])

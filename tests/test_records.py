@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.data.documents import Source
-from hdtool.data.inputs import RecordError, find_inputs
+from hdtool.data.errors import RecordError
+from hdtool.data.inputs import find_inputs
 from hdtool.data.records import Reading, Record
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -88,7 +90,8 @@ def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a[1] *.parquet", "unknown", "a.parquet.gz"])
-def test_parquet(tmp_path: Path, name: str) -> None:
+def test_parquet_is_read_without_a_network(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("a server was called"))
     path = parquet(tmp_path / name, [{**SHAREGPT, "text": None}, {"text": "t"}, {"text": None}] + [{"text": "u"}] * 97)
     if name.endswith(".gz"):
         write(tmp_path, name, path.read_bytes())
@@ -186,19 +189,19 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (b'"caf\xe9"', "not UTF-8 text (byte 0xe9)"),
         (b'"a\0"', "binary data"),
         ("[" * 100_000, "JSON that is nested too deeply"),
-        ('["t"]', "a record is an object or a text, not a list"),
+        ('["t"]', "a record is an object or a text (found: list)"),
         ('""', "empty text"),
         (r'"\ud83d"', r"half a character, \ud83d, which is no text"),
         ('{"a\\nb": 1, "id": 2}', "no conversation, answer or text in it (found: a b, id)"),
-        ('{"text": 3}', "`text` must be a text, not a int"),
-        ('{"conversations": {}}', "`conversations` must be a list, not a dict"),
+        ('{"text": 3}', "`text` must be a text (found: int)"),
+        ('{"conversations": {}}', "`conversations` must be a list (found: dict)"),
         ('{"conversations": []}', "empty conversation"),
         ('{"messages": [{"role": "user", "content": " "}]}', "empty conversation"),
         ('{"messages": ["a"]}', "a turn needs a role and a text"),
         ('{"messages": [{"role": "user"}]}', "a turn needs a role and a text"),
         ('{"messages": [{"content": ["a"]}]}', "a message in parts needs objects"),
         ('{"choices": []}', "`choices` must begin with an object that has `turns`"),
-        ('{"choices": [{"turns": [1]}]}', "a turn of `choices` must be a text, not a int"),
+        ('{"choices": [{"turns": [1]}]}', "a turn of `choices` must be a text (found: int)"),
     ],
 )
 def test_a_bad_record_is_named_and_reading_goes_on(tmp_path: Path, line: str | bytes, reason: str) -> None:
@@ -239,7 +242,7 @@ def test_no_text_at_all_is_an_error(tmp_path: Path) -> None:
 def test_progress_and_hashes(tmp_path: Path) -> None:
     rows = [{"text": os.urandom(500).hex()} for _ in range(1000)]
     paths = [write(tmp_path, name, rows[0], *rows) for name in ("a.jsonl", "b.jsonl.gz")]
-    paths += [write(tmp_path, "c.json", json.dumps(rows)), write(tmp_path, "d.txt", "text")]
+    paths += [write(tmp_path, "c.json", json.dumps(rows)), write(tmp_path, "d.jsonl", '"text"' + "\n" * 100_000)]
     hashes = [Source(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
     reading = Reading(paths)
     assert reading.sources == hashes

@@ -104,7 +104,7 @@ def test_killed_builds_leave_the_old_store_or_a_new_one(tmp_path: Path) -> None:
 
 
 def test_two_builds_of_one_store_do_not_mix(tmp_path: Path) -> None:
-    with building(tmp_path), pytest.raises(StoreError, match="another build of .* is running"):
+    with building(tmp_path), pytest.raises(StoreError, match=r"another build of .* is running"):
         build(tmp_path, b"second")
     build(tmp_path, b"after")
     assert content_of(tmp_path) == b"after"
@@ -113,7 +113,10 @@ def test_two_builds_of_one_store_do_not_mix(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_disk_that_takes_no_more_is_named(code: int, tmp_path: Path) -> None:
     build(tmp_path, b"old")
-    with pytest.raises(StoreError, match="cannot be written .*the store there, if any, is unchanged"), building(tmp_path):
+    with (
+        pytest.raises(StoreError, match=r"cannot be written .*the store there, if any, is unchanged"),
+        building(tmp_path),
+    ):
         raise OSError(code, "no")
     assert content_of(tmp_path) == b"old"
 
@@ -128,7 +131,7 @@ def test_truncated_and_missing_files_are_found_on_opening(tmp_path: Path) -> Non
     manifest = build(tmp_path, b"abcdef")
     path = tmp_path / manifest.files["part1"].name
     path.write_bytes(b"abc")
-    with pytest.raises(StoreError, match="has 3 bytes instead of 6: build .* hdtool build-corpus-db"):
+    with pytest.raises(StoreError, match=r"has 3 bytes instead of 6: build .* hdtool build-corpus-db"):
         read_manifest(tmp_path)
     path.unlink()
     with pytest.raises(StoreError, match="is missing"):

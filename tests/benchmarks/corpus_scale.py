@@ -1,0 +1,132 @@
+"""What a corpus index costs against its size: ``python -m tests.benchmarks.corpus_scale --corpus FILE``.
+
+The larger corpora are synthetic with natural statistics: a walk over the real one that jumps, after
+every 20 tokens on average, to another place with the same last two tokens, drawn at random from all
+of them. So every three tokens in a row are natural, and longer stretches repeat as often as they do
+in text twenty times as large; a document ends where one of the real corpus ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.builders.corpus_index import build_corpus_index
+from hdtool.builders.progress import bar
+from hdtool.builders.tokenize import tokenized
+from hdtool.data.documents import Document, Source, stored_documents
+from hdtool.data.records import Reading
+from hdtool.data.store import TokenizerMark
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.corpus_index import CorpusIndex, find
+from hdtool.runtime.load import load_tokenizer
+from hdtool.runtime.stores import latency_of
+from tests.benchmarks.machine import machine
+
+JUMP_EVERY = 20
+Tokens = npt.NDArray[Any]
+
+
+@njit(cache=True)
+def walk(tokens: Tokens, suffixes: Tokens, heads: Tokens, end: int, out: Tokens, seed: int) -> None:
+    """Fill ``out`` with a walk over the corpus."""
+    np.random.seed(seed)
+    at = int(np.random.randint(len(tokens) - 1))
+    pair = np.empty(2, np.int64)
+    for place in range(len(out)):
+        token = tokens[at]
+        out[place] = token
+        if token == end or at + 1 >= len(tokens):
+            at = np.random.randint(len(tokens) - 1)
+            continue
+        at += 1
+        if np.random.randint(JUMP_EVERY) == 0 and tokens[at - 1] != end and tokens[at] != end:
+            pair[0], pair[1] = tokens[at - 1], tokens[at]
+            low, high = find(tokens, suffixes, heads, pair)
+            if low < high:
+                at = int(suffixes[np.random.randint(low, high)]) + 1
+    out[len(out) - 1] = end
+
+
+def synthetic(index: CorpusIndex, size: int) -> Iterator[Document]:
+    """Documents of about ``size`` tokens in all, made piece by piece so that memory stays small."""
+    piece = 1 << 22
+    for number, start in enumerate(range(0, size, piece)):
+        out = np.empty(min(piece, size - start), index.tokens.dtype)
+        walk(index.tokens, index._suffixes, index._heads[0], index.end, out, number)
+        yield from (Document(ids) for ids in stored_documents(out, index.end))
+
+
+def measure(real: str, size: int, place: str, mark: TokenizerMark, conn: Any) -> None:
+    """One size, in a process of its own, so that its peak of memory is its own."""
+    index = CorpusIndex(Path(real))
+    folder = Path(place) / f"{size}"
+    started = time.perf_counter()
+    made = build_corpus_index(folder, synthetic(index, size), mark, [Source("walk", "0")], workers=1)
+    seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    speed = latency_of(folder, made)
+    shutil.rmtree(folder)
+    conn.send((made.counts["tokens"], seconds, peak, made.bytes / made.counts["tokens"], *speed.values()))
+
+
+def plot(rows: list[tuple[float, ...]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.2), layout="constrained")
+    names = ("build, seconds", "peak memory, GiB", "bytes a token", "look-up, µs (p50, p99)")
+    for axis, name, columns in zip(axes, names, ((1,), (2,), (3,), (4, 5)), strict=True):
+        for column in columns:
+            axis.plot([row[0] / 1e6 for row in rows], [row[column] for row in rows], "o-")
+        axis.set(title=name, xlabel="million tokens", xscale="log")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--model", help="whose tokenizer")
+    parser.add_argument("--millions", type=int, nargs="+", default=[1, 3, 10, 30, 100, 200])
+    parser.add_argument("--plot", type=Path, default=Path("docs/results/corpus-scale.png"))
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(ModelConfig(options.model))
+    mark = TokenizerMark.of(tokenizer)
+    print(machine() + "\n")
+    with tempfile.TemporaryDirectory() as place:
+        reading = Reading([options.corpus])
+        with bar(1, "", quiet=True) as shown:
+            build_corpus_index(Path(place) / "real", tokenized(reading, tokenizer, shown), mark, reading.sources)
+        rows = []
+        print("| million tokens | walk and build, s | peak memory, GiB | bytes a token | p50, µs | p99, µs |")
+        print("|---|---|---|---|---|---|")
+        for millions in options.millions:
+            context = multiprocessing.get_context("spawn")
+            end, sent = context.Pipe()
+            arguments = (str(Path(place) / "real"), millions * 1_000_000, place, mark, sent)
+            worker = context.Process(target=measure, args=arguments)
+            worker.start()
+            rows.append(end.recv())
+            worker.join()
+            tokens, seconds, peak, size, p50, p99 = rows[-1]
+            print(f"| {tokens / 1e6:.0f} | {seconds:.1f} | {peak:.2f} | {size:.3f} | {p50} | {p99} |", flush=True)
+    plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

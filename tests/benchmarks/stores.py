@@ -1,0 +1,154 @@
+"""What the stores cost: building, opening, look-ups; beside REST's retriever where it is installed.
+
+``python -m tests.benchmarks.stores --corpus FILE --generations FILE --traces FILE --model FOLDER``
+(the figures in docs/results/stores.md), after ``pip install draftretriever==0.1.1`` for the peer.
+Contexts are the last 16 tokens at every third place of the traces, which neither store has seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from hdtool.builders.corpus_index import build_corpus_index
+from hdtool.builders.model_store import build_model_store
+from hdtool.builders.progress import bar
+from hdtool.builders.tokenize import tokenized
+from hdtool.data.documents import Document
+from hdtool.data.records import Reading
+from hdtool.data.store import TokenizerMark
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.corpus_index import CorpusIndex
+from hdtool.runtime.load import load_tokenizer
+from hdtool.runtime.model_store import ModelStore
+from tests.benchmarks.machine import machine
+
+WARM_UP = 200
+
+
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = action()
+    return time.perf_counter() - started, result
+
+
+def percentiles(look_up: Callable[[Any], Any], contexts: list[Any]) -> str:
+    for context in contexts[:WARM_UP]:
+        look_up(context)
+    taken = np.array([timed(lambda context=context: look_up(context))[0] for context in contexts]) * 1e6  # type: ignore[misc]
+    return f"{np.percentile(taken, 50):.1f} | {np.percentile(taken, 99):.1f}"
+
+
+def documents_of(path: Path, tokenizer: Any, *, answers_only: bool) -> tuple[float, list[Document], Reading]:
+    reading = Reading([path], answers_only=answers_only)
+    with bar(1, "", quiet=True) as shown:
+        seconds, documents = timed(lambda: list(tokenized(reading, tokenizer, shown)))
+    return seconds, documents, reading
+
+
+def contexts_of(traces: Path, tokenizer: Any, most: int) -> list[list[int]]:
+    contexts = []
+    for line in traces.read_text().splitlines():
+        text = "\n".join(message["content"] for message in json.loads(line)["messages"])
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        contexts += [ids[at - 16 : at] for at in range(16, len(ids), 3)]
+    return contexts[:most]
+
+
+def opening(folder: str, conn: Any) -> None:
+    """In a process of its own: how long opening takes and what memory it adds, the libraries loaded before."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    seconds, index = timed(lambda: CorpusIndex(Path(folder)))
+    grown = process.memory_info().rss - before
+    for place in range(0, len(index.tokens) - 16, len(index.tokens) // 500):
+        index.after(index.tokens[place : place + 16])
+    memory = process.memory_full_info()
+    conn.send((seconds, grown, memory.pss, memory.uss))
+
+
+def rest(documents: list[Document], vocab_size: int, contexts: list[list[int]], folder: Path) -> list[str]:
+    """REST as its own code uses it: suffixes of 16 tokens down to 2, 5,000 matches, 64 nodes."""
+    import draftretriever
+
+    path = str(folder / "rest.idx")
+
+    def write() -> None:
+        writer = draftretriever.Writer(path, vocab_size=vocab_size)
+        for document in documents:
+            writer.add_entry(list(document.ids))
+        writer.finalize()
+
+    seconds, _ = timed(write)
+    reader = draftretriever.Reader(path)
+
+    def search(context: list[int]) -> None:
+        for length in range(16, 1, -1):
+            if reader.search(context[-length:], k=5000, choices=64, long=10)[0]:
+                return
+
+    size = Path(path).stat().st_size
+    tokens = sum(len(document.ids) for document in documents)
+    return [f"| REST's draftretriever | {seconds:.1f} | {size / tokens:.2f} | {percentiles(search, contexts)} |"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("corpus", "generations", "traces"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--model", help="whose tokenizer")
+    parser.add_argument("--contexts", type=int, default=3000)
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(ModelConfig(options.model))
+    mark = TokenizerMark.of(tokenizer)
+    contexts = contexts_of(options.traces, tokenizer, options.contexts)
+    print(machine(), f"; {len(contexts)} contexts\n")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        reading_time, documents, reading = documents_of(options.corpus, tokenizer, answers_only=False)
+        build_corpus_index(folder / "warm", documents[:50], mark, reading.sources)  # numba compiles
+        seconds, made = timed(lambda: build_corpus_index(folder / "corpus", documents, mark, reading.sources))
+        index = CorpusIndex(folder / "corpus")
+        print(f"{made.counts['tokens']:,} tokens, read and tokenized in {reading_time:.1f} s\n")
+        print("| corpus | indexing, s | bytes a token | look-up p50, µs | p99, µs |\n|---|---|---|---|---|")
+        size = made.bytes / made.counts["tokens"]
+        print(f"| hdtool | {seconds:.1f} | {size:.2f} | {percentiles(index.after, contexts)} |")
+        try:
+            print("\n".join(rest(documents, mark.vocab_size, contexts, folder)))
+        except ImportError:
+            print("| REST's draftretriever | not installed | | | |")
+        reading_time, answers, reading = documents_of(options.generations, tokenizer, answers_only=True)
+        build_model_store(folder / "warm-model", answers[:50], mark, reading.sources)
+        seconds, made = timed(lambda: build_model_store(folder / "model", answers, mark, reading.sources))
+        store = ModelStore(folder / "model")
+        print("\n| model store | reading and tokenizing, s | mining, s | MB | look-up p50, µs | p99, µs |")
+        print("|---|---|---|---|---|---|")
+        print(
+            f"| {made.counts['tokens']:,} tokens | {reading_time:.2f} | {seconds:.2f} | {made.bytes / 1e6:.1f} "
+            f"| {percentiles(store.after, contexts)} |"
+        )
+        print("\n| process | opening, ms | resident before the first look-up, MiB | proportional, MiB | own, MiB |")
+        print("|---|---|---|---|---|")
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(4)]
+        workers = [context.Process(target=opening, args=(str(folder / "corpus"), pipe[1])) for pipe in pipes]
+        for worker in workers:
+            worker.start()
+        for number, (end, _) in enumerate(pipes, start=1):
+            seconds, grown, pss, uss = end.recv()
+            print(f"| {number} | {seconds * 1e3:.1f} | {grown / 2**20:.1f} | {pss / 2**20:.0f} | {uss / 2**20:.0f} |")
+        for worker in workers:
+            worker.join()
+
+
+if __name__ == "__main__":
+    main()

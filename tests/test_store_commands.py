@@ -1,0 +1,155 @@
+"""The commands around stores, as people type them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.data.store import MANIFEST, read_manifest
+
+SHARE_GPT = [
+    {
+        "id": "1",
+        "conversations": [{"from": "human", "value": "Tell me."}, {"from": "gpt", "value": "Once upon a time."}],
+    },
+    {"id": "2", "conversations": [{"from": "human", "value": "Again!"}, {"from": "gpt", "value": "Once upon a time."}]},
+]
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    Path("sharegpt.json").write_text(json.dumps(SHARE_GPT))
+    rows = [{"prompt": "Hi?", "output": f"I am a language model, and I say {word}."} for word in ("yes", "no", "yes")]
+    Path("generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def made(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run([*arguments, "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def complaint(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(list(arguments)) == 1
+    printed = capfd.readouterr()
+    lines = printed.err.splitlines()
+    assert printed.out == "" and len(lines) == 1, printed.err
+    return lines[0]
+
+
+def test_a_corpus_index_is_built_found_and_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    built = made(capfd, "build-corpus-db", "sharegpt.json")
+    assert (built["kind"], built["format"], built["vocab_size"]) == ("corpus", 1, 4096)
+    assert built["sources"][0]["records"] == 4
+    assert Path(built["store"]).is_relative_to(Path("home").resolve())
+    seen = made(capfd, "inspect", built["store"], "--after", "Once upon", "--latency", "--verify")
+    assert seen["after"][0]["text"] == " a time."
+    assert seen["after"][0]["count"] == 2
+    assert seen["verified"] == 4
+    assert 0 < seen["lookup_us_p50"] <= seen["lookup_us_p99"]
+    assert run(["inspect", built["store"], "--after", "Once upon"]) == 0
+    shown = capfd.readouterr().out
+    assert "source     sharegpt.json: 4 documents" in shown
+    assert "' a time.'" in shown
+
+
+def test_a_model_store_holds_answers_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    built = made(capfd, "build-model-db", "--from", "generations.jsonl", "--from", "sharegpt.json")
+    assert built["counts"]["documents"] == 5
+    seen = made(capfd, "inspect", built["store"], "--after", "I am a")
+    assert seen["after"][0]["count"] == 3
+    assert seen["after"][0]["text"].startswith(" language")
+    assert made(capfd, "inspect", built["store"], "--after", "Tell")["after"] == []
+
+
+def test_inputs_of_all_kinds_go_together(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("more").mkdir()
+    Path("more/plain.txt").write_text("Some plain text.")
+    Path("more/chat.jsonl.gz").write_bytes(gzip.compress(b'{"messages": [{"role": "user", "content": "Hi there"}]}\n'))
+    built = made(capfd, "build-corpus-db", "*.json", "more", "--out", "store")
+    assert [Path(share["name"]).name for share in built["sources"]] == ["sharegpt.json", "chat.jsonl.gz", "plain.txt"]
+
+
+def test_stores_grow_unite_and_forget(capfd: pytest.CaptureFixture[str]) -> None:
+    whole = made(capfd, "build-corpus-db", "sharegpt.json", "generations.jsonl", "--out", "whole")
+    made(capfd, "build-corpus-db", "sharegpt.json", "--out", "grown")
+    assert made(capfd, "add", "grown", "generations.jsonl")["counts"] == whole["counts"]
+    made(capfd, "build-corpus-db", "generations.jsonl", "--out", "other")
+    assert made(capfd, "merge", "grown", "other", "--out", "united")["counts"] == whole["counts"]
+    left = made(capfd, "drop", "grown", "--source", "sharegpt.json")
+    assert [share["name"] for share in left["sources"]] == ["generations.jsonl"]
+    assert all(row["matched"] < 2 for row in made(capfd, "inspect", "grown", "--after", "Once upon a")["after"])
+
+
+def test_bad_records_are_named_and_too_many_stop_the_build(capfd: pytest.CaptureFixture[str]) -> None:
+    before = made(capfd, "build-corpus-db", "sharegpt.json", "--out", "store")
+    good = [json.dumps({"text": f"Text {number}."}) for number in range(30)]
+    Path("mixed.jsonl").write_text("\n".join([*good[:15], "{broken", *good[15:]]))
+    assert run(["build-corpus-db", "mixed.jsonl", "--out", "mixed"]) == 0
+    assert "left out: mixed.jsonl:16: not valid JSON" in capfd.readouterr().err
+    said = complaint(capfd, "build-corpus-db", "mixed.jsonl", "--out", "store", "--tolerate", "0.01")
+    assert "1 of 31 records cannot be used, the first at mixed.jsonl:16" in said
+    assert read_manifest(Path("store")).counts == before["counts"], "the old store stays"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["build-corpus-db", "nothing.json"], "nothing.json"),
+        (["build-corpus-db", "empty.jsonl"], "empty.jsonl"),
+        (["build-corpus-db", "binary.txt"], "binary.txt"),
+        (["build-model-db", "--from", "questions.jsonl"], "questions.jsonl"),
+        (["inspect", "nowhere"], "nowhere holds no store"),
+        (["merge", "nowhere", "--out", "x"], "nowhere holds no store"),
+        (["drop", "nowhere", "--source", "x"], "nowhere holds no store"),
+        (["add", "nowhere", "sharegpt.json"], "nowhere holds no store"),
+    ],
+)
+def test_what_is_not_there_is_one_line(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("empty.jsonl").touch()
+    Path("binary.txt").write_bytes(b"\x00\x01\x02")
+    Path("questions.jsonl").write_text('{"messages": [{"role": "user", "content": "Only asked"}]}\n')
+    assert said in complaint(capfd, *arguments)
+    assert not Path("x").exists()
+
+
+def test_damage_and_other_tokenizers_are_told(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made(capfd, "build-corpus-db", "sharegpt.json", "--out", "store")
+    manifest = read_manifest(Path("store"))
+    path = Path("store") / manifest.files["tokens"].name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "store is damaged (tokens-" in complaint(capfd, "inspect", "store", "--verify")
+    path.write_bytes(whole[:-2])
+    assert "hdtool build-corpus-db" in complaint(capfd, "inspect", "store")
+    path.write_bytes(whole)
+    row = json.loads(Path("store", MANIFEST).read_text())
+    row["tokenizer"]["fingerprint"] = "feed"
+    Path("store", MANIFEST).write_text(json.dumps(row))
+    assert "was built with another tokenizer (feed" in complaint(capfd, "inspect", "store", "--after", "Once")
+    assert "was built with another tokenizer (feed" in complaint(capfd, "add", "store", "generations.jsonl")
+
+
+def test_bad_options_are_bad_usage(capfd: pytest.CaptureFixture[str]) -> None:
+    for option, value in (("--tolerate", "2"), ("--shard-bytes", "0")):
+        assert run(["build-corpus-db", "sharegpt.json", option, value]) == 2
+        assert "it must be" in capfd.readouterr().err
+    assert run(["build-model-db", "--from", "generations.jsonl", "--per-key", "0"]) == 2
+
+
+def test_collected_answers_feed_a_model_store(capfd: pytest.CaptureFixture[str]) -> None:
+    """The whole way: prompts, the model's own answers, a store mined from them, what it would draft."""
+    Path("prompts.jsonl").write_text("".join(demo.PROMPTS.read_text().splitlines(keepends=True)[:2]))
+    command = ["collect", "--prompts", "prompts.jsonl", "--out", "own.jsonl", "--max-new-tokens", "40", "--quiet"]
+    assert run(command) == 0
+    built = made(capfd, "build-model-db", "--from", "own.jsonl")
+    assert built["counts"]["documents"] == 2
+    answer = json.loads(Path("own.jsonl").read_text().splitlines()[0])["messages"][-1]["content"]
+    assert made(capfd, "inspect", built["store"], "--after", answer[: len(answer) // 2])["after"]
