@@ -151,8 +151,8 @@ def train(
     """Run all steps, or what a killed run left to do; returns the seconds spent in all."""
     model.train()
     torch.nn.Module.to(model, device)
-    model.set_attn_implementation("eager" if device == "cpu" else "sdpa")  # eager's backward pass is faster on CPUs
-    stepped = torch.compile(model) if compiled else model
+    # A graph of its own for each of the two lengths: one for any length is three times as slow.
+    stepped = torch.compile(model, dynamic=False) if compiled else model
     tools = optimizers(model, recipe)
     done, spent = restore(rescue, model, tools)
     started = time.monotonic() - spent
