@@ -101,6 +101,21 @@ def rest(documents: list[Document], vocab_size: int, contexts: list[list[int]], 
     return [f"| REST's draftretriever | {seconds:.1f} | {size / tokens:.2f} | {percentiles(search, contexts)} |"]
 
 
+def lmdb_look_up(store: ModelStore) -> Callable[[list[int]], Any]:
+    """The same question asked of the portable file: all four lengths of prefix, values unpacked."""
+    import lmdb
+    import msgpack
+
+    path = store.folder / store.manifest.files["entries"].name
+    reader = lmdb.open(str(path), subdir=False, readonly=True, lock=False).begin()
+
+    def look_up(context: list[int]) -> list[Any]:
+        keys = (b"".join(token.to_bytes(4, "big") for token in context[-length:]) for length in (4, 3, 2, 1))
+        return [msgpack.unpackb(value) for value in map(reader.get, keys) if value is not None]
+
+    return look_up
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("corpus", "generations", "traces"):
@@ -136,6 +151,7 @@ def main() -> None:
             f"| {made.counts['tokens']:,} tokens | {reading_time:.2f} | {seconds:.2f} | {made.bytes / 1e6:.1f} "
             f"| {percentiles(store.after, contexts)} |"
         )
+        print(f"| LMDB and msgpack instead | | | | {percentiles(lmdb_look_up(store), contexts)} |")
         print("\n| process | opening, ms | resident before the first look-up, MiB | proportional, MiB | own, MiB |")
         print("|---|---|---|---|---|")
         context = multiprocessing.get_context("spawn")
