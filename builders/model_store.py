@@ -128,17 +128,20 @@ def _level(answers: _Answers, prefix: int, top_k: int, per_key: int) -> tuple[In
     tokens, length = answers.tokens, prefix + CONTINUATION
     places, counts = _most_frequent(answers, length, top_k)
     table = np.full(_table_size(len(places)), -1, answers.place_type)
-    owners = np.empty(len(table), np.int32)
-    lines = np.full((len(places), per_key), -1, np.int32)
-    lines = lines[: _group(tokens, places, counts, prefix, table, owners, lines)]
-    chosen = lines[lines >= 0]
+    owners, owner_of = np.empty(len(table), np.int32), np.empty(len(places), np.int32)
+    _find_owners(tokens, places, prefix, table, owners, owner_of)
+    order, sizes = np.argsort(owner_of), np.bincount(owner_of)
+    stops = np.cumsum(sizes)
+    _sort_groups(tokens, places, counts, prefix, order, stops, per_key)
+    firsts = places[order[stops - sizes]]
+    chosen = order[np.arange(len(order)) - np.repeat(stops - sizes, sizes) < per_key]
     rows = np.empty((len(chosen), ROW_WIDTH), np.int32)
     rows[:, :CONTINUATION] = tokens[places[chosen][:, None] + np.arange(prefix, length)]
     rows[:, COUNT] = np.minimum(counts[chosen], LARGEST_COUNT)
-    keys = np.full((len(lines), KEY_WIDTH), NO_TOKEN, np.int32)
-    keys[:, :prefix] = tokens[places[lines[:, :1]] + np.arange(prefix)]
+    keys = np.full((len(sizes), KEY_WIDTH), NO_TOKEN, np.int32)
+    keys[:, :prefix] = tokens[firsts[:, None] + np.arange(prefix)]
     keys[:, LENGTH] = prefix
-    _set_ranges(keys, np.count_nonzero(lines >= 0, axis=1))
+    _set_ranges(keys, np.minimum(sizes, per_key))
     seen = np.full(_table_size(answers.longest), -1, answers.place_type)
     totals = _totals(tokens, answers.end, prefix, table, owners, answers.once, seen)
     keys[:, TOTAL] = np.minimum(totals[: len(keys)], LARGEST_COUNT)
@@ -153,7 +156,7 @@ def _set_ranges(keys: Ints, sizes: Ints) -> None:
 def _most_frequent(answers: _Answers, length: int, top_k: int) -> tuple[Ints, Ints]:
     """A place and the count of each of the ``top_k`` most frequent sequences of a length."""
     size = min(_table_size(len(answers.tokens)), TABLE_SLOTS)
-    parts = 1
+    parts = 1 << (len(answers.tokens) * 4 // (size * 3)).bit_length()
     while True:
         places, counts = np.empty(0, np.int64), np.empty(0, np.int64)
         for part in range(parts):
@@ -178,7 +181,7 @@ def _best(tokens: Ints, places: Ints, counts: Ints, length: int, most: int) -> I
     """Which of some different sequences are the ``most`` frequent; among equals those with the smaller tokens."""
     if len(places) <= most:
         return np.arange(len(places))
-    least = np.partition(counts, -most)[-most]
+    least = np.sort(counts)[-most]  # numpy sorts numbers with many equals faster than it selects from them
     best = [np.flatnonzero(counts > least)]
     equal = np.flatnonzero(counts == least)
     missing = most - len(best[0])
@@ -234,8 +237,8 @@ def _slot(places: Ints, tokens: Ints, at: int, length: int, mark: int, oldest: i
 
 
 @njit(cache=True, nogil=True)
-def _group(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Ints, owners: Ints, lines: Ints) -> int:
-    """Sort the sequences of each prefix into a line, the most frequent first; the number of prefixes."""
+def _find_owners(tokens: Ints, places: Ints, prefix: int, table: Ints, owners: Ints, owner_of: Ints) -> None:
+    """Number the different prefixes, in a table for later and for each of the sequences."""
     size = 0
     for number in range(len(places)):
         slot = _slot(table, tokens, places[number], prefix, sequence_hash(tokens, places[number], prefix), 0)
@@ -243,15 +246,21 @@ def _group(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Ints, o
             table[slot] = places[number]
             owners[slot] = size
             size += 1
-        line = lines[owners[slot]]
-        rank = len(line)
-        while rank > 0 and (line[rank - 1] < 0 or _before(tokens, places, counts, number, line[rank - 1], prefix)):
-            if rank < len(line):
-                line[rank] = line[rank - 1]
-            rank -= 1
-        if rank < len(line):
-            line[rank] = number
-    return size
+        owner_of[number] = owners[slot]
+
+
+@njit(cache=True, nogil=True)
+def _sort_groups(tokens: Ints, places: Ints, counts: Ints, prefix: int, order: Ints, stops: Ints, most: int) -> None:
+    """Bring the ``most`` frequent sequences of each prefix to the front of its group, in their order."""
+    start = 0
+    for stop in stops:
+        for at in range(start, stop):
+            moved, to = order[at], min(at, start + most)
+            while to > start and _before(tokens, places, counts, moved, order[to - 1], prefix):
+                order[to] = order[to - 1]
+                to -= 1
+            order[to] = moved
+        start = stop
 
 
 @njit(cache=True, nogil=True)

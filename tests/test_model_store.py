@@ -1,0 +1,201 @@
+"""The model store against a brute-force counting of the documents."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import lmdb
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.builders import model_store as builder
+from hdtool.builders.model_store import build_model_store
+from hdtool.data.documents import Document, Source, stored_documents, token_type
+from hdtool.data.errors import StoreError
+from hdtool.data.store import Manifest, TokenizerMark
+from hdtool.runtime.model_store import CONTINUATION, LONGEST_PREFIX, ModelStore
+
+Documents = list[list[int]]
+Sequences = Counter[tuple[int, ...]]
+Found = dict[int, tuple[int, list[tuple[tuple[int, ...], int]]]]
+"""By the length of the prefix: its total, and its continuations with their counts."""
+
+VOCABULARIES = [4, 65_535, 65_536, 200_000]
+
+
+def build(folder: Path, documents: Documents, vocabulary: int, **options: Any) -> Manifest:
+    mark = TokenizerMark("test", vocabulary)
+    return build_model_store(folder, (Document(ids) for ids in documents), mark, [Source("test", "")], **options)
+
+
+def sequences(documents: Documents, length: int, once: bool) -> Sequences:
+    """How often each sequence of a length is counted."""
+    counts: Sequences = Counter()
+    for ids in documents:
+        inside = [tuple(ids[at : at + length]) for at in range(len(ids) - length + 1)]
+        counts.update(set(inside) if once else inside)
+    return counts
+
+
+class Oracle:
+    """What a store of these documents should answer, by counting without any cleverness."""
+
+    def __init__(self, documents: Documents, *, top_k: int, per_key: int, once_per_document: bool) -> None:
+        lengths = range(1 + CONTINUATION, LONGEST_PREFIX + CONTINUATION + 1)
+        self.per_key = per_key
+        self.all = [sequences(documents, length, once_per_document) for length in lengths]
+        self.kept = [dict(sorted(all.items(), key=lambda item: (-item[1], item[0]))[:top_k]) for all in self.all]
+
+    def after(self, context: list[int]) -> Found:
+        found: Found = {}
+        for prefix in range(min(len(context), LONGEST_PREFIX), 0, -1):
+            tail = tuple(context[-prefix:])
+            rows = [(ids[prefix:], count) for ids, count in self.kept[prefix - 1].items() if ids[:prefix] == tail]
+            total = sum(count for ids, count in self.all[prefix - 1].items() if ids[:prefix] == tail)
+            if rows:
+                found[prefix] = total, rows[: self.per_key]
+        return found
+
+    @property
+    def prefixes(self) -> set[tuple[int, ...]]:
+        return {ids[:prefix] for prefix, kept in enumerate(self.kept, 1) for ids in kept}
+
+
+def found_by(store: ModelStore, context: Any, most: int = 64) -> Found:
+    levels = store.after(context, most)
+    rows = [(tuple(ids), count) for ids, count in zip(levels.tokens.tolist(), levels.counts.tolist(), strict=True)]
+    bounds = zip(*(field.tolist() for field in levels[:4]), strict=True)
+    found = {length: (total, rows[start:stop]) for length, total, start, stop in bounds}
+    assert list(found) == sorted(found, reverse=True)
+    assert sum(len(rows) for _, rows in found.values()) == len(rows)
+    return found
+
+
+def entries_of(store: ModelStore) -> dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]:
+    """What the LMDB file holds."""
+    path = store.folder / store.manifest.files["entries"].name
+    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as environment, environment.begin() as read:
+        return {
+            tuple(np.frombuffer(key, ">u4").tolist()): [(tuple(ids), count) for ids, count in msgpack.unpackb(value)]
+            for key, value in read.cursor()
+        }
+
+
+@pytest.mark.parametrize("slots", [1 << 22, 8])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_look_ups_equal_counting(
+    vocabulary: int, slots: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small alphabets at the top of the vocabulary, counted in one part and in many."""
+    monkeypatch.setattr(builder, "TABLE_SLOTS", slots)
+    token = st.integers(vocabulary - 3, vocabulary - 1)
+    documents = st.lists(st.lists(token, max_size=16), min_size=1, max_size=6).filter(
+        lambda documents: max(map(len, documents)) > CONTINUATION
+    )
+
+    @settings(max_examples=50)
+    @given(documents, st.lists(token, max_size=7), st.integers(1, 40), st.integers(1, 4), st.booleans())
+    def check(documents: Documents, context: list[int], top_k: int, per_key: int, once: bool) -> None:
+        options: dict[str, Any] = {"top_k": top_k, "per_key": per_key, "once_per_document": once}
+        folder = tmp_path_factory.mktemp("store")
+        manifest = build(folder, documents, vocabulary, **options)
+        store, oracle = ModelStore(folder, manifest.tokenizer), Oracle(documents, **options)
+        for known in [*oracle.prefixes, tuple(context), ()]:
+            assert found_by(store, list(known)) == oracle.after(list(known))
+        first = {length: (total, rows[:1]) for length, (total, rows) in oracle.after(context).items()}
+        assert found_by(store, context, most=1) == first
+        entries = entries_of(store)
+        assert entries == {known: oracle.after(list(known))[len(known)][1] for known in oracle.prefixes}
+        assert manifest.counts["keys"] == len(entries)
+        assert manifest.counts["continuations"] == sum(map(len, entries.values()))
+
+    check()
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_the_documents_are_kept_with_their_sources(vocabulary: int, tmp_path: Path) -> None:
+    top = vocabulary - 1
+    documents = [Document([top] * 6), Document([]), Document([0, top], 2), Document(np.array([1, 2, 3, top]), 2)]
+    sources = [Source("a", "1"), Source("b", "2"), Source("c", "3")]
+    manifest = build_model_store(tmp_path, documents, TokenizerMark("test", vocabulary), sources)
+    assert [(share.name, share.sha256, share.records, share.tokens) for share in manifest.sources] == [
+        ("a", "1", 1, 6),
+        ("b", "2", 0, 0),
+        ("c", "3", 2, 6),
+    ]
+    tokens = np.fromfile(tmp_path / manifest.files["documents"].name, token_type(vocabulary))
+    assert [ids.tolist() for ids in stored_documents(tokens, vocabulary)] == [[top] * 6, [0, top], [1, 2, 3, top]]
+
+
+def parts_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
+    return {part: (folder / file.name).read_bytes() for part, file in manifest.files.items()}
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=8, max_size=14), min_size=2, max_size=5), st.randoms())
+@settings(max_examples=30)
+def test_the_same_documents_give_the_same_store(
+    tmp_path_factory: pytest.TempPathFactory, documents: Documents, random: Random
+) -> None:
+    """Byte for byte; of documents in another order all is the same but the documents."""
+    shuffled = random.sample(documents, len(documents))
+    folders = [tmp_path_factory.mktemp("store") for _ in range(3)]
+    first, again, other = (
+        parts_of(folder, build(folder, ids, 3, top_k=10, per_key=2))
+        for folder, ids in zip(folders, [documents, documents, shuffled], strict=True)
+    )
+    del first["entries"], again["entries"]  # LMDB lays its pages out as it likes
+    assert again == first
+    assert {part: other[part] for part in ("slots", "keys", "rows")} == {
+        part: first[part] for part in ("slots", "keys", "rows")
+    }
+
+
+def test_any_context_is_taken(tmp_path: Path) -> None:
+    store = ModelStore(tmp_path, build(tmp_path, [[5, 6, 7, 8, 9, 5, 6]], 10).tokenizer)
+    known = {1: (1, [((6, 7, 8, 9), 1)])}
+    for context in ([5], (5,), np.array([5], np.uint16), [4, 3, 2, 1, 5], [2**40, -1, 5]):
+        assert found_by(store, context) == known
+    for unknown in ([], [5, 4], [-1], [10], [2**40], np.empty(0, np.int64)):
+        assert found_by(store, unknown) == {}
+    assert found_by(store, [5], most=0) == {1: (1, [])}
+
+
+def test_only_the_files_of_the_store_are_left(tmp_path: Path) -> None:
+    manifest = build(tmp_path, [[1, 2, 3, 4, 5]], 10)
+    names = {file.name for file in manifest.files.values()}
+    assert {path.name for path in tmp_path.iterdir()} - {".lock"} == names | {"manifest.json"}
+    assert manifest.files["entries"].bytes <= 1 << 17, "a store of one entry needs a few pages"
+
+
+@pytest.mark.parametrize(("documents", "found"), [([[]], "no text at all"), ([[1, 2, 3, 4]], "has 4 tokens")])
+def test_what_says_nothing_is_refused(documents: Documents, found: str, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=found):
+        build(tmp_path, documents, 10)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "TABLE_SLOTS", 1 << 12)
+    mark, source = TokenizerMark("test", 1000), Source("test", "")
+
+    def documents(number: int) -> Iterator[Document]:
+        rng = np.random.default_rng(0)
+        return (Document(rng.integers(0, 1000, 100)) for _ in range(number))
+
+    def peak(number: int) -> int:
+        tracemalloc.start()
+        build_model_store(tmp_path, documents(number), mark, [source], top_k=100)
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    peak(10)  # what compiling takes
+    assert peak(1500) < 1.2 * peak(150)
