@@ -2,8 +2,8 @@
 
 A Llama of a few million parameters with a byte-level BPE of its own, saved as ``save_pretrained``
 lays a checkpoint out. Everything is drawn from fixed seeds; a killed run goes on from its last
-checkpoint at the same step. ``--width 384 --layers 10 --mlp 1152`` makes the larger model (about
-16 million parameters) that wants a GPU.
+checkpoint at the same step. ``--width 384 --layers 8`` makes the larger model (about 15 million
+parameters) that wants a GPU.
 """
 
 from __future__ import annotations

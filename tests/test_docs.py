@@ -58,7 +58,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     rules = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"^make (\w+)", readme, re.MULTILINE):
         assert target in rules
-    for command in re.findall(r"^\$? ?hdtool (\w[\w-]*)", readme, re.MULTILINE):
+    for command in re.findall(r"^\$ hdtool (\w[\w-]*)", readme, re.MULTILINE):
         assert command in COMMANDS
 
 

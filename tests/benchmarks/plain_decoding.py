@@ -48,11 +48,19 @@ def theirs(model: Any) -> Answer:
     return lambda prompt, most: generated(model, prompt, most)
 
 
-def compare(threads: int, rounds: int, prompts: list[list[int]], most: int) -> str:
+def undo_layout(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = module.weight.data.contiguous()
+
+
+def compare(threads: int, rounds: int, prompts: list[list[int]], most: int, *, row_major: bool) -> str:
     """One row of the table."""
     torch.set_num_threads(threads)
     stats = Stats()
     loaded = load(ModelConfig(device="cpu"))
+    if row_major:
+        undo_layout(loaded.target.model)
     stock = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     identical = 0
@@ -80,6 +88,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--row-major", action="store_true", help="leave the weights as the checkpoint has them")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -92,7 +101,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for threads in options.threads:
-        print(compare(threads, options.rounds, prompts, options.tokens), flush=True)
+        print(compare(threads, options.rounds, prompts, options.tokens, row_major=options.row_major), flush=True)
 
 
 if __name__ == "__main__":
