@@ -97,7 +97,7 @@ def look_up(
     for shard in range(len(shards)):
         found += ranges[shard, 1] - ranges[shard, 0]
     read = min(found, MATCHES_READ)
-    follows = np.full((read, DEPTH), end, np.int64)
+    follows = np.empty((read, DEPTH), np.int64)
     shard, before = 0, 0
     for turn in range(read):
         # Spread over all matches: the first in order would be those with small token ids.
@@ -109,14 +109,17 @@ def look_up(
         first = shards[shard, 0] + place + matched
         stop = shards[shard, 0] + shards[shard, 1]
         # A damaged file must not lead out of the shard or to a token that no model has.
-        for level in range(min(DEPTH, stop - first)):
-            if tokens[first + level] >= end:
+        for level in range(DEPTH):
+            token = np.int64(tokens[first + level]) if first + level < stop else end
+            follows[turn, level] = min(token, end)
+            if token >= end:
                 break
-            follows[turn, level] = tokens[first + level]
     if len(shards) > 1:
         _sort_rows(follows)
     node_tokens, parents, counts = _tree(follows, end, most)
-    return matched, found, node_tokens, parents, counts * found // max(read, 1)
+    if found > read:
+        counts = counts * found // read
+    return matched, found, node_tokens, parents, counts
 
 
 @njit(cache=True, nogil=True)
@@ -211,7 +214,7 @@ def _tree(follows: Ints, end: int, most: int) -> tuple[Ints, Ints, Ints]:
     rows, width = follows.shape
     tokens = np.empty(rows * width, np.int64)
     parents = np.empty(rows * width, np.int32)
-    counts = np.zeros(rows * width, np.int64)
+    counts = np.empty(rows * width, np.int64)
     path = np.empty(width, np.int32)  # nodes of the last continuation: the next one shares a start of it
     depth, size = 0, 0
     for row in range(rows):
@@ -223,18 +226,39 @@ def _tree(follows: Ints, end: int, most: int) -> tuple[Ints, Ints, Ints]:
             if not shared:
                 tokens[size] = token
                 parents[size] = path[level - 1] if level else -1
+                counts[size] = 0
                 path[level] = size
                 size += 1
             counts[path[level]] += 1
             level += 1
         depth = level
-    # Stable, so a parent, which counts no less than its child, stays in front of it.
-    order = np.argsort(-counts[:size], kind="mergesort")[:most]
-    moved = np.full(size, -1, np.int32)
-    for rank in range(len(order)):
-        moved[order[rank]] = rank
-    above = np.empty(len(order), np.int32)
-    for rank in range(len(order)):
-        parent = parents[order[rank]]
-        above[rank] = moved[parent] if parent >= 0 else -1
-    return tokens[order], above, counts[order]
+    return _commonest(tokens[:size], parents[:size], counts[:size], rows, most)
+
+
+@njit(cache=True, nogil=True)
+def _commonest(tokens: Ints, parents: Ints, counts: Ints, highest: int, most: int) -> tuple[Ints, Ints, Ints]:
+    """The nodes of highest count, sorted by it; no count is above ``highest``.
+
+    Counting the counts sorts in one pass, and keeps equals in order: a parent, which counts no less
+    than its child and stands before it, stays before it.
+    """
+    behind = np.zeros(highest + 2, np.int32)  # for each count, where its nodes begin in the sorted tree
+    for count in counts:
+        behind[count] += 1
+    place = 0
+    for count in range(highest, 0, -1):
+        same = behind[count]
+        behind[count] = place
+        place += same
+    kept = min(most, len(tokens))
+    new_tokens, new_parents, new_counts = np.empty(kept, np.int64), np.empty(kept, np.int32), np.empty(kept, np.int64)
+    moved = np.empty(len(tokens), np.int32)
+    for node in range(len(tokens)):
+        count = counts[node]
+        moved[node] = behind[count]
+        behind[count] += 1
+        if moved[node] < kept:
+            new_tokens[moved[node]] = tokens[node]
+            new_parents[moved[node]] = moved[parents[node]] if parents[node] >= 0 else -1
+            new_counts[moved[node]] = count
+    return new_tokens, new_parents, new_counts
