@@ -181,39 +181,29 @@ def find(tokens: Ints, suffixes: Ints, heads: Ints, pattern: Ints) -> tuple[int,
         return 0, 0
     if len(pattern) == 1:
         return low, high
-    start = _first(tokens, suffixes, pattern, low, high, 0)
-    if start == high or _order(tokens, suffixes[start], pattern) != 0:
-        return 0, 0
-    # Most ranges are short: a stride that doubles finds their end sooner than halving all that is left.
-    stride = 1
-    while start + stride < high and _order(tokens, suffixes[start + stride], pattern) == 0:
-        stride *= 2
-    return start, _first(tokens, suffixes, pattern, start + stride // 2, min(start + stride, high), 1)
+    start = _bisect(tokens, suffixes, pattern, low, high, False)
+    return start, _bisect(tokens, suffixes, pattern, start, high, True)
 
 
 @njit(cache=True, nogil=True)
-def _first(tokens: Ints, suffixes: Ints, pattern: Ints, low: int, high: int, least: int) -> int:
-    """The first place of a range whose suffix is, against the pattern, ``least`` (0: equal, 1: behind) or more."""
+def _bisect(tokens: Ints, suffixes: Ints, pattern: Ints, low: int, high: int, past_equals: bool) -> int:
     while low < high:
         middle = (low + high) // 2
-        if _order(tokens, suffixes[middle], pattern) < least:
+        place = np.int64(suffixes[middle])
+        order = 0  # of the suffix against the pattern
+        for offset in range(1, len(pattern)):
+            if place + offset >= len(tokens):
+                order = -1
+                break
+            token = np.int64(tokens[place + offset])
+            if token != pattern[offset]:
+                order = -1 if token < pattern[offset] else 1
+                break
+        if order < 0 or (past_equals and order == 0):
             low = middle + 1
         else:
             high = middle
     return low
-
-
-@njit(cache=True, nogil=True)
-def _order(tokens: Ints, place: int, pattern: Ints) -> int:
-    """-1, 0 or 1: a suffix sorts before the pattern, starts with it, or sorts behind; their heads are equal."""
-    place = np.int64(place)
-    for offset in range(1, len(pattern)):
-        if place + offset >= len(tokens):
-            return -1
-        token = np.int64(tokens[place + offset])
-        if token != pattern[offset]:
-            return -1 if token < pattern[offset] else 1
-    return 0
 
 
 @njit(cache=True, nogil=True)
