@@ -21,10 +21,8 @@ from numba import njit
 from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.store import Manifest, SourceShare, StoreBuild, TokenizerMark, building
+from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.corpus_index import KIND, ShardPlace
-
-SHARD_BYTES = 1 << 28
-"""Of tokens. Sorting takes about seven times as much memory, for each shard that is sorted at once."""
 
 Tokens = npt.NDArray[Any]
 
@@ -43,7 +41,7 @@ def build_corpus_index(
     tokenizer: TokenizerMark,
     sources: Sequence[Source],
     *,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = BuildConfig.shard_bytes,
     workers: int | None = None,
 ) -> Manifest:
     """Write the index of all documents to ``folder``, replacing the one there in one step."""

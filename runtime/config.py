@@ -76,8 +76,9 @@ class BuildConfig:
 
     tolerate: float = 0.05
     """The share of records that may be unusable before a build gives up."""
-    shard_bytes: int = 1 << 28
-    """Of tokens in a shard of the corpus index. Sorting takes about seven times as much memory."""
+    shard_bytes: int = 1 << 29
+    """Of tokens in a shard of the corpus index. Sorting takes about seven times as much memory, for each
+    shard that is sorted at once; a look-up takes the longer the more shards there are."""
     top_k: int = 100_000
     """Sequences that the model store keeps for each length of prefix."""
     per_key: int = 12

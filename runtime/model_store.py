@@ -55,6 +55,7 @@ class ModelStore:
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         require(self.manifest, folder, KIND, tokenizer)
+        self._vocabulary = self.manifest.tokenizer.vocab_size
         self.slots = self._open("slots", 1).reshape(-1)
         self.keys = self._open("keys", KEY_WIDTH)
         self.rows = self._open("rows", ROW_WIDTH)
@@ -67,11 +68,11 @@ class ModelStore:
     def after(self, context: Sequence[int] | Ints, most: int = 64) -> Levels:
         """At most ``most`` continuations of each suffix of ``context`` that is a key."""
         tail = np.array(context[-LONGEST_PREFIX:], np.int64)
-        return Levels(*look_up(self.slots, self.keys, self.rows, tail, most))
+        return Levels(*look_up(self.slots, self.keys, self.rows, tail, most, self._vocabulary))
 
 
 @njit(cache=True, nogil=True)
-def look_up(slots: Ints, keys: Ints, rows: Ints, tail: Ints, most: int) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
+def look_up(slots: Ints, keys: Ints, rows: Ints, tail: Ints, most: int, vocabulary: int) -> tuple[Ints, ...]:
     """The fields of ``Levels`` for a context of at most four tokens."""
     found = np.empty(LONGEST_PREFIX, np.int64)
     lengths = np.empty(LONGEST_PREFIX, np.int64)
@@ -81,7 +82,8 @@ def look_up(slots: Ints, keys: Ints, rows: Ints, tail: Ints, most: int) -> tuple
     levels, size = 0, 0
     for length in range(len(tail), 0, -1):
         key = find(slots, keys, tail, len(tail) - length, length)
-        if key >= 0:
+        # A damaged file must not lead out of the arrays, nor to a token that no model has.
+        if key >= 0 and 0 <= keys[key, START] <= keys[key, STOP] <= len(rows):
             found[levels], lengths[levels], totals[levels] = key, length, keys[key, TOTAL]
             starts[levels] = size
             size += min(most, keys[key, STOP] - keys[key, START])
@@ -93,7 +95,7 @@ def look_up(slots: Ints, keys: Ints, rows: Ints, tail: Ints, most: int) -> tuple
         place = keys[found[level], START]
         for row in range(starts[level], stops[level]):
             for column in range(CONTINUATION):
-                tokens[row, column] = rows[place, column]
+                tokens[row, column] = rows[place, column] if 0 <= rows[place, column] < vocabulary else 0
             counts[row] = rows[place, COUNT]
             place += 1
     return lengths[:levels], totals[:levels], starts[:levels], stops[:levels], tokens, counts
@@ -104,8 +106,10 @@ def find(slots: Ints, keys: Ints, tokens: Ints, start: int, length: int) -> int:
     """The number of the key that ``length`` tokens from ``start`` on are, or -1."""
     mask = len(slots) - 1
     slot = sequence_hash(tokens, start, length) & mask
-    while slots[slot] >= 0:
+    for _ in range(len(slots)):
         key = slots[slot]
+        if key < 0 or key >= len(keys):
+            break
         same = keys[key, LENGTH] == length
         for offset in range(length):
             same = same and keys[key, offset] == np.int64(tokens[start + offset])

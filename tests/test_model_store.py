@@ -20,7 +20,7 @@ from hdtool.builders import model_store as builder
 from hdtool.builders.model_store import build_model_store
 from hdtool.data.documents import Document, Source, stored_documents, token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.store import Manifest, TokenizerMark
+from hdtool.data.store import Manifest, TokenizerMark, damaged
 from hdtool.runtime.model_store import CONTINUATION, LONGEST_PREFIX, ModelStore
 
 Documents = list[list[int]]
@@ -199,3 +199,23 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest
 
     peak(10)  # what compiling takes
     assert peak(1500) < 1.2 * peak(150)
+
+
+@pytest.mark.parametrize("part", ["slots", "keys", "rows"])
+def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
+    """Flipped bytes are for `inspect --verify` to find; a look-up on them must stay within its files."""
+    random = Random(part)
+    documents = [[random.randrange(30) for _ in range(30)] for _ in range(30)]
+    manifest = build(tmp_path, documents, 30)
+    path = tmp_path / manifest.files[part].name
+    whole = path.read_bytes()
+    for _ in range(60):
+        spoiled = bytearray(whole)
+        for _ in range(random.randrange(1, 40)):
+            spoiled[random.randrange(len(spoiled))] ^= 1 << random.randrange(8)
+        path.write_bytes(spoiled)
+        assert damaged(tmp_path, manifest) == [path.name]
+        store = ModelStore(tmp_path)
+        for ids in documents:
+            tokens = store.after(ids[:10]).tokens
+            assert ((tokens >= 0) & (tokens < 30)).all()
