@@ -1,20 +1,18 @@
 """Build a model store: a model's answers in, the sequences that it often says out.
 
-Counting is exact: what hashing finds is compared token by token. The tokens stay on disk, and where
-a hash table of bounded size cannot hold all sequences it counts those of one part of the hashes
-after the other, so memory depends on the table and not on the input.
+The answers stream to disk first; the most frequent sequences of each length are counted there, sorted
+by prefix, and written twice: as flat arrays for look-ups, and as LMDB for everybody else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numba import njit
 
+from hdtool.builders.sequences import Answers, most_frequent, slot_of, table_size, totals_of
 from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.store import Manifest, SourceShare, StoreBuild, TokenizerMark, building
@@ -35,25 +33,7 @@ from hdtool.runtime.model_store import (
     sequence_hash,
 )
 
-TABLE_SLOTS = 1 << 22
-"""Of the counting table at most, a power of two. Counting takes about 40 bytes of memory a slot."""
 LARGEST_COUNT = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class _Answers:
-    """The documents on disk and how they are counted."""
-
-    tokens: Ints
-    end: int
-    longest: int
-    """Tokens in the longest document."""
-    once: bool
-    """Whether a sequence counts once in a document, however often it is in there."""
-
-    @property
-    def place_type(self) -> np.dtype[Any]:
-        return np.dtype(np.int32 if len(self.tokens) < 2**31 else np.int64)
 
 
 def build_model_store(
@@ -80,9 +60,9 @@ def build_model_store(
         if longest <= CONTINUATION:
             raise StoreError(f"the longest answer has {longest} tokens: name files with answers of more than 4")
         tokens = np.asarray(np.memmap(build.path("documents"), token_type(end), "r"))
-        answers = _Answers(tokens, end, longest, once_per_document)
+        answers = Answers(tokens, end, longest, once_per_document)
         keys, rows = _in_order([_level(answers, prefix, top_k, per_key) for prefix in range(1, LONGEST_PREFIX + 1)])
-        slots = np.full(_table_size(len(keys)), -1, np.int32)
+        slots = np.full(table_size(len(keys)), -1, np.int32)
         _fill(slots, keys)
         for part, array in (("slots", slots), ("keys", keys), ("rows", rows)):
             array.tofile(build.path(part))
@@ -123,11 +103,11 @@ def _write_documents(
     return tuple(shares), longest
 
 
-def _level(answers: _Answers, prefix: int, top_k: int, per_key: int) -> tuple[Ints, Ints]:
+def _level(answers: Answers, prefix: int, top_k: int, per_key: int) -> tuple[Ints, Ints]:
     """The keys of one length of prefix, and their rows."""
     tokens, length = answers.tokens, prefix + CONTINUATION
-    places, counts = _most_frequent(answers, length, top_k)
-    table = np.full(_table_size(len(places)), -1, answers.place_type)
+    places, counts = most_frequent(answers, length, top_k)
+    table = np.full(table_size(len(places)), -1, answers.place_type)
     owners, owner_of = np.empty(len(table), np.int32), np.empty(len(places), np.int32)
     _find_owners(tokens, places, prefix, table, owners, owner_of)
     order, sizes = np.argsort(owner_of), np.bincount(owner_of)
@@ -142,8 +122,8 @@ def _level(answers: _Answers, prefix: int, top_k: int, per_key: int) -> tuple[In
     keys[:, :prefix] = tokens[firsts[:, None] + np.arange(prefix)]
     keys[:, LENGTH] = prefix
     _set_ranges(keys, np.minimum(sizes, per_key))
-    seen = np.full(_table_size(answers.longest), -1, answers.place_type)
-    totals = _totals(tokens, answers.end, prefix, table, owners, answers.once, seen)
+    seen = np.full(table_size(answers.longest), -1, answers.place_type)
+    totals = totals_of(tokens, answers.end, prefix, table, owners, answers.once, seen)
     keys[:, TOTAL] = np.minimum(totals[: len(keys)], LARGEST_COUNT)
     return keys, rows
 
@@ -153,95 +133,12 @@ def _set_ranges(keys: Ints, sizes: Ints) -> None:
     keys[:, START] = keys[:, STOP] - sizes
 
 
-def _most_frequent(answers: _Answers, length: int, top_k: int) -> tuple[Ints, Ints]:
-    """A place and the count of each of the ``top_k`` most frequent sequences of a length."""
-    size = min(_table_size(len(answers.tokens)), TABLE_SLOTS)
-    parts = 1 << (len(answers.tokens) * 4 // (size * 3)).bit_length()
-    while True:
-        places, counts = np.empty(0, np.int64), np.empty(0, np.int64)
-        for part in range(parts):
-            table, repeats = np.full(size, -1, answers.place_type), np.zeros(size, np.uint32)
-            if not _count(answers.tokens, answers.end, length, part, parts, answers.once, table, repeats):
-                break  # the part does not fit into the table
-            used = np.flatnonzero(table >= 0)
-            places, counts = np.append(places, table[used]), np.append(counts, repeats[used] + np.int64(1))
-            best = _best(answers.tokens, places, counts, length, top_k)
-            places, counts = places[best], counts[best]
-        else:
-            return places, counts
-        parts *= 2
-
-
-def _table_size(entries: int) -> int:
-    """Slots of a hash table that stays half empty; a power of two."""
-    return 1 << (2 * entries).bit_length()
-
-
-def _best(tokens: Ints, places: Ints, counts: Ints, length: int, most: int) -> Ints:
-    """Which of some different sequences are the ``most`` frequent; among equals those with the smaller tokens."""
-    if len(places) <= most:
-        return np.arange(len(places))
-    least = np.sort(counts)[-most]  # numpy sorts numbers with many equals faster than it selects from them
-    best = [np.flatnonzero(counts > least)]
-    equal = np.flatnonzero(counts == least)
-    missing = most - len(best[0])
-    for offset in range(length):
-        column = tokens[places[equal] + offset].astype(np.int64)  # numpy selects from two-byte numbers slowly
-        largest = np.partition(column, missing - 1)[missing - 1]
-        best.append(equal[column < largest])
-        missing -= len(best[-1])
-        equal = equal[column == largest]
-    return np.concatenate([*best, equal])
-
-
-@njit(cache=True, nogil=True)
-def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: bool, places: Ints, repeats: Ints) -> bool:
-    """Count the sequences of one part in a table of their last places; false when they do not fit."""
-    room = len(places) // 4 * 3
-    begin = 0
-    for last in range(len(tokens)):
-        if tokens[last] == end:
-            begin = last + 1
-        at = last + 1 - length
-        if at < begin:
-            continue
-        mark = sequence_hash(tokens, at, length)
-        if (mark >> 32) & (parts - 1) != part:
-            continue
-        slot = _slot(places, tokens, at, length, mark, 0)
-        if places[slot] < 0:
-            room -= 1
-            if room < 0:
-                return False
-        elif not once or places[slot] < begin:
-            repeats[slot] += 1
-        places[slot] = at
-    return True
-
-
-@njit(cache=True, nogil=True)
-def _slot(places: Ints, tokens: Ints, at: int, length: int, mark: int, oldest: int) -> int:
-    """Where a sequence is in a table of places, or would be; a place before ``oldest`` counts as free."""
-    mask = len(places) - 1
-    slot = mark & mask
-    while places[slot] >= oldest:
-        same = True
-        for offset in range(length):
-            if tokens[places[slot] + offset] != tokens[at + offset]:
-                same = False
-                break
-        if same:
-            break
-        slot = (slot + 1) & mask
-    return slot
-
-
 @njit(cache=True, nogil=True)
 def _find_owners(tokens: Ints, places: Ints, prefix: int, table: Ints, owners: Ints, owner_of: Ints) -> None:
     """Number the different prefixes, in a table for later and for each of the sequences."""
     size = 0
     for number in range(len(places)):
-        slot = _slot(table, tokens, places[number], prefix, sequence_hash(tokens, places[number], prefix), 0)
+        slot = slot_of(table, tokens, places[number], prefix, sequence_hash(tokens, places[number], prefix), 0)
         if table[slot] < 0:
             table[slot] = places[number]
             owners[slot] = size
@@ -272,30 +169,6 @@ def _before(tokens: Ints, places: Ints, counts: Ints, one: int, other: int, pref
         if left != right:
             return bool(left < right)
     return False
-
-
-@njit(cache=True, nogil=True)
-def _totals(tokens: Ints, end: int, prefix: int, table: Ints, owners: Ints, once: bool, seen: Ints) -> Ints:
-    """The counts of all sequences that each prefix starts; ``seen`` holds those of one document."""
-    totals = np.zeros(len(table), np.int64)
-    length = prefix + CONTINUATION
-    begin = 0
-    for last in range(len(tokens)):
-        if tokens[last] == end:
-            begin = last + 1
-        at = last + 1 - length
-        if at < begin:
-            continue
-        slot = _slot(table, tokens, at, prefix, sequence_hash(tokens, at, prefix), 0)
-        if table[slot] < 0:
-            continue
-        if once:
-            place = _slot(seen, tokens, at, length, sequence_hash(tokens, at, length), begin)
-            if seen[place] >= begin:
-                continue
-            seen[place] = at
-        totals[owners[slot]] += 1
-    return totals
 
 
 def _in_order(levels: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:

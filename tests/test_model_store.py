@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders import model_store as builder
+from hdtool.builders import sequences as counting
 from hdtool.builders.model_store import build_model_store
 from hdtool.data.documents import Document, Source, stored_documents, token_type
 from hdtool.data.errors import StoreError
@@ -95,7 +95,7 @@ def test_look_ups_equal_counting(
     vocabulary: int, slots: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small alphabets at the top of the vocabulary, counted in one part and in many."""
-    monkeypatch.setattr(builder, "TABLE_SLOTS", slots)
+    monkeypatch.setattr(counting, "TABLE_SLOTS", slots)
     token = st.integers(vocabulary - 3, vocabulary - 1)
     documents = st.lists(st.lists(token, max_size=16), min_size=1, max_size=6).filter(
         lambda documents: max(map(len, documents)) > CONTINUATION
@@ -183,7 +183,7 @@ def test_what_says_nothing_is_refused(documents: Documents, found: str, tmp_path
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "TABLE_SLOTS", 1 << 12)
+    monkeypatch.setattr(counting, "TABLE_SLOTS", 1 << 12)
     mark, source = TokenizerMark("test", 1000), Source("test", "")
 
     def documents(number: int) -> Iterator[Document]:
