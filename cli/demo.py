@@ -43,5 +43,5 @@ def demo(
             if answer.interrupted:
                 return INTERRUPTED
     print(f"\nin all: {summary(Stats.total(parts))}")
-    print("The embedded model is a toy that learned for an hour; name your own: hdtool generate --model FOLDER")
+    print("The embedded model is a toy of 7 million parameters; name your own: hdtool generate --model FOLDER")
     return 0
