@@ -28,7 +28,7 @@ from hdtool.builders.tokenize import tokenized
 from hdtool.data.documents import Document, Source, stored_documents
 from hdtool.data.records import Reading
 from hdtool.data.store import TokenizerMark
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.corpus_index import CorpusIndex, find
 from hdtool.runtime.load import load_tokenizer
 from hdtool.runtime.stores import latency_of
@@ -68,12 +68,13 @@ def synthetic(index: CorpusIndex, size: int) -> Iterator[Document]:
         yield from (Document(ids) for ids in stored_documents(out, index.end))
 
 
-def measure(real: str, size: int, place: str, mark: TokenizerMark, conn: Any) -> None:
+def measure(real: str, size: int, place: str, mark: TokenizerMark, shard_bytes: int, conn: Any) -> None:
     """One size, in a process of its own, so that its peak of memory is its own."""
     index = CorpusIndex(Path(real))
     folder = Path(place) / f"{size}"
     started = time.perf_counter()
-    made = build_corpus_index(folder, synthetic(index, size), mark, [Source("walk", "0")], workers=1)
+    walked = synthetic(index, size)
+    made = build_corpus_index(folder, walked, mark, [Source("walk", "0")], shard_bytes=shard_bytes, workers=1)
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     speed = latency_of(folder, made)
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--model", help="whose tokenizer")
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 3, 10, 30, 100, 200])
+    parser.add_argument("--shard-bytes", type=int, default=BuildConfig.shard_bytes)
     parser.add_argument("--plot", type=Path, default=Path("docs/results/corpus-scale.png"))
     options = parser.parse_args()
     tokenizer = load_tokenizer(ModelConfig(options.model))
@@ -118,7 +120,7 @@ def main() -> None:
         for millions in options.millions:
             context = multiprocessing.get_context("spawn")
             end, sent = context.Pipe()
-            arguments = (str(Path(place) / "real"), millions * 1_000_000, place, mark, sent)
+            arguments = (str(Path(place) / "real"), millions * 1_000_000, place, mark, options.shard_bytes, sent)
             worker = context.Process(target=measure, args=arguments)
             worker.start()
             rows.append(end.recv())
