@@ -18,7 +18,9 @@ def build_corpus_db(
     shard_bytes: Annotated[
         int, typer.Option(help="Bytes of tokens that are sorted as one; sorting takes seven times as much memory.")
     ] = BuildConfig.shard_bytes,
-    workers: Annotated[int | None, typer.Option(help="Shards sorted at once. Default: one for each core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Shards sorted at once. Default: one for each core.")
+    ] = BuildConfig.workers,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -27,7 +29,7 @@ def build_corpus_db(
 
     A suffix array over all text of the inputs, every turn of a conversation a document of its own.
     """
-    config = BuildConfig(tolerate=tolerate, shard_bytes=shard_bytes)
+    config = BuildConfig(tolerate=tolerate, shard_bytes=shard_bytes, workers=workers)
 
     from hdtool.builders.corpus_index import build_corpus_index
     from hdtool.cli.answers import quiet_libraries
@@ -43,6 +45,6 @@ def build_corpus_db(
     folder = out or store_at_home(KIND, mark)
     with reading(inputs, tokenizer, answers_only=False, tolerate=config.tolerate, quiet=quiet) as (read, documents):
         manifest = build_corpus_index(
-            folder, documents, mark, read.sources, shard_bytes=config.shard_bytes, workers=workers
+            folder, documents, mark, read.sources, shard_bytes=config.shard_bytes, workers=config.workers
         )
     report(folder, manifest, as_json=as_json)

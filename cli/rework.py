@@ -39,6 +39,8 @@ def add(
 
     The result is what a build from all the inputs together would have given.
     """
+    config = BuildConfig(tolerate=tolerate)
+
     from hdtool.builders import rework
     from hdtool.cli.answers import quiet_libraries
     from hdtool.cli.stores import reading, report
@@ -48,7 +50,10 @@ def add(
     quiet_libraries()
     answers_only = read_manifest(store).kind == "model"
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
-    with reading(inputs, tokenizer, answers_only=answers_only, tolerate=tolerate, quiet=quiet) as (read, documents):
+    with reading(inputs, tokenizer, answers_only=answers_only, tolerate=config.tolerate, quiet=quiet) as (
+        read,
+        documents,
+    ):
         manifest = rework.add(store, documents, read.sources, TokenizerMark.of(tokenizer))
     report(store, manifest, as_json=as_json)
 

@@ -15,7 +15,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ class StoreBuild:
         for part, path in self._parts.items():
             _to_disk(path)
             files[part] = StoredFile(path.name, path.stat().st_size, checksum(path))
-        whole = Manifest(**{**manifest.__dict__, "files": files})
+        whole = replace(manifest, files=files)
         beside = self.folder / f"{MANIFEST}-{self._mark}"
         beside.write_text(json.dumps(asdict(whole), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         _to_disk(beside)
@@ -147,7 +147,10 @@ def sweep(folder: Path) -> None:
     """Remove what the manifest does not name: leftovers of killed builds, and replaced files."""
     named = {MANIFEST, ".lock"}
     if (folder / MANIFEST).exists():
-        named |= {file.name for file in read_manifest(folder, check=False).files.values()}
+        try:
+            named |= {file.name for file in read_manifest(folder, check=False).files.values()}
+        except StoreError:
+            return  # of another format, or damaged: its files go once a new manifest is there
     for path in folder.iterdir():
         if path.name not in named and path.is_file():
             path.unlink(missing_ok=True)

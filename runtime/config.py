@@ -79,6 +79,8 @@ class BuildConfig:
     shard_bytes: int = 1 << 29
     """Of tokens in a shard of the corpus index. Sorting takes about seven times as much memory, for each
     shard that is sorted at once; a look-up takes the longer the more shards there are."""
+    workers: int | None = None
+    """Shards sorted at once; none means one for each core."""
     top_k: int = 100_000
     """Sequences that the model store keeps for each length of prefix."""
     per_key: int = 12
@@ -87,6 +89,7 @@ class BuildConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.tolerate <= 1, "tolerate", self.tolerate, "from 0 to 1")
         _require(16 <= self.shard_bytes <= 1 << 30, "shard bytes", self.shard_bytes, "from 16 to 2**30")
+        _require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")
         _require(self.top_k >= 1, "top-k", self.top_k, "1 or more")
         _require(self.per_key >= 1, "per-key", self.per_key, "1 or more")
 

@@ -36,11 +36,9 @@ def continuations(folder: Path, manifest: Manifest, context: list[int]) -> Itera
     store = open_store(folder, manifest)
     if isinstance(store, ModelStore):
         levels = store.after(context, SHOWN)
-        start = 0
-        for length, stop in zip(levels.lengths.tolist(), levels.stops.tolist(), strict=True):
+        for length, start, stop in zip(levels.lengths, levels.starts, levels.stops, strict=True):
             for row in range(start, stop):
-                yield length, levels.tokens[row].tolist(), int(levels.counts[row])
-            start = stop
+                yield int(length), levels.tokens[row].tolist(), int(levels.counts[row])
         return
     found = store.after(context)
     parents = found.parents.tolist()

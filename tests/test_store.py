@@ -163,6 +163,18 @@ def test_manifests_that_are_none(content: str, said: str, tmp_path: Path) -> Non
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["{", '{"format": 99, "kind": "corpus"}'])
+def test_a_store_that_cannot_be_read_can_be_built_again(content: str, tmp_path: Path) -> None:
+    build(tmp_path, b"old")
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(ZeroDivisionError), building(tmp_path):
+        _ = 1 / 0
+    assert len(list(tmp_path.glob("part*"))) == 2, "nothing is lost by a build that fails"
+    build(tmp_path, b"new")
+    assert content_of(tmp_path) == b"new"
+    assert len(list(tmp_path.glob("part*"))) == 2
+
+
 def test_a_folder_without_a_store(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "none"):
         with pytest.raises(StoreError, match="holds no store"):

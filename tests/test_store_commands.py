@@ -138,10 +138,11 @@ def test_damage_and_other_tokenizers_are_told(capfd: pytest.CaptureFixture[str],
 
 
 def test_bad_options_are_bad_usage(capfd: pytest.CaptureFixture[str]) -> None:
-    for option, value in (("--tolerate", "2"), ("--shard-bytes", "0")):
+    for option, value in (("--tolerate", "2"), ("--shard-bytes", "0"), ("--workers", "-1")):
         assert run(["build-corpus-db", "sharegpt.json", option, value]) == 2
         assert "it must be" in capfd.readouterr().err
     assert run(["build-model-db", "--from", "generations.jsonl", "--per-key", "0"]) == 2
+    assert run(["add", "store", "generations.jsonl", "--tolerate", "7"]) == 2
 
 
 def test_collected_answers_feed_a_model_store(capfd: pytest.CaptureFixture[str]) -> None:
