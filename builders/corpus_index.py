@@ -20,7 +20,7 @@ from numba import njit
 
 from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.store import Manifest, SourceShare, StoreBuild, TokenizerMark, building
+from hdtool.data.store import Manifest, SourceShare, StoreBuild, TokenizerMark, building, shares_of
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.corpus_index import KIND, ShardPlace
 
@@ -32,7 +32,7 @@ class _Written:
     """The corpus on disk, before it is sorted."""
 
     shards: list[ShardPlace]
-    shares: list[SourceShare]
+    shares: tuple[SourceShare, ...]
 
 
 def build_corpus_index(
@@ -60,7 +60,7 @@ def build_corpus_index(
             "shards": len(written.shards),
         }
         options = {"token_bytes": width.itemsize, "shard_bytes": shard_bytes}
-        return build.commit(Manifest(KIND, tokenizer, counts, options, tuple(written.shares)))
+        return build.commit(Manifest(KIND, tokenizer, counts, options, written.shares))
 
 
 def _write_documents(
@@ -89,11 +89,7 @@ def _write_documents(
                 seen[document.source] += (1, len(piece) - 1)
     if held:
         close()
-    shares = [
-        SourceShare(source.name, source.sha256, int(records), int(tokens))
-        for source, (records, tokens) in zip(sources, seen, strict=True)
-    ]
-    return _Written(shards, shares)
+    return _Written(shards, shares_of(sources, seen))
 
 
 def _sort_shards(build: StoreBuild, shards: list[ShardPlace], end: int, width: np.dtype[Any], workers: int) -> None:

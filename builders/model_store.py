@@ -15,7 +15,7 @@ from numba import njit
 from hdtool.builders.sequences import Answers, most_frequent, slot_of, table_size, totals_of
 from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.store import Manifest, SourceShare, StoreBuild, TokenizerMark, building
+from hdtool.data.store import Manifest, SourceShare, StoreBuild, TokenizerMark, building, shares_of
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.model_store import (
     CONTINUATION,
@@ -96,11 +96,7 @@ def _write_documents(
                 np.append(np.asarray(document.ids, width), width.type(end)).tofile(stream)
                 seen[document.source] += (1, size)
                 longest = max(longest, size)
-    shares = (
-        SourceShare(source.name, source.sha256, int(records), int(tokens))
-        for source, (records, tokens) in zip(sources, seen, strict=True)
-    )
-    return tuple(shares), longest
+    return shares_of(sources, seen), longest
 
 
 def _level(answers: Answers, prefix: int, top_k: int, per_key: int) -> tuple[Ints, Ints]:

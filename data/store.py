@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,8 @@ from hdtool.data.errors import StoreError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from hdtool.data.documents import Source
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -53,6 +55,14 @@ class SourceShare:
     sha256: str
     records: int
     tokens: int
+
+
+def shares_of(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[SourceShare, ...]:
+    """The shares of sources whose documents and tokens were counted while they were written."""
+    return tuple(
+        SourceShare(source.name, source.sha256, int(records), int(tokens))
+        for source, (records, tokens) in zip(sources, counted, strict=True)
+    )
 
 
 @dataclass(frozen=True)
