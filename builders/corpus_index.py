@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from hdtool.builders.documents import DocumentFile
 from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.store import Manifest, SourceShare, StoreBuild, TokenizerMark, building, shares_of
+from hdtool.data.store import Manifest, StoreBuild, TokenizerMark, building
 from hdtool.runtime.config import BuildConfig
-from hdtool.runtime.corpus_index import KIND, ShardPlace
+from hdtool.runtime.corpus_index import KIND
+from hdtool.runtime.suffixes import SIGNPOST_EVERY, SIGNPOST_TOKENS, ShardPlace, signposts_in
 
 Tokens = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The corpus on disk, before it is sorted."""
-
-    shards: list[ShardPlace]
-    shares: tuple[SourceShare, ...]
 
 
 def build_corpus_index(
@@ -48,58 +41,59 @@ def build_corpus_index(
     end = tokenizer.vocab_size
     width = token_type(end)
     with building(folder) as build:
-        written = _write_documents(build, documents, sources, end, shard_bytes // width.itemsize)
-        if not written.shards:
+        with DocumentFile(build.path("documents"), end, sources) as file:
+            shards = _write_documents(file, documents, shard_bytes // width.itemsize)
+        if not shards:
             raise StoreError("the corpus holds no text at all: name files that do")
-        _sort_shards(build, written.shards, end, width, workers or os.cpu_count() or 1)
-        places = np.array([(shard.token, shard.tokens, shard.suffix, shard.suffixes) for shard in written.shards])
-        places.astype(np.int64).tofile(build.path("shards"))
+        _sort_shards(build, shards, end, width, workers or os.cpu_count() or 1)
+        np.array(shards, np.int64).tofile(build.path("shards"))
+        shares = file.shares()
         counts = {
-            "tokens": sum(shard.suffixes for shard in written.shards),
-            "documents": sum(share.records for share in written.shares),
-            "shards": len(written.shards),
+            "tokens": sum(shard.suffixes for shard in shards),
+            "documents": sum(share.records for share in shares),
+            "shards": len(shards),
         }
         options = {"token_bytes": width.itemsize, "shard_bytes": shard_bytes}
-        return build.commit(Manifest(KIND, tokenizer, counts, options, written.shares))
+        return build.commit(Manifest(KIND, tokenizer, counts, options, shares))
 
 
-def _write_documents(
-    build: StoreBuild, documents: Iterable[Document], sources: Sequence[Source], end: int, most: int
-) -> _Written:
-    """Stream the documents to disk, an end behind each, in shards of at most ``most`` tokens and ends."""
-    width = token_type(end)
+def _write_documents(file: DocumentFile, documents: Iterable[Document], most: int) -> list[ShardPlace]:
+    """Stream the documents to disk, in shards of at most ``most`` tokens and ends."""
     shards: list[ShardPlace] = []
-    start, held, ends = 0, 0, 0
-    seen = np.zeros((len(sources), 2), np.int64)
+    start = documents_before = 0
 
     def close() -> None:
-        before = shards[-1].suffix + shards[-1].suffixes if shards else 0
-        shards.append(ShardPlace(start, held, before, held - ends))
+        nonlocal start, documents_before
+        size, ends = file.size - start, file.documents - documents_before
+        last = shards[-1] if shards else ShardPlace(0, 0, 0, 0, 0)
+        signpost = last.signpost + signposts_in(last.suffixes)
+        shards.append(ShardPlace(start, size, last.suffix + last.suffixes, size - ends, signpost))
+        start, documents_before = file.size, file.documents
 
-    with open(build.path("tokens"), "wb") as stream:
-        for document in documents:
-            ids = np.asarray(document.ids, width)
-            for at in range(0, len(ids), most - 1):
-                piece = np.append(ids[at : at + most - 1], width.type(end))
-                if held + len(piece) > most:
-                    close()
-                    start, held, ends = start + held, 0, 0
-                piece.tofile(stream)
-                held, ends = held + len(piece), ends + 1
-                seen[document.source] += (1, len(piece) - 1)
-    if held:
+    for document in documents:
+        for at in range(0, len(document.ids), most - 1):
+            piece = document.ids[at : at + most - 1]
+            if file.size - start + len(piece) + 1 > most:
+                close()
+            file.add(piece, document.source)
+    if file.size > start:
         close()
-    return _Written(shards, shares_of(sources, seen))
+    return shards
 
 
 def _sort_shards(build: StoreBuild, shards: list[ShardPlace], end: int, width: np.dtype[Any], workers: int) -> None:
-    """Fill the suffixes and the heads, every worker its own stretch of the files."""
-    total = shards[-1].suffix + shards[-1].suffixes
-    sizes = {"suffixes": total * 4, "heads": len(shards) * (end + 1) * 8}
+    """Fill the suffixes, the heads and the signposts, every worker its own stretch of the files."""
+    last = shards[-1]
+    signposts = last.signpost + signposts_in(last.suffixes)
+    sizes = {
+        "suffixes": (last.suffix + last.suffixes) * 4,
+        "heads": len(shards) * (end + 1) * 4,
+        "signposts": signposts * SIGNPOST_TOKENS * width.itemsize,
+    }
     for part, size in sizes.items():
         with open(build.path(part), "wb") as stream:
             stream.truncate(size)
-    paths = {part: str(build.path(part)) for part in ("tokens", *sizes)}
+    paths = {part: str(build.path(part)) for part in ("documents", *sizes)}
     jobs = [(paths, shard, number, end, width.str) for number, shard in enumerate(shards)]
     if len(jobs) == 1 or workers == 1:
         for job in jobs:
@@ -112,14 +106,20 @@ def _sort_shards(build: StoreBuild, shards: list[ShardPlace], end: int, width: n
 
 def _sort_shard(paths: dict[str, str], shard: ShardPlace, number: int, end: int, width: str) -> None:
     kind = np.dtype(width)
-    tokens = np.fromfile(paths["tokens"], kind, shard.tokens, offset=shard.token * kind.itemsize)
+    tokens = np.fromfile(paths["documents"], kind, shard.tokens, offset=shard.token * kind.itemsize)
     suffixes = np.memmap(paths["suffixes"], np.uint32, "r+", shard.suffix * 4, (shard.suffixes,))
     # Nothing is ever looked up that starts with an end, and those suffixes sort last.
     suffixes[:] = suffix_array(tokens)[: shard.suffixes]
-    suffixes.flush()
-    heads = np.memmap(paths["heads"], np.int64, "r+", number * (end + 1) * 8, (end + 1,))
+    heads = np.memmap(paths["heads"], np.uint32, "r+", number * (end + 1) * 4, (end + 1,))
     np.cumsum(np.bincount(tokens, minlength=end + 1)[:end], out=heads[1:])
-    heads.flush()
+    shape = (signposts_in(shard.suffixes), SIGNPOST_TOKENS)
+    offset = shard.signpost * SIGNPOST_TOKENS * kind.itemsize
+    signposts = np.memmap(paths["signposts"], kind, "r+", offset, shape)
+    # The last token is an end, which no search looks behind.
+    behind = suffixes[::SIGNPOST_EVERY, None] + np.arange(1, SIGNPOST_TOKENS + 1)
+    signposts[:] = tokens[np.minimum(behind, len(tokens) - 1)]
+    for written in (suffixes, heads, signposts):
+        written.flush()
 
 
 def suffix_array(tokens: Tokens) -> npt.NDArray[np.uint32]:

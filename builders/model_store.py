@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
+from hdtool.builders.documents import DocumentFile
 from hdtool.builders.sequences import Answers, most_frequent, slot_of, table_size, totals_of
 from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.store import Manifest, SourceShare, StoreBuild, TokenizerMark, building, shares_of
+from hdtool.data.store import Manifest, TokenizerMark, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.model_store import (
     CONTINUATION,
@@ -54,19 +55,22 @@ def build_model_store(
     """
     end = tokenizer.vocab_size
     with building(folder) as build:
-        shares, longest = _write_documents(build, documents, end, sources)
-        if not longest:
+        with DocumentFile(build.path("documents"), end, sources) as file:
+            for document in documents:
+                file.add(document.ids, document.source)
+        if not file.longest:
             raise StoreError("the answers hold no text at all: name files that do")
-        if longest <= CONTINUATION:
-            raise StoreError(f"the longest answer has {longest} tokens: name files with answers of more than 4")
+        if file.longest <= CONTINUATION:
+            raise StoreError(f"the longest answer has {file.longest} tokens: name files with answers of more than 4")
         tokens = np.asarray(np.memmap(build.path("documents"), token_type(end), "r"))
-        answers = Answers(tokens, end, longest, once_per_document)
+        answers = Answers(tokens, end, file.longest, once_per_document)
         keys, rows = _in_order([_level(answers, prefix, top_k, per_key) for prefix in range(1, LONGEST_PREFIX + 1)])
         slots = np.full(table_size(len(keys)), -1, np.int32)
         _fill(slots, keys)
         for part, array in (("slots", slots), ("keys", keys), ("rows", rows)):
             array.tofile(build.path(part))
         _write_entries(build.path("entries", "mdb"), keys, rows)
+        shares = file.shares()
         counts = {
             "tokens": sum(share.tokens for share in shares),
             "documents": sum(share.records for share in shares),
@@ -80,23 +84,6 @@ def build_model_store(
             "once_per_document": once_per_document,
         }
         return build.commit(Manifest(KIND, tokenizer, counts, options, shares))
-
-
-def _write_documents(
-    build: StoreBuild, documents: Iterable[Document], end: int, sources: Sequence[Source]
-) -> tuple[tuple[SourceShare, ...], int]:
-    """Keep the tokens, so that the store can be built anew without its sources; the length of the longest document."""
-    width = token_type(end)
-    seen = np.zeros((len(sources), 2), np.int64)
-    longest = 0
-    with open(build.path("documents"), "wb") as stream:
-        for document in documents:
-            size = len(document.ids)
-            if size:
-                np.append(np.asarray(document.ids, width), width.type(end)).tofile(stream)
-                seen[document.source] += (1, size)
-                longest = max(longest, size)
-    return shares_of(sources, seen), longest
 
 
 def _level(answers: Answers, prefix: int, top_k: int, per_key: int) -> tuple[Ints, Ints]:

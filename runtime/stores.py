@@ -15,8 +15,6 @@ from hdtool.runtime.corpus_index import KIND as CORPUS
 from hdtool.runtime.corpus_index import LONGEST_CONTEXT, CorpusIndex
 from hdtool.runtime.model_store import ModelStore
 
-DOCUMENT_PARTS = {"corpus": "tokens", "model": "documents"}
-"""The part that holds a store's documents: their tokens, an end behind each."""
 SHOWN = 20
 LOOK_UPS = 4000
 
@@ -27,7 +25,7 @@ def open_store(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
 
 def documents_of(folder: Path, manifest: Manifest) -> np.ndarray[Any, np.dtype[Any]]:
     """All documents of a store, mapped."""
-    path = folder / manifest.files[DOCUMENT_PARTS[manifest.kind]].name
+    path = folder / manifest.files["documents"].name
     return np.asarray(np.memmap(path, token_type(manifest.tokenizer.vocab_size), "r"))
 
 

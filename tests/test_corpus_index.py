@@ -97,7 +97,7 @@ def test_more_matches_than_are_read_are_sampled_over_their_whole_range(tmp_path:
         assert first == {2: len(documents) // 2, 3: len(documents) // 2}
 
 
-@pytest.mark.parametrize("part", ["tokens", "suffixes", "heads", "shards"])
+@pytest.mark.parametrize("part", ["documents", "suffixes", "heads", "signposts", "shards"])
 def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
     """Flipped bytes are for `inspect --verify` to find; a look-up on them must stay within its files."""
     rng = random.Random(part)

@@ -52,7 +52,7 @@ def test_a_corpus_index_is_built_found_and_asked(capfd: pytest.CaptureFixture[st
     seen = made(capfd, "inspect", built["store"], "--after", "Once upon", "--latency", "--verify")
     assert seen["after"][0]["text"] == " a time."
     assert seen["after"][0]["count"] == 2
-    assert seen["verified"] == 4
+    assert seen["verified"] == 5
     assert 0 < seen["lookup_us_p50"] <= seen["lookup_us_p99"]
     assert run(["inspect", built["store"], "--after", "Once upon"]) == 0
     shown = capfd.readouterr().out
@@ -123,10 +123,10 @@ def test_what_is_not_there_is_one_line(arguments: list[str], said: str, capfd: p
 def test_damage_and_other_tokenizers_are_told(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     made(capfd, "build-corpus-db", "sharegpt.json", "--out", "store")
     manifest = read_manifest(Path("store"))
-    path = Path("store") / manifest.files["tokens"].name
+    path = Path("store") / manifest.files["documents"].name
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "store is damaged (tokens-" in complaint(capfd, "inspect", "store", "--verify")
+    assert "store is damaged (documents-" in complaint(capfd, "inspect", "store", "--verify")
     path.write_bytes(whole[:-2])
     assert "hdtool build-corpus-db" in complaint(capfd, "inspect", "store")
     path.write_bytes(whole)

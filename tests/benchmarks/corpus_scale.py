@@ -29,7 +29,8 @@ from hdtool.data.documents import Document, Source, stored_documents
 from hdtool.data.records import Reading
 from hdtool.data.store import TokenizerMark
 from hdtool.runtime.config import BuildConfig, ModelConfig
-from hdtool.runtime.corpus_index import CorpusIndex, find
+from hdtool.runtime.corpus_index import CorpusIndex
+from hdtool.runtime.suffixes import find_longest, shards_at
 from hdtool.runtime.load import load_tokenizer
 from hdtool.runtime.stores import latency_of
 from tests.benchmarks.machine import machine
@@ -39,9 +40,10 @@ Tokens = npt.NDArray[Any]
 
 
 @njit(cache=True)
-def walk(tokens: Tokens, suffixes: Tokens, heads: Tokens, end: int, out: Tokens, seed: int) -> None:
+def walk(tokens: Tokens, addresses: Tokens, end: int, out: Tokens, seed: int) -> None:
     """Fill ``out`` with a walk over the corpus."""
     np.random.seed(seed)
+    shards = shards_at(tokens, addresses)
     at = int(np.random.randint(len(tokens) - 1))
     pair = np.empty(2, np.int64)
     for place in range(len(out)):
@@ -53,9 +55,9 @@ def walk(tokens: Tokens, suffixes: Tokens, heads: Tokens, end: int, out: Tokens,
         at += 1
         if np.random.randint(JUMP_EVERY) == 0 and tokens[at - 1] != end and tokens[at] != end:
             pair[0], pair[1] = tokens[at - 1], tokens[at]
-            low, high = find(tokens, suffixes, heads, pair)
-            if low < high:
-                at = int(suffixes[np.random.randint(low, high)]) + 1
+            known, ranges = find_longest(shards, pair)
+            if known == 2:
+                at = int(shards.suffixes[np.random.randint(ranges[0, 0], ranges[0, 1])]) + 1
     out[len(out) - 1] = end
 
 
@@ -64,7 +66,7 @@ def synthetic(index: CorpusIndex, size: int) -> Iterator[Document]:
     piece = 1 << 22
     for number, start in enumerate(range(0, size, piece)):
         out = np.empty(min(piece, size - start), index.tokens.dtype)
-        walk(index.tokens, index._suffixes, index._heads[0], index.end, out, number)
+        walk(index.tokens, index.addresses, index.end, out, number)
         yield from (Document(ids) for ids in stored_documents(out, index.end))
 
 
