@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -29,14 +28,16 @@ class DocumentFile:
     def __enter__(self) -> DocumentFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stream.close()
 
     def add(self, ids: Sequence[int] | Tokens, source: int) -> None:
         length = len(ids)
         if not length:
             return
-        np.append(np.asarray(ids, self.width), self._end).tofile(self._stream)
+        closed = np.empty(length + 1, self.width)
+        closed[:length], closed[length] = ids, self._end
+        self._stream.write(closed.data)
         self.size += length + 1
         self.documents += 1
         self.longest = max(self.longest, length)

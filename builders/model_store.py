@@ -1,40 +1,46 @@
-"""Build a model store: a model's answers in, the sequences that it often says out.
+"""Build a model store: a model's answers in, what it often says out.
 
-The answers stream to disk first; the most frequent sequences of each length are counted there, sorted
-by prefix, and written twice: as flat arrays for look-ups, and as LMDB for everybody else.
+The answers stream to disk first. There the most frequent sequences of two to five tokens are counted,
+several lengths at once; those of each length are sorted by what they start with and written twice: as
+flat arrays for look-ups, and as LMDB for everybody else, which goes on while longer ones are counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from numba import njit
 
 from hdtool.builders.documents import DocumentFile
-from hdtool.builders.sequences import Answers, most_frequent, slot_of, table_size, totals_of
+from hdtool.builders.entries import Group, write_entries
+from hdtool.builders.sequences import Answers, Frequent, most_frequent, table_size
 from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.store import Manifest, TokenizerMark, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.model_store import (
-    CONTINUATION,
-    COUNT,
+    DISTINCT,
+    HASH_HIGH,
+    HASH_LOW,
     KEY_WIDTH,
     KIND,
-    LENGTH,
     LONGEST_PREFIX,
-    NO_TOKEN,
-    ROW_WIDTH,
+    PHRASE,
     START,
     STOP,
     TOTAL,
     Ints,
+    halves,
     sequence_hash,
+    slot_of,
 )
 
 LARGEST_COUNT = 2**31 - 1
+WORKERS = 2
+"""Lengths counted at once: compiled code leaves Python free for the writing."""
 
 
 def build_model_store(
@@ -49,9 +55,9 @@ def build_model_store(
 ) -> Manifest:
     """Write the store of all documents to ``folder``, replacing the one there in one step.
 
-    For each length of prefix the ``top_k`` most frequent sequences are kept, and of those at most
-    ``per_key`` for each prefix; among equals the one with the smaller tokens goes first. A sequence
-    is a prefix and a whole continuation: what the end of a document cuts short is not counted.
+    Of each length the ``top_k`` most frequent sequences are kept: as prefixes with what comes next, and
+    those of five tokens also as phrases behind their first; of these at most ``per_key`` for each prefix
+    or token. Among equals the one with the smaller tokens goes first.
     """
     end = tokenizer.vocab_size
     with building(folder) as build:
@@ -60,22 +66,31 @@ def build_model_store(
                 file.add(document.ids, document.source)
         if not file.longest:
             raise StoreError("the answers hold no text at all: name files that do")
-        if file.longest <= CONTINUATION:
+        if file.longest <= PHRASE:
             raise StoreError(f"the longest answer has {file.longest} tokens: name files with answers of more than 4")
         tokens = np.asarray(np.memmap(build.path("documents"), token_type(end), "r"))
-        answers = Answers(tokens, end, file.longest, once_per_document)
-        keys, rows = _in_order([_level(answers, prefix, top_k, per_key) for prefix in range(1, LONGEST_PREFIX + 1)])
-        slots = np.full(table_size(len(keys)), -1, np.int32)
-        _fill(slots, keys)
-        for part, array in (("slots", slots), ("keys", keys), ("rows", rows)):
+        answers = Answers(tokens, end, once_per_document)
+        groups: list[Group] = []
+        with ThreadPoolExecutor(WORKERS) as pool:
+            # The longest takes the most time, but the shortest is written first.
+            counted = {
+                length: pool.submit(_groups, answers, length, top_k, per_key)
+                for length in (PHRASE + 1, *range(2, PHRASE + 1))
+            }
+            in_order = (group for length in sorted(counted) for group in counted[length].result())
+            numbered = enumerate(_noted(in_order, groups), start=1)
+            write_entries(build.path("entries", "mdb"), numbered, (LONGEST_PREFIX + 1) * min(top_k, len(tokens)))
+        *levels, phrases = groups
+        arrays = {**_hashed(levels), **_by_token(phrases, end)}
+        for part, array in arrays.items():
             array.tofile(build.path(part))
-        _write_entries(build.path("entries", "mdb"), keys, rows)
         shares = file.shares()
         counts = {
             "tokens": sum(share.tokens for share in shares),
             "documents": sum(share.records for share in shares),
-            "keys": len(keys),
-            "continuations": len(rows),
+            "keys": len(arrays["keys"]),
+            "continuations": len(arrays["rows"]),
+            "phrases": len(arrays["phrases"]),
         }
         options = {
             "token_bytes": tokens.itemsize,
@@ -86,131 +101,91 @@ def build_model_store(
         return build.commit(Manifest(KIND, tokenizer, counts, options, shares))
 
 
-def _level(answers: Answers, prefix: int, top_k: int, per_key: int) -> tuple[Ints, Ints]:
-    """The keys of one length of prefix, and their rows."""
-    tokens, length = answers.tokens, prefix + CONTINUATION
-    places, counts = most_frequent(answers, length, top_k)
-    table = np.full(table_size(len(places)), -1, answers.place_type)
-    owners, owner_of = np.empty(len(table), np.int32), np.empty(len(places), np.int32)
-    _find_owners(tokens, places, prefix, table, owners, owner_of)
-    order, sizes = np.argsort(owner_of), np.bincount(owner_of)
-    stops = np.cumsum(sizes)
-    _sort_groups(tokens, places, counts, prefix, order, stops, per_key)
-    firsts = places[order[stops - sizes]]
-    chosen = order[np.arange(len(order)) - np.repeat(stops - sizes, sizes) < per_key]
-    rows = np.empty((len(chosen), ROW_WIDTH), np.int32)
-    rows[:, :CONTINUATION] = tokens[places[chosen][:, None] + np.arange(prefix, length)]
-    rows[:, COUNT] = np.minimum(counts[chosen], LARGEST_COUNT)
-    keys = np.full((len(sizes), KEY_WIDTH), NO_TOKEN, np.int32)
-    keys[:, :prefix] = tokens[firsts[:, None] + np.arange(prefix)]
-    keys[:, LENGTH] = prefix
-    _set_ranges(keys, np.minimum(sizes, per_key))
-    seen = np.full(table_size(answers.longest), -1, answers.place_type)
-    totals = totals_of(tokens, answers.end, prefix, table, owners, answers.once, seen)
-    keys[:, TOTAL] = np.minimum(totals[: len(keys)], LARGEST_COUNT)
-    return keys, rows
+def _noted(groups: Iterable[Group], notes: list[Group]) -> Iterator[Group]:
+    for group in groups:
+        notes.append(group)
+        yield group
 
 
-def _set_ranges(keys: Ints, sizes: Ints) -> None:
-    keys[:, STOP] = np.cumsum(sizes)
-    keys[:, START] = keys[:, STOP] - sizes
+def _groups(answers: Answers, length: int, top_k: int, per_key: int) -> list[Group]:
+    """What the sequences of a length say: what comes next, and of the longest also phrases."""
+    frequent = most_frequent(answers, length, top_k)
+    tokens = answers.tokens[frequent.places[:, None] + np.arange(length)]
+    groups = [_group(tokens, frequent, length - 1, per_key)]
+    if length == PHRASE + 1:
+        groups.append(_group(tokens, frequent, 1, per_key))
+    return groups
 
 
-@njit(cache=True, nogil=True)
-def _find_owners(tokens: Ints, places: Ints, prefix: int, table: Ints, owners: Ints, owner_of: Ints) -> None:
-    """Number the different prefixes, in a table for later and for each of the sequences."""
-    size = 0
-    for number in range(len(places)):
-        slot = slot_of(table, tokens, places[number], prefix, sequence_hash(tokens, places[number], prefix), 0)
-        if table[slot] < 0:
-            table[slot] = places[number]
-            owners[slot] = size
-            size += 1
-        owner_of[number] = owners[slot]
+def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group:
+    """Sequences by their prefixes, the most frequent first."""
+    counts = np.minimum(frequent.counts, LARGEST_COUNT)
+    order = _sorted([*tokens.T[:prefix], counts.max() - counts, *tokens.T[prefix:]])
+    tokens, frequent, counts = tokens[order], frequent[order], counts[order]
+    firsts = np.flatnonzero(np.append(True, (tokens[1:, :prefix] != tokens[:-1, :prefix]).any(1)))
+    sizes = np.diff(np.append(firsts, len(tokens)))
+    chosen = np.arange(len(tokens)) - np.repeat(firsts, sizes) < per_key
+    totals, distinct = frequent.totals[firsts], frequent.distinct[firsts]
+    if prefix + 1 < tokens.shape[1]:
+        totals, distinct = np.add.reduceat(counts, firsts), sizes  # what was counted is another prefix's
+    return Group(
+        heads=tokens[firsts, :prefix],
+        totals=np.minimum(totals, LARGEST_COUNT),
+        distinct=np.minimum(distinct, LARGEST_COUNT),
+        stops=np.cumsum(np.minimum(sizes, per_key)),
+        tokens=tokens[chosen, prefix:],
+        counts=counts[chosen],
+    )
 
 
-@njit(cache=True, nogil=True)
-def _sort_groups(tokens: Ints, places: Ints, counts: Ints, prefix: int, order: Ints, stops: Ints, most: int) -> None:
-    """Bring the ``most`` frequent sequences of each prefix to the front of its group, in their order."""
-    start = 0
-    for stop in stops:
-        for at in range(start, stop):
-            moved, to = order[at], min(at, start + most)
-            while to > start and _before(tokens, places, counts, moved, order[to - 1], prefix):
-                order[to] = order[to - 1]
-                to -= 1
-            order[to] = moved
-        start = stop
+def _sorted(columns: list[Ints]) -> Ints:
+    """The order of rows by these columns, no two alike; as many columns as fit are sorted as one number."""
+    keys = [np.zeros(len(columns[0]), np.uint64)]
+    free = 64
+    for column in columns:
+        bits = int(column.max()).bit_length()
+        if bits > free:
+            keys.append(np.zeros_like(keys[0]))
+            free = 64
+        free -= bits
+        keys[-1] |= column.astype(np.uint64) << np.uint64(free)
+    return np.argsort(keys[0]) if len(keys) == 1 else np.lexsort(keys[::-1])
 
 
-@njit(cache=True, nogil=True)
-def _before(tokens: Ints, places: Ints, counts: Ints, one: int, other: int, prefix: int) -> bool:
-    if counts[one] != counts[other]:
-        return bool(counts[one] > counts[other])
-    for offset in range(prefix, prefix + CONTINUATION):
-        left, right = tokens[places[one] + offset], tokens[places[other] + offset]
-        if left != right:
-            return bool(left < right)
-    return False
-
-
-def _in_order(levels: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
-    """All keys in the order of their bytes, a shorter one before those that it starts, and their rows."""
-    keys = np.concatenate([keys for keys, _ in levels])
-    rows = np.concatenate([rows for _, rows in levels])
-    sizes = keys[:, STOP] - keys[:, START]
-    starts = np.cumsum(sizes) - sizes
-    tokens = (keys[:, :LONGEST_PREFIX] - NO_TOKEN).astype(np.uint64)
-    order = np.lexsort([tokens[:, at] << np.uint64(32) | tokens[:, at + 1] for at in (2, 0)])
-    keys, sizes = keys[order], sizes[order]
-    _set_ranges(keys, sizes)
-    return keys, rows[np.repeat(starts[order] - keys[:, START], sizes) + np.arange(len(rows))]
+def _hashed(levels: list[Group]) -> dict[str, Ints]:
+    """The prefixes of all lengths as a hash table, and what comes next after each."""
+    keys = np.empty((sum(len(level.heads) for level in levels), KEY_WIDTH), np.int32)
+    key = row = 0
+    for level in levels:
+        of_level = keys[key : key + len(level.heads)]
+        of_level[:, START], of_level[:, STOP] = level.starts + row, level.stops + row
+        of_level[:, TOTAL], of_level[:, DISTINCT] = level.totals, level.distinct
+        key, row = key + len(level.heads), row + len(level.counts)
+    slots = np.full(table_size(len(keys)), -1, np.int32)
+    first = 0
+    for level in levels:
+        _fill(slots, keys, level.heads, first)
+        first += len(level.heads)
+    rows = np.concatenate([np.column_stack([level.tokens, level.counts]) for level in levels])
+    return {"slots": slots, "keys": keys, "rows": rows.astype(np.int32)}
 
 
 @njit(cache=True, nogil=True)
-def _fill(slots: Ints, keys: Ints) -> None:
+def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> None:
+    """Enter prefixes into the hash table, the keys from ``first`` on."""
     mask = len(slots) - 1
-    for key in range(len(keys)):
-        slot = sequence_hash(keys[key], 0, keys[key, LENGTH]) & mask
+    for number in range(len(heads)):
+        mark = sequence_hash(heads[number], 0, heads.shape[1])
+        keys[first + number, HASH_LOW], keys[first + number, HASH_HIGH] = halves(mark)
+        slot = slot_of(mark, mask)
         while slots[slot] >= 0:
             slot = (slot + 1) & mask
-        slots[slot] = key
+        slots[slot] = first + number
 
 
-def _write_entries(path: Path, keys: Ints, rows: Ints) -> None:
-    """The same as a portable LMDB file: prefixes as big-endian tokens, msgpack lists of [tokens, count]."""
-    import lmdb
-
-    packed = _packed(rows)
-    # LMDB wants a limit beforehand; the file has the size of what is written.
-    limit = 4 * (packed.nbytes + 128 * len(keys)) + (1 << 24)
-    with (
-        lmdb.open(str(path), subdir=False, lock=False, sync=False, map_size=limit) as environment,
-        environment.begin(write=True) as transaction,
-        transaction.cursor() as cursor,
-    ):
-        cursor.putmulti(_entries(keys, packed), append=True)
-
-
-def _packed(rows: Ints) -> Ints:
-    """Rows as msgpack, in numbers of fixed width: that needs no loop, and every reader takes it."""
-    wide = rows[:, :CONTINUATION].max() >= 2**16
-    token = [("mark", np.uint8), ("value", ">u4" if wide else ">u2")]
-    fields = [("lists", np.uint8, 2), ("tokens", token, CONTINUATION), ("mark", np.uint8), ("count", ">u4")]
-    packed = np.empty(len(rows), fields)
-    packed["lists"] = 0x92, 0x90 + CONTINUATION
-    packed["tokens"]["mark"] = 0xCE if wide else 0xCD
-    packed["tokens"]["value"] = rows[:, :CONTINUATION]
-    packed["mark"] = 0xCE
-    packed["count"] = rows[:, COUNT]
-    return packed
-
-
-def _entries(keys: Ints, packed: Ints) -> Iterator[tuple[bytes, bytes]]:
-    tokens, lists, width = keys[:, :LONGEST_PREFIX].astype(">u4").tobytes(), packed.tobytes(), packed.itemsize
-    largest = int((keys[:, STOP] - keys[:, START]).max())
-    heads = [b"\xdd" + size.to_bytes(4, "big") for size in range(largest + 1)]
-    lengths, starts, stops = (keys[:, column].tolist() for column in (LENGTH, START, STOP))
-    for number, (length, start, stop) in enumerate(zip(lengths, starts, stops, strict=True)):
-        at = number * LONGEST_PREFIX * 4
-        yield tokens[at : at + 4 * length], heads[stop - start] + lists[start * width : stop * width]
+def _by_token(phrases: Group, end: int) -> dict[str, Ints]:
+    """Phrases, and for each token where those begin that follow it."""
+    sizes = np.zeros(end + 1, np.int32)
+    sizes[phrases.heads[:, 0].astype(np.int64) + 1] = phrases.stops - phrases.starts
+    rows = np.column_stack([phrases.tokens, phrases.counts])
+    return {"heads": np.cumsum(sizes, dtype=np.int32), "phrases": rows.astype(np.int32)}

@@ -1,21 +1,21 @@
 """Token sequences of documents on disk, counted exactly in bounded memory.
 
 What hashing finds is compared token by token. Where a hash table of bounded size cannot hold all
-sequences it counts those of one part of the hashes after the other, so memory depends on the table
+sequences it counts those of one part of the prefixes after the other, so memory depends on the table
 and not on the input.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from hdtool.runtime.model_store import CONTINUATION, Ints, sequence_hash
+from hdtool.runtime.model_store import Ints, mixed, sequence_hash, slot_of
 
-TABLE_SLOTS = 1 << 22
+TABLE_SLOTS = 1 << 21
 """Of the counting table at most, a power of two. Counting takes about 40 bytes of memory a slot."""
 
 
@@ -25,8 +25,6 @@ class Answers:
 
     tokens: Ints
     end: int
-    longest: int
-    """Tokens in the longest document."""
     once: bool
     """Whether a sequence counts once in a document, however often it is in there."""
 
@@ -35,28 +33,54 @@ class Answers:
         return np.dtype(np.int32 if len(self.tokens) < 2**31 else np.int64)
 
 
-def most_frequent(answers: Answers, length: int, top_k: int) -> tuple[Ints, Ints]:
-    """A place and the count of each of the ``top_k`` most frequent sequences of a length."""
+@dataclass(frozen=True)
+class Frequent:
+    """Sequences of one length, an item each: a prefix and the token that comes next."""
+
+    places: Ints
+    """Where it is in the documents."""
+    counts: Ints
+    totals: Ints
+    """The counts of all sequences with the same prefix."""
+    distinct: Ints
+    """How many there are of them."""
+
+    def __getitem__(self, chosen: Ints) -> Frequent:
+        return Frequent(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def __add__(self, other: Frequent) -> Frequent:
+        both = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return Frequent(*(np.concatenate(pair) for pair in both))
+
+
+def most_frequent(answers: Answers, length: int, top_k: int) -> Frequent:
+    """The ``top_k`` most frequent sequences of a length; among equals those with the smaller tokens."""
     size = min(table_size(len(answers.tokens)), TABLE_SLOTS)
     parts = 1 << (len(answers.tokens) * 4 // (size * 3)).bit_length()
     while True:
-        places, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+        best = Frequent(*np.empty((4, 0), np.int64))
         for part in range(parts):
             table, repeats = np.full(size, -1, answers.place_type), np.zeros(size, np.uint32)
             if not _count(answers.tokens, answers.end, length, part, parts, answers.once, table, repeats):
                 break  # the part does not fit into the table
-            used = np.flatnonzero(table >= 0)
-            places, counts = np.append(places, table[used]), np.append(counts, repeats[used] + np.int64(1))
-            best = _best(answers.tokens, places, counts, length, top_k)
-            places, counts = places[best], counts[best]
+            best += _all_of(answers.tokens, length, table, repeats)
+            best = best[_best(answers.tokens, best.places, best.counts, length, top_k)]
         else:
-            return places, counts
+            return best
         parts *= 2
 
 
 def table_size(entries: int) -> int:
     """Slots of a hash table that stays half empty; a power of two."""
     return 1 << (2 * entries).bit_length()
+
+
+def _all_of(tokens: Ints, length: int, table: Ints, repeats: Ints) -> Frequent:
+    """The sequences in a table that holds all those of their prefixes."""
+    used = np.flatnonzero(table >= 0)
+    places, counts = table[used].astype(np.int64), repeats[used] + np.int64(1)
+    totals, distinct = _by_prefix(tokens, places, counts, length - 1, np.full(table_size(len(used)), -1, np.int32))
+    return Frequent(places, counts, totals, distinct)
 
 
 def _best(tokens: Ints, places: Ints, counts: Ints, length: int, most: int) -> Ints:
@@ -78,8 +102,8 @@ def _best(tokens: Ints, places: Ints, counts: Ints, length: int, most: int) -> I
 
 @njit(cache=True, nogil=True)
 def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: bool, places: Ints, repeats: Ints) -> bool:
-    """Count the sequences of one part in a table of their last places; false when they do not fit."""
-    room = len(places) // 4 * 3
+    """Count the sequences whose prefixes are of one part in a table of their last places; whether they fit."""
+    room, mask = len(places) // 4 * 3, len(places) - 1
     begin = 0
     for last in range(len(tokens)):
         if tokens[last] == end:
@@ -87,10 +111,12 @@ def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: boo
         at = last + 1 - length
         if at < begin:
             continue
-        mark = sequence_hash(tokens, at, length)
-        if (mark >> 32) & (parts - 1) != part:
+        prefix = sequence_hash(tokens, at, length - 1)
+        if np.int64(prefix >> np.uint64(32)) & (parts - 1) != part:
             continue
-        slot = slot_of(places, tokens, at, length, mark, 0)
+        slot = slot_of(mixed(prefix, np.int64(tokens[last])), mask)
+        while places[slot] >= 0 and not _same(tokens, places[slot], at, length):
+            slot = (slot + 1) & mask
         if places[slot] < 0:
             room -= 1
             if room < 0:
@@ -102,41 +128,28 @@ def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: boo
 
 
 @njit(cache=True, nogil=True)
-def slot_of(places: Ints, tokens: Ints, at: int, length: int, mark: int, oldest: int) -> int:
-    """Where a sequence is in a table of places, or would be; a place before ``oldest`` counts as free."""
-    mask = len(places) - 1
-    slot = mark & mask
-    while places[slot] >= oldest:
-        same = True
-        for offset in range(length):
-            if tokens[places[slot] + offset] != tokens[at + offset]:
-                same = False
-                break
-        if same:
-            break
-        slot = (slot + 1) & mask
-    return slot
+def _by_prefix(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Ints) -> tuple[Ints, Ints]:
+    """For each of some sequences the counts of all with its prefix, and how many these are."""
+    mask = len(table) - 1
+    firsts = np.empty(len(places), np.int32)  # the first sequence with the same prefix
+    totals, distinct = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
+    for number in range(len(places)):
+        slot = slot_of(sequence_hash(tokens, places[number], prefix), mask)
+        while table[slot] >= 0 and not _same(tokens, places[table[slot]], places[number], prefix):
+            slot = (slot + 1) & mask
+        if table[slot] < 0:
+            table[slot] = number
+        firsts[number] = table[slot]
+        totals[firsts[number]] += counts[number]
+        distinct[firsts[number]] += 1
+    for number in range(len(places)):
+        totals[number], distinct[number] = totals[firsts[number]], distinct[firsts[number]]
+    return totals, distinct
 
 
 @njit(cache=True, nogil=True)
-def totals_of(tokens: Ints, end: int, prefix: int, table: Ints, owners: Ints, once: bool, seen: Ints) -> Ints:
-    """The counts of all sequences that each prefix starts; ``seen`` holds those of one document."""
-    totals = np.zeros(len(table), np.int64)
-    length = prefix + CONTINUATION
-    begin = 0
-    for last in range(len(tokens)):
-        if tokens[last] == end:
-            begin = last + 1
-        at = last + 1 - length
-        if at < begin:
-            continue
-        slot = slot_of(table, tokens, at, prefix, sequence_hash(tokens, at, prefix), 0)
-        if table[slot] < 0:
-            continue
-        if once:
-            place = slot_of(seen, tokens, at, length, sequence_hash(tokens, at, length), begin)
-            if seen[place] >= begin:
-                continue
-            seen[place] = at
-        totals[owners[slot]] += 1
-    return totals
+def _same(tokens: Ints, one: int, other: int, length: int) -> bool:
+    for offset in range(length):  # noqa: SIM110 - compiled code has no generators
+        if tokens[one + offset] != tokens[other + offset]:
+            return False
+    return True

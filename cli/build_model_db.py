@@ -18,7 +18,7 @@ def build_model_db(
     model: options.Tokenizer = ModelConfig.model,
     out: options.StoreOut = None,
     top_k: Annotated[
-        int, typer.Option(help="Sequences kept for each length of prefix, the most frequent ones.")
+        int, typer.Option(help="Sequences kept of each length, the most frequent ones.")
     ] = BuildConfig.top_k,
     per_key: Annotated[int, typer.Option(help="Continuations kept for each prefix.")] = BuildConfig.per_key,
     tolerate: options.Tolerate = BuildConfig.tolerate,

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -116,10 +117,8 @@ class StoreBuild:
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Make what was written the store, in one step."""
-        files = {}
-        for part, path in self._parts.items():
-            _to_disk(path)
-            files[part] = StoredFile(path.name, path.stat().st_size, checksum(path))
+        with ThreadPoolExecutor() as pool:  # neither reading nor hashing holds Python up
+            files = dict(zip(self._parts, pool.map(_finished, self._parts.values()), strict=True))
         whole = replace(manifest, files=files)
         beside = self.folder / f"{MANIFEST}-{self._mark}"
         beside.write_text(json.dumps(asdict(whole), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -218,6 +217,11 @@ def damaged(folder: Path, manifest: Manifest) -> list[str]:
 def checksum(path: Path) -> str:
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _finished(path: Path) -> StoredFile:
+    _to_disk(path)
+    return StoredFile(path.name, path.stat().st_size, checksum(path))
 
 
 def _to_disk(path: Path) -> None:

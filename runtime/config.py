@@ -82,7 +82,7 @@ class BuildConfig:
     workers: int | None = None
     """Shards sorted at once; none means one for each core."""
     top_k: int = 100_000
-    """Sequences that the model store keeps for each length of prefix."""
+    """Sequences that the model store keeps of each length."""
     per_key: int = 12
     """Continuations that it keeps for each prefix."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,15 +53,15 @@ class Continuations(NamedTuple):
     """A column for each node; every parent stands before its children."""
 
     @property
-    def tokens(self) -> Ints:
+    def tokens(self) -> Any:
         return self.nodes[NODE_TOKEN]
 
     @property
-    def parents(self) -> Ints:
+    def parents(self) -> Any:
         return self.nodes[NODE_PARENT]
 
     @property
-    def counts(self) -> Ints:
+    def counts(self) -> Any:
         """How often the path down to each node follows; estimated where not every match was read."""
         return self.nodes[NODE_COUNT]
 
@@ -147,7 +147,8 @@ def _follows(shards: Shards, ranges: Ints, matched: int, found: int, end: int) -
         for turn in range(read):
             at = places[0, turn] + level
             # A damaged file must not lead out of the shard or to a token that no model has.
-            follows[level, turn] = min(np.int64(shards.tokens[at]), end) if at < places[1, turn] else end
+            token = np.int64(shards.tokens[at] if at < places[1, turn] else end)
+            follows[level, turn] = token if token < end else end
     return follows
 
 

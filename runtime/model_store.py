@@ -1,7 +1,7 @@
 """The model store: what the model itself often says, found by the last one to four tokens.
 
-A hash table of prefixes. Each has a range of rows: the sequences that most often follow it, with
-their counts, most frequent first. One compiled call looks up all four lengths.
+A hash table of prefixes, each with the tokens that most often come next; one compiled call looks up
+all four lengths. Beside it, for each token, the phrases of four tokens that most often follow it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,32 @@ from hdtool.data.store import Manifest, TokenizerMark, read_manifest, require
 
 KIND = "model"
 LONGEST_PREFIX = 4
-CONTINUATION = 4
+PHRASE = 4
+"""Tokens of a phrase, behind the token that it follows."""
 
-NO_TOKEN = -1
-"""Fills up a key's tokens behind a shorter prefix."""
-LENGTH, START, STOP, TOTAL = range(LONGEST_PREFIX, LONGEST_PREFIX + 4)
-KEY_WIDTH = LONGEST_PREFIX + 4
-"""A key is the tokens of its prefix, their number, its range of rows, and its total."""
-COUNT = CONTINUATION
-ROW_WIDTH = CONTINUATION + 1
-"""A row is the tokens of a continuation and its count."""
+HASH_LOW, HASH_HIGH, START, STOP, TOTAL, DISTINCT = range(6)
+KEY_WIDTH = 6
+"""A key is the hash of its prefix, the range of its rows, and what is known of all that follows it."""
+ROW_TOKEN, ROW_COUNT = range(2)
 
 Ints = npt.NDArray[Any]
 
 
 class Levels(NamedTuple):
-    """How a context goes on after its last four, three, two tokens and its last one, as far as these are known."""
+    """What comes next after the last four, three, two tokens and the last one, as far as these are known."""
 
     lengths: Ints
     """Tokens of each known prefix, the longest first."""
     totals: Ints
     """The counts of all that follows each prefix, also of what the store left out."""
+    distinct: Ints
+    """How many different tokens follow it."""
     starts: Ints
     stops: Ints
     """The range of rows of each prefix."""
     tokens: Ints
-    """A continuation in each row, always whole."""
     counts: Ints
-    """How often it follows the prefix, most often first within each."""
+    """How often each token follows the prefix, most often first within each."""
 
 
 class ModelStore:
@@ -55,10 +53,12 @@ class ModelStore:
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         require(self.manifest, folder, KIND, tokenizer)
-        self._vocabulary = self.manifest.tokenizer.vocab_size
+        self.vocabulary = self.manifest.tokenizer.vocab_size
         self.slots = self._open("slots", 1).reshape(-1)
         self.keys = self._open("keys", KEY_WIDTH)
-        self.rows = self._open("rows", ROW_WIDTH)
+        self.rows = self._open("rows", 2)
+        self._heads = self._open("heads", 1).reshape(-1)
+        self._phrases = self._open("phrases", PHRASE + 1)
 
     def _open(self, part: str, width: int) -> Ints:
         # numba hands over plain writable arrays fastest; what is written to a "c" mapping stays in memory.
@@ -66,64 +66,95 @@ class ModelStore:
         return np.asarray(mapped).reshape(-1, width)
 
     def after(self, context: Sequence[int] | Ints, most: int = 64) -> Levels:
-        """At most ``most`` continuations of each suffix of ``context`` that is a key."""
+        """At most ``most`` next tokens of each suffix of ``context`` that is a key."""
         tail = np.array(context[-LONGEST_PREFIX:], np.int64)
-        return Levels(*look_up(self.slots, self.keys, self.rows, tail, most, self._vocabulary))
+        return Levels(*look_up(self.slots, self.keys, self.rows, tail, most, self.vocabulary))
+
+    def phrases_after(self, token: int, most: int = 64) -> tuple[Ints, Ints]:
+        """At most ``most`` phrases that follow a token, a row each, and their counts; most frequent first."""
+        if not 0 <= token < self.vocabulary:
+            return self._phrases[:0, :PHRASE], self._phrases[:0, PHRASE]
+        start, stop = self._heads[token : token + 2].tolist()
+        # A damaged file must not give a token that no model has; what is cut off costs a draft at worst.
+        found = self._phrases[max(start, 0) : min(stop, max(start, 0) + most)]
+        found = found[(found[:, :PHRASE] >= 0).all(1) & (found[:, :PHRASE] < self.vocabulary).all(1)]
+        return found[:, :PHRASE], found[:, PHRASE]
 
 
 @njit(cache=True, nogil=True)
 def look_up(slots: Ints, keys: Ints, rows: Ints, tail: Ints, most: int, vocabulary: int) -> tuple[Ints, ...]:
     """The fields of ``Levels`` for a context of at most four tokens."""
+    known = np.empty((5, LONGEST_PREFIX), np.int64)  # the first five fields
     found = np.empty(LONGEST_PREFIX, np.int64)
-    lengths = np.empty(LONGEST_PREFIX, np.int64)
-    totals = np.empty(LONGEST_PREFIX, np.int64)
-    starts = np.empty(LONGEST_PREFIX, np.int64)
-    stops = np.empty(LONGEST_PREFIX, np.int64)
-    levels, size = 0, 0
-    for length in range(len(tail), 0, -1):
-        key = find(slots, keys, tail, len(tail) - length, length)
+    mark, levels, size = np.uint64(0), LONGEST_PREFIX, 0
+    for length in range(1, len(tail) + 1):
+        mark = mixed(mark, tail[len(tail) - length])
+        key = find(slots, keys, mark)
         # A damaged file must not lead out of the arrays, nor to a token that no model has.
         if key >= 0 and 0 <= keys[key, START] <= keys[key, STOP] <= len(rows):
-            found[levels], lengths[levels], totals[levels] = key, length, keys[key, TOTAL]
-            starts[levels] = size
-            size += min(most, keys[key, STOP] - keys[key, START])
-            stops[levels] = size
-            levels += 1
-    tokens = np.empty((size, CONTINUATION), np.int64)
-    counts = np.empty(size, np.int64)
-    for level in range(levels):
-        place = keys[found[level], START]
-        for row in range(starts[level], stops[level]):
-            for column in range(CONTINUATION):
-                tokens[row, column] = rows[place, column] if 0 <= rows[place, column] < vocabulary else 0
-            counts[row] = rows[place, COUNT]
-            place += 1
-    return lengths[:levels], totals[:levels], starts[:levels], stops[:levels], tokens, counts
+            levels -= 1
+            found[levels] = key
+            known[0, levels] = length
+    for level in range(levels, LONGEST_PREFIX):
+        key = found[level]
+        known[1, level], known[2, level] = keys[key, TOTAL], keys[key, DISTINCT]
+        known[3, level] = size
+        size += min(most, keys[key, STOP] - keys[key, START])
+        known[4, level] = size
+    tokens, counts = np.empty(size, np.int64), np.empty(size, np.int64)
+    for level in range(levels, LONGEST_PREFIX):
+        place = keys[found[level], START] - known[3, level]
+        for row in range(known[3, level], known[4, level]):
+            token = rows[place + row, ROW_TOKEN]
+            tokens[row] = token if 0 <= token < vocabulary else 0
+            counts[row] = rows[place + row, ROW_COUNT]
+    lengths, totals, distinct, starts, stops = known[:, levels:]
+    return lengths, totals, distinct, starts, stops, tokens, counts
 
 
 @njit(cache=True, nogil=True)
-def find(slots: Ints, keys: Ints, tokens: Ints, start: int, length: int) -> int:
-    """The number of the key that ``length`` tokens from ``start`` on are, or -1."""
+def find(slots: Ints, keys: Ints, mark: np.uint64) -> int:
+    """The number of the key of a prefix with this hash, or -1."""
     mask = len(slots) - 1
-    slot = sequence_hash(tokens, start, length) & mask
+    slot = slot_of(mark, mask)
+    low, high = halves(mark)
     for _ in range(len(slots)):
         key = slots[slot]
         if key < 0 or key >= len(keys):
             break
-        same = keys[key, LENGTH] == length
-        for offset in range(length):
-            same = same and keys[key, offset] == np.int64(tokens[start + offset])
-        if same:
+        if keys[key, HASH_LOW] == low and keys[key, HASH_HIGH] == high:
             return int(key)
         slot = (slot + 1) & mask
     return -1
 
 
 @njit(cache=True, nogil=True)
-def sequence_hash(tokens: Ints, start: int, length: int) -> int:
-    """A number of 62 bits that tells most sequences apart; the caller compares the tokens."""
-    mixed = np.uint64(length)
-    for offset in range(length):
-        mixed = (mixed ^ np.uint64(np.int64(tokens[start + offset]))) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(29)
-    return int(np.int64(mixed >> np.uint64(2)))
+def slot_of(mark: np.uint64, mask: int) -> int:
+    """Where the search for a hash begins."""
+    return int(np.int64(mark >> np.uint64(7)) & mask)
+
+
+@njit(cache=True, nogil=True)
+def halves(mark: np.uint64) -> tuple[np.int32, np.int32]:
+    """A hash as two numbers that fit into the keys."""
+    return np.int32(np.uint32(mark & np.uint64(0xFFFFFFFF))), np.int32(np.uint32(mark >> np.uint64(32)))
+
+
+@njit(cache=True, nogil=True)
+def mixed(mark: np.uint64, token: Any) -> np.uint64:
+    """The hash of a sequence with one token more before it; 0 is that of none.
+
+    Nothing compares the tokens behind a hash: of a million keys, one in ten million strangers would be
+    taken for one of them, and cost a draft.
+    """
+    mark = (mark ^ np.uint64(np.int64(token) + 1)) * np.uint64(0x9E3779B97F4A7C15)
+    return mark ^ (mark >> np.uint64(29))
+
+
+@njit(cache=True, nogil=True)
+def sequence_hash(tokens: Ints, start: int, length: int) -> np.uint64:
+    """The hash of tokens, mixed from the last to the first."""
+    mark = np.uint64(0)
+    for offset in range(length - 1, -1, -1):
+        mark = mixed(mark, np.int64(tokens[start + offset]))
+    return mark

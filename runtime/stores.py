@@ -36,7 +36,9 @@ def continuations(folder: Path, manifest: Manifest, context: list[int]) -> Itera
         levels = store.after(context, SHOWN)
         for length, start, stop in zip(levels.lengths, levels.starts, levels.stops, strict=True):
             for row in range(start, stop):
-                yield int(length), levels.tokens[row].tolist(), int(levels.counts[row])
+                yield int(length), [int(levels.tokens[row])], int(levels.counts[row])
+        for phrase, count in zip(*store.phrases_after(context[-1], SHOWN), strict=True):
+            yield 1, phrase.tolist(), int(count)
         return
     found = store.after(context)
     parents = found.parents.tolist()

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import njit
+
+from hdtool.runtime.memory import array_at, prefetch
 
 SIGNPOST_EVERY = 256
 SIGNPOST_TOKENS = 4
@@ -24,6 +25,8 @@ FIRST_STRIDE = 3
 """The first length that is looked for: of text that is new to a corpus, what is known is mostly about as long."""
 
 Ints = npt.NDArray[Any]
+Int = Any
+"""A number of numpy's or Python's: compiled code takes either."""
 
 
 class ShardPlace(NamedTuple):
@@ -62,46 +65,16 @@ def signposts_in(suffixes: Any) -> Any:
     return -(-suffixes // SIGNPOST_EVERY)
 
 
-@intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    """A number as the address that it is."""
-    from llvmlite import ir
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
 @njit(cache=True, nogil=True)
 def shards_at(tokens: Ints, at: Ints) -> Shards:
     """The shards of these addresses: every array that Python hands to compiled code costs a tenth of a microsecond."""
     return Shards(
         tokens,
-        carray(_pointer(at[1, 0]), at[1, 1], np.uint32),
-        carray(_pointer(at[2, 0]), (at[2, 1], at[2, 2]), np.uint32),
-        carray(_pointer(at[3, 0]), (at[3, 1], at[3, 2]), tokens.dtype),
-        carray(_pointer(at[4, 0]), (at[4, 1], at[4, 2]), np.int64),
+        array_at(at[1, 0], at[1, 1], np.uint32),
+        array_at(at[2, 0], (at[2, 1], at[2, 2]), np.uint32),
+        array_at(at[3, 0], (at[3, 1], at[3, 2]), tokens.dtype),
+        array_at(at[4, 0], (at[4, 1], at[4, 2]), np.int64),
     )
-
-
-@intrinsic
-def _prefetch(context: Any, array: Any, index: Any) -> Any:
-    """Ask memory for an item of an array, and do not wait for it."""
-    from llvmlite import ir
-    from numba.core import cgutils
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        view = target.make_array(signature.args[0])(target, builder, arguments[0])
-        byte = ir.IntType(8).as_pointer()
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        address = builder.bitcast(builder.gep(view.data, [arguments[1]]), byte)
-        builder.call(function, [address, word(0), word(3), word(1)])  # to read, to keep, as data
-        return target.get_dummy_value()
-
-    return types.void(array, index), generate
 
 
 @njit(cache=True, nogil=True)
@@ -164,7 +137,7 @@ def _close(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _boundary(shards: Shards, shard: int, tail: Ints, length: int, low: int, high: int, past: bool) -> int:
+def _boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool) -> Int:
     """Of suffixes with the right head, the first that is not before the tokens or, ``past``, behind them."""
     low, high = _between_signposts(shards, shard, tail, length, low, high, past)
     for stride in STRIDES:
@@ -188,8 +161,8 @@ def _boundary(shards: Shards, shard: int, tail: Ints, length: int, low: int, hig
 
 @njit(cache=True, nogil=True)
 def _between_signposts(
-    shards: Shards, shard: int, tail: Ints, length: int, low: int, high: int, past: bool
-) -> tuple[int, int]:
+    shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool
+) -> tuple[Int, Int]:
     """A stretch between two signposts that holds the boundary."""
     first = (low + SIGNPOST_EVERY - 1) // SIGNPOST_EVERY
     last = (high + SIGNPOST_EVERY - 1) // SIGNPOST_EVERY
@@ -217,15 +190,15 @@ def _between_signposts(
 
 
 @njit(cache=True, nogil=True)
-def _fetch(shards: Shards, shard: int, low: int, high: int, stride: int) -> None:
+def _fetch(shards: Shards, shard: int, low: Int, high: Int, stride: int) -> None:
     """Have the texts of every ``stride``-th suffix on their way."""
     for at in range(low, high, stride):
         place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + at])
-        _prefetch(shards.tokens, shards.places[shard, TOKEN] + place + 1)
+        prefetch(shards.tokens, shards.places[shard, TOKEN] + place + 1)
 
 
 @njit(cache=True, nogil=True)
-def _order(shards: Shards, shard: int, suffix: int, tail: Ints, length: int) -> int:
+def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> int:
     """Of a suffix against tokens with the same head: -1 before them, 0 if it starts with them, 1 behind."""
     place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix])
     start, first = shards.places[shard, TOKEN] + place, len(tail) - length

@@ -16,19 +16,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdtool.builders import model_store
 from hdtool.builders import sequences as counting
 from hdtool.builders.model_store import build_model_store
 from hdtool.data.documents import Document, Source, stored_documents, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.store import Manifest, TokenizerMark, damaged
-from hdtool.runtime.model_store import CONTINUATION, LONGEST_PREFIX, ModelStore
+from hdtool.runtime.model_store import LONGEST_PREFIX, PHRASE, ModelStore
 
 Documents = list[list[int]]
 Sequences = Counter[tuple[int, ...]]
-Found = dict[int, tuple[int, list[tuple[tuple[int, ...], int]]]]
-"""By the length of the prefix: its total, and its continuations with their counts."""
+Rows = list[tuple[tuple[int, ...], int]]
+Found = dict[int, tuple[int, int, Rows]]
+"""By the length of the prefix: its total, how many different tokens follow, and those kept with their counts."""
 
 VOCABULARIES = [4, 65_535, 65_536, 200_000]
+FLAT = ["slots", "keys", "rows", "heads", "phrases"]
 
 
 def build(folder: Path, documents: Documents, vocabulary: int, **options: Any) -> Manifest:
@@ -49,20 +52,25 @@ class Oracle:
     """What a store of these documents should answer, by counting without any cleverness."""
 
     def __init__(self, documents: Documents, *, top_k: int, per_key: int, once_per_document: bool) -> None:
-        lengths = range(1 + CONTINUATION, LONGEST_PREFIX + CONTINUATION + 1)
         self.per_key = per_key
-        self.all = [sequences(documents, length, once_per_document) for length in lengths]
+        self.all = [sequences(documents, length, once_per_document) for length in range(2, LONGEST_PREFIX + 2)]
         self.kept = [dict(sorted(all.items(), key=lambda item: (-item[1], item[0]))[:top_k]) for all in self.all]
 
     def after(self, context: list[int]) -> Found:
         found: Found = {}
         for prefix in range(min(len(context), LONGEST_PREFIX), 0, -1):
             tail = tuple(context[-prefix:])
-            rows = [(ids[prefix:], count) for ids, count in self.kept[prefix - 1].items() if ids[:prefix] == tail]
-            total = sum(count for ids, count in self.all[prefix - 1].items() if ids[:prefix] == tail)
+            rows = self.rows(self.kept[prefix - 1], tail)
+            follows = [count for ids, count in self.all[prefix - 1].items() if ids[:prefix] == tail]
             if rows:
-                found[prefix] = total, rows[: self.per_key]
+                found[prefix] = sum(follows), len(follows), rows[: self.per_key]
         return found
+
+    def phrases(self, token: int) -> Rows:
+        return self.rows(self.kept[PHRASE - 1], (token,))[: self.per_key]
+
+    def rows(self, kept: dict[tuple[int, ...], int], head: tuple[int, ...]) -> Rows:
+        return [(ids[len(head) :], count) for ids, count in kept.items() if ids[: len(head)] == head]
 
     @property
     def prefixes(self) -> set[tuple[int, ...]]:
@@ -71,25 +79,36 @@ class Oracle:
 
 def found_by(store: ModelStore, context: Any, most: int = 64) -> Found:
     levels = store.after(context, most)
-    rows = [(tuple(ids), count) for ids, count in zip(levels.tokens.tolist(), levels.counts.tolist(), strict=True)]
-    bounds = zip(*(field.tolist() for field in levels[:4]), strict=True)
-    found = {length: (total, rows[start:stop]) for length, total, start, stop in bounds}
+    rows: Rows = [((token,), count) for token, count in zip(levels.tokens.tolist(), levels.counts.tolist(), strict=True)]
+    bounds = zip(*(field.tolist() for field in levels[:5]), strict=True)
+    found: Found = {length: (total, distinct, rows[start:stop]) for length, total, distinct, start, stop in bounds}
     assert list(found) == sorted(found, reverse=True)
-    assert sum(len(rows) for _, rows in found.values()) == len(rows)
+    assert sum(len(rows) for *_, rows in found.values()) == len(rows)
     return found
 
 
-def entries_of(store: ModelStore) -> dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]:
-    """What the LMDB file holds."""
+def phrases_of(store: ModelStore, token: int) -> Rows:
+    return [(tuple(ids), count) for ids, count in zip(*map(np.ndarray.tolist, store.phrases_after(token)), strict=True)]
+
+
+def entries_of(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int, Rows]], dict[int, Rows]]:
+    """What the LMDB file holds: prefixes, and phrases."""
     path = store.folder / store.manifest.files["entries"].name
+    prefixes, phrases = {}, {}
     with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as environment, environment.begin() as read:
-        return {
-            tuple(np.frombuffer(key, ">u4").tolist()): [(tuple(ids), count) for ids, count in msgpack.unpackb(value)]
-            for key, value in read.cursor()
-        }
+        for key, value in read.cursor():
+            tokens = tuple(np.frombuffer(key[1:], ">u4").tolist())
+            total, distinct, found = msgpack.unpackb(value)
+            rows = [(tuple(ids), count) for ids, count in found]
+            if key[0] > LONGEST_PREFIX:
+                phrases[tokens[0]] = rows
+            else:
+                assert len(tokens) == key[0]
+                prefixes[tokens] = total, distinct, rows
+    return prefixes, phrases
 
 
-@pytest.mark.parametrize("slots", [1 << 22, 8])
+@pytest.mark.parametrize("slots", [1 << 21, 8])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_look_ups_equal_counting(
     vocabulary: int, slots: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +117,7 @@ def test_look_ups_equal_counting(
     monkeypatch.setattr(counting, "TABLE_SLOTS", slots)
     token = st.integers(vocabulary - 3, vocabulary - 1)
     documents = st.lists(st.lists(token, max_size=16), min_size=1, max_size=6).filter(
-        lambda documents: max(map(len, documents)) > CONTINUATION
+        lambda documents: max(map(len, documents)) > PHRASE
     )
 
     @settings(max_examples=50)
@@ -110,12 +129,17 @@ def test_look_ups_equal_counting(
         store, oracle = ModelStore(folder, manifest.tokenizer), Oracle(documents, **options)
         for known in [*oracle.prefixes, tuple(context), ()]:
             assert found_by(store, list(known)) == oracle.after(list(known))
-        first = {length: (total, rows[:1]) for length, (total, rows) in oracle.after(context).items()}
+        first = {length: (*totals, rows[:1]) for length, (*totals, rows) in oracle.after(context).items()}
         assert found_by(store, context, most=1) == first
-        entries = entries_of(store)
-        assert entries == {known: oracle.after(list(known))[len(known)][1] for known in oracle.prefixes}
-        assert manifest.counts["keys"] == len(entries)
-        assert manifest.counts["continuations"] == sum(map(len, entries.values()))
+        prefixes, phrases = entries_of(store)
+        assert prefixes == {known: oracle.after(list(known))[len(known)] for known in oracle.prefixes}
+        words = range(vocabulary - 3, vocabulary)
+        assert phrases == {token: rows for token in words if (rows := oracle.phrases(token))}
+        for token in range(vocabulary - 4, vocabulary + 1):
+            assert phrases_of(store, token) == oracle.phrases(token)
+        assert manifest.counts["keys"] == len(prefixes)
+        assert manifest.counts["continuations"] == sum(len(rows) for *_, rows in prefixes.values())
+        assert manifest.counts["phrases"] == sum(map(len, phrases.values()))
 
     check()
 
@@ -153,19 +177,20 @@ def test_the_same_documents_give_the_same_store(
     )
     del first["entries"], again["entries"]  # LMDB lays its pages out as it likes
     assert again == first
-    assert {part: other[part] for part in ("slots", "keys", "rows")} == {
-        part: first[part] for part in ("slots", "keys", "rows")
-    }
+    assert {part: other[part] for part in FLAT} == {part: first[part] for part in FLAT}
 
 
 def test_any_context_is_taken(tmp_path: Path) -> None:
     store = ModelStore(tmp_path, build(tmp_path, [[5, 6, 7, 8, 9, 5, 6]], 10).tokenizer)
-    known = {1: (1, [((6, 7, 8, 9), 1)])}
+    known = {1: (1, 1, [((6,), 1)])}
     for context in ([5], (5,), np.array([5], np.uint16), [4, 3, 2, 1, 5], [2**40, -1, 5]):
         assert found_by(store, context) == known
     for unknown in ([], [5, 4], [-1], [10], [2**40], np.empty(0, np.int64)):
         assert found_by(store, unknown) == {}
-    assert found_by(store, [5], most=0) == {1: (1, [])}
+    assert found_by(store, [5], most=0) == {1: (1, 1, [])}
+    assert phrases_of(store, 5) == [((6, 7, 8, 9), 1)]
+    for token in (4, -1, 10, 2**40):
+        assert phrases_of(store, token) == []
 
 
 def test_only_the_files_of_the_store_are_left(tmp_path: Path) -> None:
@@ -184,6 +209,7 @@ def test_what_says_nothing_is_refused(documents: Documents, found: str, tmp_path
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "TABLE_SLOTS", 1 << 12)
+    monkeypatch.setattr(model_store, "WORKERS", 1)  # which lengths meet in memory would be a matter of chance
     mark, source = TokenizerMark("test", 1000), Source("test", "")
 
     def documents(number: int) -> Iterator[Document]:
@@ -201,7 +227,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest
     assert peak(1500) < 1.2 * peak(150)
 
 
-@pytest.mark.parametrize("part", ["slots", "keys", "rows"])
+@pytest.mark.parametrize("part", FLAT)
 def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
     """Flipped bytes are for `inspect --verify` to find; a look-up on them must stay within its files."""
     random = Random(part)
@@ -219,3 +245,5 @@ def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
         for ids in documents:
             tokens = store.after(ids[:10]).tokens
             assert ((tokens >= 0) & (tokens < 30)).all()
+            phrases, _ = store.phrases_after(ids[0])
+            assert ((phrases >= 0) & (phrases < 30)).all()

@@ -30,9 +30,9 @@ from hdtool.data.records import Reading
 from hdtool.data.store import TokenizerMark
 from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.suffixes import find_longest, shards_at
 from hdtool.runtime.load import load_tokenizer
 from hdtool.runtime.stores import latency_of
+from hdtool.runtime.suffixes import find_longest, shards_at
 from tests.benchmarks.machine import machine
 
 JUMP_EVERY = 20

@@ -1,0 +1,51 @@
+"""What compiled code needs of memory and numba does not offer: arrays by their address, and fetching ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+BYTES = ir.IntType(8).as_pointer()
+WORD = ir.IntType(32)
+
+
+def _pointer(context: Any, address: Any) -> Any:
+    """A number as the address that it is."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], BYTES)
+
+    return types.voidptr(types.int64), generate
+
+
+def _prefetch(context: Any, array: Any, index: Any) -> Any:
+    """Ask memory for an item of an array, and do not wait for it."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = target.make_array(signature.args[0])(target, builder, arguments[0])
+        kind = ir.FunctionType(ir.VoidType(), [BYTES, WORD, WORD, WORD])
+        function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+            builder.module, kind, "llvm.prefetch.p0"
+        )
+        address = builder.bitcast(builder.gep(view.data, [arguments[1]]), BYTES)
+        builder.call(function, [address, WORD(0), WORD(3), WORD(1)])  # to read, to keep, as data
+        return target.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+# As mypy sees them, intrinsics would have to be given the context that numba gives them.
+pointer: Any = intrinsic(_pointer)
+prefetch: Any = intrinsic(_prefetch)
+carray: Any = numba.carray  # type: ignore[attr-defined]
+
+
+@njit(cache=True, nogil=True)
+def array_at(address: Any, shape: Any, kind: Any) -> Any:
+    """The array at an address."""
+    return carray(pointer(address), shape, kind)
