@@ -33,10 +33,14 @@ class Document:
     question: str = ""
 
     @property
+    def page(self) -> str:
+        """The page, source file or split that it was made of."""
+        return self.name.partition("#")[0]
+
+    @property
     def held_out(self) -> bool:
         """GSM8K's test split, and one page or source file in forty with all that was made of it."""
-        page = self.name.partition("#")[0]
-        return page == "gsm8k/test" if self.kind == "math" else stable_hash(page) % 40 == 0
+        return self.page == "gsm8k/test" if self.kind == "math" else stable_hash(self.page) % 40 == 0
 
 
 def documents(gsm8k: Path, docs: Path, library: Path | None = None) -> Iterator[Document]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ OF_EACH = 50
 def prompts(everything: Iterable[Document], of_each: int = OF_EACH) -> Iterator[dict[str, Any]]:
     """Prompts of all kinds in turn, so that any number of them from the top holds every kind."""
     held_out = sorted((d for d in everything if d.held_out and d.question), key=lambda d: stable_hash(d.name))
-    once = list({document.question: document for document in held_out}.values())
-    groups = [[d for d in once if d.kind == kind][:of_each] for kind in KINDS]
-    for number, row in enumerate(zip(*groups, strict=False), start=1):
+    once = {document.question: document for document in held_out}
+    for number, row in enumerate(in_turn(once.values(), of_each), start=1):
         for document in row:
             yield {
                 "id": f"{document.kind}-{number:02}",
@@ -32,6 +31,11 @@ def prompts(everything: Iterable[Document], of_each: int = OF_EACH) -> Iterator[
                 "reference": document.answer,
                 "from": document.name,
             }
+
+
+def in_turn(ordered: Collection[Document], of_each: int) -> Iterator[tuple[Document, ...]]:
+    """The first documents of all kinds that ask, one of each kind at a time."""
+    return zip(*([d for d in ordered if d.kind == kind][:of_each] for kind in KINDS), strict=False)
 
 
 def main() -> None:
