@@ -47,13 +47,17 @@ def write_entries(path: Path, groups: Iterable[tuple[int, Group]], most: int) ->
     import lmdb
 
     # LMDB wants a limit beforehand; the file has the size of what is written.
-    with (
-        lmdb.open(str(path), subdir=False, lock=False, sync=False, map_size=LARGEST_ENTRY * most + (1 << 24)) as file,
-        file.begin(write=True) as transaction,
-        transaction.cursor() as cursor,
-    ):
-        for kind, group in groups:
-            cursor.putmulti(zip(_keys(kind, group), _values(group), strict=True), append=True)
+    size = LARGEST_ENTRY * most + (1 << 24)
+    try:
+        with (
+            lmdb.open(str(path), subdir=False, lock=False, sync=False, map_size=size) as file,
+            file.begin(write=True) as transaction,
+            transaction.cursor() as cursor,
+        ):
+            for kind, group in groups:
+                cursor.putmulti(zip(_keys(kind, group), _values(group), strict=True), append=True)
+    except lmdb.Error as error:
+        raise OSError(f"LMDB: {error}") from error
 
 
 def _keys(kind: int, group: Group) -> list[bytes]:

@@ -60,6 +60,8 @@ def decode(
     room, at_the_end = room_for(target, prompt, max_new_tokens)
     clock = _Clock(target)
     tree = DraftTree.bare(prompt[-1])
+    drafter.begin(prompt)
+    clock.drafted()
     logits = target.prefill(prompt, room)
     while True:
         accepted = accept(tree, logits, sampler, stops=stops, most=room)

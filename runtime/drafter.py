@@ -14,17 +14,24 @@ from hdtool.runtime.tree import DraftTree
 class Drafter(Protocol):
     """Guesses what the target will say next, and learns from what it said."""
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Read the prompt of a new generation; what was drafted from the last one is forgotten."""
+        ...
+
     def draft(self, context: Sequence[int]) -> DraftTree:
-        """A tree below the last token of ``context``."""
+        """A tree below the last token of ``context``: all that was begun with, and all that was observed since."""
         ...
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        """Hear what became of the last tree."""
+        """Hear what became of the last tree; ``logits`` has a row for its root and for each node."""
         ...
 
 
 class NoDraft:
     """Plain decoding: nothing is ever drafted."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        pass
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         return DraftTree.bare(context[-1])

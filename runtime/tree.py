@@ -24,6 +24,7 @@ class DraftTree:
     tokens: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int32]
     sources: npt.NDArray[np.uint8]
+    """Where each node came from: a ``SourceName``."""
 
     @classmethod
     def bare(cls, root: int) -> DraftTree:

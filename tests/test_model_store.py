@@ -79,7 +79,8 @@ class Oracle:
 
 def found_by(store: ModelStore, context: Any, most: int = 64) -> Found:
     levels = store.after(context, most)
-    rows: Rows = [((token,), count) for token, count in zip(levels.tokens.tolist(), levels.counts.tolist(), strict=True)]
+    pairs = zip(levels.tokens.tolist(), levels.counts.tolist(), strict=True)
+    rows: Rows = [((token,), count) for token, count in pairs]
     bounds = zip(*(field.tolist() for field in levels[:5]), strict=True)
     found: Found = {length: (total, distinct, rows[start:stop]) for length, total, distinct, start, stop in bounds}
     assert list(found) == sorted(found, reverse=True)
@@ -224,7 +225,8 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest
         return used
 
     peak(10)  # what compiling takes
-    assert peak(1500) < 1.2 * peak(150)
+    # Counted whole, the larger would take 19 MB more; the checksums' buffers come and go as it happens.
+    assert peak(4800) < peak(150) + (2 << 20)
 
 
 @pytest.mark.parametrize("part", FLAT)

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from hdtool.data import demo
+from hdtool.data.store import MANIFEST, read_manifest
+
 ROOT = Path(__file__).parent.parent
 ROOMS = ("builders", "cli", "data", "runtime")
 
@@ -58,6 +61,10 @@ def test_the_wheel_holds_the_demo_and_stays_small(wheel: Path) -> None:
         assert f"hdtool/{needed}" in names
     assert all(name.startswith("hdtool") for name in names), "nothing else lands in site-packages"
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    for store in (demo.MODEL_STORE, demo.CORPUS_INDEX):
+        folder = f"hdtool/{store.relative_to(ROOT).as_posix()}/"
+        shipped = {name.removeprefix(folder) for name in names if name.startswith(folder)}
+        assert shipped == {MANIFEST, *(file.name for file in read_manifest(store).files.values())}
     model = sum(path.stat().st_size for path in (ROOT / "data/demo/model").iterdir())
     assert model < 32 * 2**20
 

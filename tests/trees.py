@@ -48,6 +48,9 @@ class LyingDrafter:
         self.drafted = 0
         self.accepted = 0
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        pass
+
     def draft(self, context: Sequence[int]) -> DraftTree:
         ahead = self._truth[len(context) - self._prompt_length :]
         tokens: list[int] = []

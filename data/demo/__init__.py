@@ -11,3 +11,9 @@ MODEL = _HERE / "model"
 
 PROMPTS = _HERE / "prompts.jsonl"
 """Conversations to answer: ``id``, ``category``, ``messages``, and the ``reference`` that was held out."""
+
+MODEL_STORE = _HERE / "stores" / "model"
+"""What the model often says: mined from its answers to questions that it learned from."""
+
+CORPUS_INDEX = _HERE / "stores" / "corpus"
+"""Worked problems, documentation and code that the model learned from, nothing held out."""

@@ -1,0 +1,85 @@
+"""What the demo's stores know of answers to questions that they have not seen.
+
+``python -m tests.benchmarks.demo_stores`` prints the table in docs/demo-model.md: greedy answers to
+the 200 held-out prompts, against what each store holds and what its look-ups draft.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hdtool.builders.demo_prompts import KINDS
+from hdtool.builders.demo_stores import LONGEST_ANSWER
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.documents import stored_documents
+from hdtool.data.prompts import read_prompts
+from hdtool.data.store import read_manifest
+from hdtool.runtime.answers import Answerer
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.corpus_index import CorpusIndex
+from hdtool.runtime.model_store import ModelStore
+from hdtool.runtime.stores import documents_of
+
+LENGTH = 4
+Gram = tuple[int, ...]
+
+
+def grams(ids: Sequence[int]) -> list[Gram]:
+    return [tuple(ids[at : at + LENGTH]) for at in range(len(ids) - LENGTH + 1)]
+
+
+def held(folder: Path) -> set[Gram]:
+    """All stretches of four tokens in the documents of a store."""
+    manifest = read_manifest(folder)
+    kept = stored_documents(documents_of(folder, manifest), manifest.tokenizer.vocab_size)
+    return {gram for ids in kept for gram in grams(ids.tolist())}
+
+
+def drafted(model: ModelStore, corpus: CorpusIndex, context: list[int]) -> tuple[set[int], set[int]]:
+    """Tokens that a look-up in each store would draft next."""
+    tree = corpus.after(context)
+    return set(model.after(context).tokens.tolist()), set(tree.tokens[tree.parents < 0].tolist())
+
+
+def answers() -> Iterator[tuple[str, list[int], list[int]]]:
+    """Kind, prompt and greedy answer of each held-out prompt."""
+    answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=LONGEST_ANSWER), SamplingConfig())
+    for prompt in read_prompts(demo.PROMPTS):
+        (answer,) = answerer.answers(prompt)
+        for _ in answer:
+            pass
+        yield prompt.category, encode_conversation(answerer.loaded.tokenizer, prompt.messages), answer.output_ids
+
+
+def shares(found: list[tuple[bool, bool]]) -> str:
+    """How much the model store, the corpus index and either of them have."""
+    one, other = np.array(found).T
+    return f"{one.mean():.0%} | {other.mean():.0%} | {(one | other).mean():.0%}"
+
+
+def main() -> None:
+    model, corpus = ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX)
+    said, written = held(demo.MODEL_STORE), held(demo.CORPUS_INDEX)
+    stretches: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
+    places: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
+    for kind, prompt, ids in answers():
+        for name in (kind, "all"):
+            stretches[name] += [(gram in said, gram in written) for gram in grams(ids)]
+        for at in range(1, len(ids)):
+            one, other = drafted(model, corpus, prompt + ids[:at])
+            for name in (kind, "all"):
+                places[name].append((ids[at] in one, ids[at] in other))
+    stores = "model store | corpus index | either"
+    print(f"| kind | tokens | held: {stores} | drafted: {stores} |")
+    print("|---|---|---|---|---|---|---|---|")
+    for kind in (*KINDS, "all"):
+        print(f"| {kind} | {len(places[kind]):,} | {shares(stretches[kind])} | {shares(places[kind])} |")
+
+
+if __name__ == "__main__":
+    main()

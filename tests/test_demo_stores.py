@@ -1,0 +1,121 @@
+"""The demo's stores: whole, of the demo's tokenizer, small, and free of what was held out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePath
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from hdtool.builders import demo_stores
+from hdtool.builders.demo_corpus import Document
+from hdtool.builders.demo_stores import answer, build, corpus, questions
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.data.documents import stored_documents
+from hdtool.data.prompts import read_prompts
+from hdtool.data.store import TokenizerMark, damaged, read_manifest
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.corpus_index import CorpusIndex
+from hdtool.runtime.load import load_tokenizer
+from hdtool.runtime.model_store import ModelStore
+from hdtool.runtime.stores import documents_of
+
+STORES = (demo.MODEL_STORE, demo.CORPUS_INDEX)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(ModelConfig())
+
+
+def texts_of(store: Path, tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    manifest = read_manifest(store)
+    kept = stored_documents(documents_of(store, manifest), manifest.tokenizer.vocab_size)
+    return {str(tokenizer.decode(ids)) for ids in kept}
+
+
+def test_the_shipped_stores_open_and_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    mark = TokenizerMark.of(tokenizer)
+    context = tokenizer("He has 3 x 12 = <<3*12", add_special_tokens=False)["input_ids"]
+    assert len(ModelStore(demo.MODEL_STORE, mark).after(context).tokens)
+    assert len(CorpusIndex(demo.CORPUS_INDEX, mark).after(context).tokens)
+
+
+@pytest.mark.parametrize("store", STORES, ids=lambda store: store.name)
+def test_the_shipped_stores_are_whole(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    manifest = read_manifest(store)
+    assert damaged(store, manifest) == []
+    names = [source.name for source in manifest.sources]
+    assert names and all(name == PurePath(name).name for name in names), "nothing tells of the place of the build"
+    assert run(["inspect", str(store), "--verify", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["verified"] == len(manifest.files)
+
+
+def test_the_shipped_stores_are_small() -> None:
+    assert sum(path.stat().st_size for store in STORES for path in store.iterdir()) < 10**7
+
+
+def test_nothing_held_out_is_in_the_shipped_stores(tokenizer: PreTrainedTokenizerBase) -> None:
+    references = {json.loads(line)["reference"] for line in demo.PROMPTS.read_text(encoding="utf-8").splitlines()}
+    asked = [prompt.messages[0]["content"] for prompt in read_prompts(demo.PROMPTS)]
+    for store in STORES:
+        texts = texts_of(store, tokenizer)
+        assert not references & texts
+        together = "\0".join(texts)
+        assert not [question for question in asked if question in together]
+
+
+def morsel() -> list[Document]:
+    """Of each kind some documents; one page repeats a question that was held out, and one has terms of its own."""
+    pages = [f"lib/page{number}.py" for number in range(80)]
+    rows = [
+        Document(kind, f"{page}#x", f"This is what {kind} is on {page}.", f"What is {kind} on {page}?")
+        for kind in ("explain", "write", "edit")
+        for page in pages
+    ]
+    rows += [Document("math", f"gsm8k/train#{n}", f"{n} + 1 = {n + 1}", f"What is {n} + 1?") for n in range(80)]
+    held_out = next(row for row in rows if row.held_out)
+    again = Document("write", "lib/copy.py#x", "A copy.", held_out.question)
+    owned = [Document("code", "lib/owned.py", "# Copyright"), Document("write", "lib/owned.py#x", "Owned.", "Own it.")]
+    return [*rows, again, *owned]
+
+
+def test_the_questions_are_of_every_kind_and_not_held_out() -> None:
+    everything = morsel()
+    held_out = {document.question for document in everything if document.held_out}
+    asked = list(questions(everything, of_each=70))
+    assert held_out and not held_out & {prompt.messages[0]["content"] for prompt in asked}
+    assert [prompt.category for prompt in asked[:4]] == ["math", "explain", "write", "edit"]
+    assert len({prompt.messages[0]["content"] for prompt in asked}) == len({prompt.id for prompt in asked}) == 280
+
+
+def test_the_corpus_is_whole_documents_of_as_many_tokens_of_each_kind(tokenizer: PreTrainedTokenizerBase) -> None:
+    everything = morsel()
+    chosen = list(corpus(everything, tokenizer, of_each=200))
+    assert not [document for document in chosen if document.held_out or document.page == "lib/owned.py"]
+    tokens = dict.fromkeys(demo_stores.KINDS, 0)
+    for document in chosen:
+        tokens[document.kind] += len(tokenizer(document.answer, add_special_tokens=False)["input_ids"])
+    assert all(170 < count <= 200 for count in tokens.values())
+
+
+def test_the_stores_are_the_same_again_and_keep_collected_answers(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_stores, "LONGEST_ANSWER", 8)
+    everything = morsel()
+    asked = list(questions(everything, of_each=1))
+    answers = tmp_path / "whatever.jsonl"
+    answer(asked[:2], answers)
+    first = answers.read_bytes()
+    answer(asked, answers)
+    assert answers.read_bytes().startswith(first)
+    chosen = list(corpus(everything, tokenizer, of_each=100))
+    builds = [list(build(tmp_path / name, answers, chosen, tokenizer)) for name in ("one", "other")]
+    for (folder, one), (_, other) in zip(*builds, strict=True):
+        assert one.sources == other.sources and folder.parent == tmp_path / "one"
+        assert {p: f.sha256 for p, f in one.files.items()} == {p: f.sha256 for p, f in other.files.items()}
+    assert [manifest.sources[0].name for _, manifest in builds[0]] == ["answers.jsonl", "documents.jsonl"]
+    assert builds[0][0][1].counts["documents"] == 4
