@@ -11,6 +11,7 @@ from hdtool.data.errors import PromptError
 from hdtool.runtime.accept import accept
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sources import SourceName
 from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
 
@@ -41,6 +42,11 @@ class Step:
     seconds: float
     """The whole step."""
     finish: Finish | None = None
+
+    @property
+    def sources(self) -> list[SourceName]:
+        """Where each of the tokens was drafted; the one more came from nowhere."""
+        return [*(SourceName(source) for source in self.tree.sources[self.path].tolist()), SourceName.NONE]
 
 
 def decode(
