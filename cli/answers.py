@@ -10,7 +10,6 @@ from hdtool.runtime.decode import Finish
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.stats import Stats
 
-
 COLORS = {
     SourceName.CONTEXT: 32,
     SourceName.MODEL: 34,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hdtool.data.errors import OptionError
 from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget
-from hdtool.runtime.config import METHODS, DecodeConfig
+from hdtool.runtime.config import DecodeConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.target import Target
