@@ -103,6 +103,30 @@ class ShelfConfig:
 
 
 @dataclass(frozen=True)
+class PaperConfig:
+    """Hierarchy Drafting as its paper has it."""
+
+    order: str = "CMS"
+    """The databases in use, each asked when those before it have brought too little: the (C)ontext table,
+    the (M)odel store, the corpus index (S)."""
+    sequences: int = 7
+    """Drafted in each step, and kept for each token by the context table."""
+    lookahead: bool = True
+    """Whether the model guesses ahead of itself in the same forward pass."""
+    window: int = 7
+    """Columns of the lookahead branch: the sequences that it closes in each step."""
+    discarded: bool = True
+    """Whether the context table learns what the model says after drafts that it turned down."""
+
+    def __post_init__(self) -> None:
+        letters = set(self.order)
+        known = bool(letters) and letters <= set("CMS") and len(letters) == len(self.order)
+        _require(known, "order", self.order, "letters out of C, M and S, each at most once")
+        _require(1 <= self.sequences <= 9, "sequences", self.sequences, "from 1 to 9")
+        _require(1 <= self.window <= 9, "window", self.window, "from 1 to 9")
+
+
+@dataclass(frozen=True)
 class BuildConfig:
     """How stores are built."""
 
