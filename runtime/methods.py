@@ -9,7 +9,7 @@ from threading import Timer
 
 import torch
 
-from hdtool.data.errors import OptionError
+from hdtool.data.errors import StoreError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig, PaperConfig
@@ -60,7 +60,7 @@ def _lookahead(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
 
 def _corpus(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
     if not shelf.corpus:
-        raise OptionError(
+        raise StoreError(
             "method rest drafts from a corpus index, and there is none for this model's tokenizer: "
             "build one with hdtool build-corpus-db, or name one with --corpus-db"
         )
