@@ -78,7 +78,7 @@ def sequences_of(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
 
     They come in the order of the nodes where they end; a parent must stand before its children.
     """
-    return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, most)  # type: ignore[no-any-return]
+    return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, most)
 
 
 @njit(cache=True, nogil=True)
