@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -42,15 +41,12 @@ def plain(family: str, sampling: str) -> list[int]:
     return said(run(target_of(family), PROMPT, SAMPLINGS[sampling]))
 
 
-def drafter_of(name: str, store: ModelStore | None, index: CorpusIndex) -> Drafter:
-    stores: dict[str, Any] = {"model_store": store, "corpus_index": index}
-    return {
-        "hd-paper": lambda: PaperDrafter(**stores),
-        "hd-paper without lookahead": lambda: PaperDrafter(PaperConfig(lookahead=False), **stores),
-        "lade": lookahead_decoding,
-        "pld": PromptLookup,
-        "rest": lambda: CorpusDrafter(index),
-    }[name]()
+def drafter_of(name: str, store: ModelStore, index: CorpusIndex) -> Drafter:
+    if name.startswith("hd-paper"):
+        config = PaperConfig(lookahead=name == "hd-paper")
+        return PaperDrafter(config, model_store=store, corpus_index=index)
+    others: dict[str, Drafter] = {"lade": lookahead_decoding(), "pld": PromptLookup(), "rest": CorpusDrafter(index)}
+    return others[name]
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,8 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
     for _ in range(12):
         context = list(sampler.context)
         root = context[-1]
-        tree = DraftTree.of(root, *map(list, branch.nodes()), source=SourceName.LOOKAHEAD)
+        tokens, parents = branch.nodes()
+        tree = DraftTree.of(root, tokens.tolist(), parents.tolist(), SourceName.LOOKAHEAD)
         tree.check_integrity()
         assert tree.tokens.tolist() == [token for row in window.rows for token in row]
         logits = target.verify(tree)
@@ -68,7 +69,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
 
         columns = [window.column(column, root) for column in range(len(window.rows[0]) + 1)]
         said = [int(plain_logits(model, context[:-1] + path).argmax()) for path in columns]
-        closed = branch.observe(root, likeliest(logits[1:]))
+        closed = branch.observe(root, likeliest(logits[-branch.asked :]))
         if len(window.rows) < ROWS:
             assert len(closed) == 0
         else:
@@ -87,7 +88,7 @@ def test_the_branch_is_the_mask_of_lookahead_decoding(width: int, length: int, s
     rows = 1
     for step in range(steps):
         said = np.arange(len(branch.nodes()[0])) + 1000 * (step + 1)
-        closed = branch.observe(9, said)
+        closed = branch.observe(9, said[-branch.asked :])
         assert len(closed) == (width if rows == length - 1 else 0)
         rows = min(rows + 1, length - 1)
     columns = width + length - 1 - rows

@@ -150,6 +150,19 @@ def test_a_full_tree_takes_no_more() -> None:
     assert trie.add(np.arange(100, 104).reshape(1, 4), 1, wanted=7) == 0
 
 
+def test_a_tree_stands_beside_the_sequences() -> None:
+    trie = Trie(6, beside=3)
+    for size in (0, 4, 6):
+        trie.clear()
+        trie.add(np.arange(8).reshape(2, 4), 1, wanted=size // 3)
+        trie.put_beside(np.array([0, 8, 9]), np.array([-1, 0, -1], np.int32), 4)
+        tokens, parents, sources = trie.nodes()
+        start = len(trie) - 3
+        assert (start, tokens[start:].tolist()) == (size, [0, 8, 9])
+        assert parents[start:].tolist() == [-1, start, -1]
+        assert sources.tolist() == [1] * start + [4] * 3
+
+
 @given(trees(3), st.integers(1, 8))
 def test_a_tree_falls_apart_into_its_sequences(tree: DraftTree, most: int) -> None:
     expected = []

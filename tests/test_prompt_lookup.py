@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import cast
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def library(context: list[int], tokens: int, longest: int) -> list[int]:
     generator = PromptLookupCandidateGenerator(
         num_output_tokens=tokens, max_matching_ngram_size=longest, max_length=10**6
     )
-    candidates, _ = generator.get_candidates(torch.tensor([context]))
+    candidates, _ = generator.get_candidates(cast(torch.LongTensor, torch.tensor([context])))
     ids: list[int] = candidates[0, len(context) :].tolist()
     return ids
 
