@@ -26,7 +26,6 @@ from hdtool.runtime.suffixes import (
     Shards,
     boundary,
     shards_at,
-    starts_with,
 )
 from hdtool.runtime.tree import LARGEST_TREE
 
@@ -34,6 +33,9 @@ LONGEST_RANGE = 6
 SAMPLES = 64
 ROWS = LARGEST_TREE + 1
 LOW, HIGH = range(2)
+FAR = 1024
+"""In a wider stretch signposts show the way."""
+FIRST_STRIDE = 8
 
 RANGES = np.dtype(
     [
@@ -136,11 +138,39 @@ def _bracket(
 
 @njit(cache=True, nogil=True)
 def _between(shards: Shards, shard: int, tail: Ints, order: int, low: int, high: int) -> tuple[int, int]:
-    """The suffixes from ``low`` to ``high`` that start with the last ``order`` tokens."""
-    first = boundary(shards, shard, tail, order, low, high, False)
-    if first >= high or not starts_with(shards, shard, first, tail, order):
-        return first, first
-    return first, boundary(shards, shard, tail, order, first + 1, high, True)
+    """The suffixes from ``low`` to ``high``, of a parent's range, that go on with the last token."""
+    token = tail[len(tail) - 1]
+    if high - low > FAR:
+        low = boundary(shards, shard, tail, order, low, high, False)
+    else:
+        low = _bisect(shards, shard, order - 1, low, high, token)
+    if low >= high or _follower(shards, shard, order - 1, low) != token:
+        return low, low
+    # Most parts are short: look for the end in growing strides.
+    stride, last = FIRST_STRIDE, low
+    while last + stride < high and _follower(shards, shard, order - 1, last + stride) == token:
+        last += stride
+        stride *= 4
+    return low, _bisect(shards, shard, order - 1, last + 1, min(high, last + stride), token + 1)
+
+
+@njit(cache=True, nogil=True)
+def _bisect(shards: Shards, shard: int, order: int, low: int, high: int, token: int) -> int:
+    """The first suffix of a range of an order that goes on with ``token`` or a larger one."""
+    while low < high:
+        middle = (low + high) >> 1
+        if _follower(shards, shard, order, middle) < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True, nogil=True)
+def _follower(shards: Shards, shard: int, order: int, suffix: int) -> int:
+    """What follows the first ``order`` tokens of a suffix; of a damaged file at worst the last token of the shard."""
+    place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix]) + order
+    return np.int64(shards.tokens[shards.places[shard, TOKEN] + min(place, shards.places[shard, TOKENS] - 1)])
 
 
 @njit(cache=True, nogil=True)
