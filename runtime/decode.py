@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,6 +11,7 @@ from hdtool.data.errors import PromptError
 from hdtool.runtime.accept import accept
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sources import SourceName
 from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
 
@@ -42,6 +43,11 @@ class Step:
     """The whole step."""
     finish: Finish | None = None
 
+    @property
+    def sources(self) -> list[SourceName]:
+        """Where each token was drafted; the last one, the one more, comes from the model alone."""
+        return [*(SourceName(self.tree.sources[node]) for node in self.path), SourceName.NONE]
+
 
 def decode(
     target: Target,
@@ -49,7 +55,7 @@ def decode(
     sampler: Sampler,
     *,
     max_new_tokens: int,
-    stops: Collection[int] = (),
+    stops: Container[int] = (),
     drafter: Drafter | None = None,
 ) -> Iterator[Step]:
     """Answer a prompt, one step after another.
@@ -68,7 +74,7 @@ def decode(
         target.keep(accepted.path)
         drafter.observe(accepted, logits)
         room -= len(accepted.tokens)
-        finish = Finish.STOP if accepted.tokens[-1] in stops else at_the_end if not room else None
+        finish = Finish.STOP if accepted.stopped else at_the_end if not room else None
         yield Step(accepted.tokens, tree, accepted.path, *clock.lap(), finish)
         if finish:
             return
