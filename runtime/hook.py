@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import GenerationMixin
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish, decode

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
@@ -39,8 +38,8 @@ PROMPT = prompt_of(20)
 MOST = 40
 
 
-def ask(model: Any, prompt: list[int] = PROMPT, **options: Any) -> Any:
-    ids = torch.tensor([prompt])
+def ask(model: Any, prompt: list[int] | None = None, **options: Any) -> Any:
+    ids = torch.tensor([prompt or PROMPT])
     settings = {"do_sample": False, "max_new_tokens": MOST, "attention_mask": torch.ones_like(ids), **options}
     return model.generate(ids, **settings)
 
@@ -111,7 +110,8 @@ def test_greedy_equals_generate(family: str, options: dict[str, Any]) -> None:
 def test_a_sampled_answer_is_made_from_the_scores_of_generate(options: dict[str, Any]) -> None:
     """Its own scores, in every step, are those that generate gives to the same context."""
     model: Any = model_of("llama")
-    told = {"do_sample": True, "top_k": 0, "return_dict_in_generate": True, "output_scores": True, **options}
+    told: dict[str, Any] = {"do_sample": True, "top_k": 0, **options}
+    told |= {"return_dict_in_generate": True, "output_scores": True}
     plain = ask(model, custom_generate=Generator(), seed=5, **told)
     drafted, liar = hooked(model, plain.sequences[0, len(PROMPT) :].tolist(), seed=5, **told)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
@@ -147,7 +147,7 @@ def test_a_processor_with_a_state_sees_each_token_once() -> None:
     model: Any = model_of("llama")
     theirs, ours = Counting(), Counting()
     expected = ask(model, logits_processor=[theirs])
-    told = {"return_dict_in_generate": True, "output_logits": True}
+    told: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
     found, liar = hooked(model, expected[0, len(PROMPT) :].tolist(), logits_processor=[ours], **told)
     assert found.sequences.tolist() == expected.tolist()
     assert ours.lengths == theirs.lengths == list(range(len(PROMPT), len(PROMPT) + MOST))
@@ -165,7 +165,7 @@ def test_the_seed_is_hdtools_own() -> None:
         for step in decode(target, PROMPT, Sampler(sampling, PROMPT), max_new_tokens=MOST)
         for token in step.tokens
     ]
-    settings = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20}
     for found in (
         ask(model, custom_generate=Generator(seed=11), **settings),
         ask(model, custom_generate=Generator(seed=3), seed=11, **settings),
@@ -204,7 +204,7 @@ class Until(StoppingCriteria):
 @pytest.mark.parametrize("details", [False, True])
 def test_every_criterion_is_asked_about_each_token_as_generate_asks(details: bool) -> None:
     model: Any = model_of("llama")
-    told = {"return_dict_in_generate": details, "output_scores": details}
+    told: dict[str, Any] = {"return_dict_in_generate": details, "output_scores": details}
     truth = ask(model)[0, len(PROMPT) :].tolist()
     for most in (1, 2, 13):
         theirs, ours = Until(most), Until(most)
@@ -229,12 +229,13 @@ def test_several_tokens_may_end_an_answer() -> None:
 def test_lengths_of_all_kinds() -> None:
     model: Any = model_of("llama")
     truth = ask(model)[0, len(PROMPT) :].tolist()
-    for options in (
+    lengths: list[dict[str, Any]] = [
         {"max_new_tokens": 1},
         {"max_new_tokens": None, "max_length": 33},
         {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(25), EosTokenCriteria(truth[3])])},
         {"stopping_criteria": [MaxLengthCriteria(5)]},
-    ):
+    ]
+    for options in lengths:
         expected = ask(model, **options)
         assert hooked(model, truth, **options)[0].tolist() == expected.tolist()
 
@@ -247,7 +248,8 @@ def embedded() -> Loaded:
 def test_stop_strings_end_inside_a_draft(embedded: Loaded) -> None:
     model: Any = embedded.target.model
     prompt = embedded.tokenizer("def ")["input_ids"]
-    text = embedded.tokenizer.decode(truth := generated(model, prompt, MOST))
+    truth = generated(model, prompt, MOST)
+    text = str(embedded.tokenizer.decode(truth))
     criterion = StopStringCriteria(embedded.tokenizer, [text[20:23], "never said"])
     expected = ask(model, prompt, stopping_criteria=[criterion])
     assert expected.shape[1] < len(prompt) + MOST
@@ -292,7 +294,7 @@ def test_streamers_get_what_generate_gives_them() -> None:
 
 
 def test_text_can_be_iterated_over_from_another_thread(embedded: Loaded) -> None:
-    streamer: Any = TextIteratorStreamer(embedded.tokenizer, skip_prompt=True, timeout=30)  # type: ignore[arg-type]
+    streamer: Any = TextIteratorStreamer(embedded.tokenizer, skip_prompt=True, timeout=30)
     prompt = embedded.tokenizer("def ")["input_ids"]
     model: Any = embedded.target.model
     options = {"streamer": streamer, "custom_generate": Generator()}
@@ -305,7 +307,8 @@ def test_text_can_be_iterated_over_from_another_thread(embedded: Loaded) -> None
 
 def test_scores_and_logits_are_those_of_generate() -> None:
     model: Any = model_of("llama")
-    told = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.2}
+    told: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    told["repetition_penalty"] = 1.2
     expected = ask(model, **told)
     found, liar = hooked(model, expected.sequences[0, len(PROMPT) :].tolist(), **told)
     assert liar.accepted > 0
@@ -398,23 +401,23 @@ def test_a_call_that_fails_spoils_nothing() -> None:
 # What it refuses -------------------------------------------------------------------------------
 
 
-def refusals() -> Iterator[Any]:
-    two = torch.tensor([PROMPT, PROMPT])
-    gap = torch.ones(1, len(PROMPT), dtype=torch.long)
-    gap[0, 5] = 0
-    yield {"num_beams": 2}, "num_beams is 2"
-    yield {"num_return_sequences": 3, "do_sample": True}, "num_return_sequences is 3"
-    yield {"inputs": two, "attention_mask": torch.ones_like(two)}, "the batch holds 2 prompts"
-    yield {"attention_mask": gap}, "the attention mask has gaps"
-    yield {"attention_mask": gap.flip(1)}, "the attention mask has gaps"
-    yield {"position_ids": torch.arange(3, 3 + len(PROMPT))[None]}, "position_ids are not 0, 1, 2"
-    yield {"past_key_values": DynamicCache()}, "past_key_values are given"
-    yield {"prompt_lookup_num_tokens": 3}, "the mode is assisted_generation"
-    yield {"return_dict_in_generate": True, "output_hidden_states": True}, "output_attentions or output_hidden"
-    yield {"inputs": None, "inputs_embeds": torch.zeros(1, 4, 32), "attention_mask": None}, "inputs_embeds are given"
+TWO = torch.tensor([PROMPT, PROMPT])
+GAP = torch.tensor([[1] * 5 + [0] + [1] * (len(PROMPT) - 6)])
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 2}, "num_beams is 2"),
+    ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences is 3"),
+    ({"inputs": TWO, "attention_mask": torch.ones_like(TWO)}, "the batch holds 2 prompts"),
+    ({"attention_mask": GAP}, "the attention mask has gaps"),
+    ({"attention_mask": torch.tensor([[1] * (len(PROMPT) - 1) + [0]])}, "the attention mask has gaps"),
+    ({"position_ids": torch.arange(3, 3 + len(PROMPT))[None]}, "position_ids are not 0, 1, 2"),
+    ({"past_key_values": DynamicCache()}, "past_key_values are given"),
+    ({"prompt_lookup_num_tokens": 3}, "the mode is assisted_generation"),
+    ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_attentions or output_hidden"),
+    ({"inputs": None, "inputs_embeds": torch.zeros(1, 4, 32), "attention_mask": None}, "inputs_embeds are given"),
+]
 
 
-@pytest.mark.parametrize(("options", "said"), refusals(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("options", "said"), REFUSALS, ids=[said for _, said in REFUSALS])
 def test_what_it_cannot_do_is_refused_with_the_reason(options: dict[str, Any], said: str) -> None:
     model: Any = model_of("llama")
     ids = torch.tensor([PROMPT])
@@ -424,7 +427,8 @@ def test_what_it_cannot_do_is_refused_with_the_reason(options: dict[str, Any], s
 
 
 def test_encoder_decoders_are_refused() -> None:
-    config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    config.decoder_start_token_id = 0
     model: Any = T5ForConditionalGeneration(config)
     with pytest.raises(FamilyError, match="encoder-decoder"):
         model.generate(torch.tensor([PROMPT]), max_new_tokens=5, custom_generate=Generator())
