@@ -7,13 +7,31 @@ from typing import Any
 
 from hdtool.runtime.answers import Answer
 from hdtool.runtime.decode import Finish
+from hdtool.runtime.sources import SourceName
 from hdtool.runtime.stats import Stats
 
+COLORS = {
+    SourceName.CONTEXT: 32,
+    SourceName.MODEL: 34,
+    SourceName.CORPUS: 35,
+    SourceName.LOOKAHEAD: 36,
+    SourceName.RECYCLED: 33,
+}
+"""Of the terminal: green, blue, magenta, cyan, yellow."""
 
-def run(answer: Answer, *, show: bool = True) -> None:
+
+def painted(text: str, source: SourceName) -> str:
+    return f"\033[{COLORS[source]}m{text}\033[0m" if text and source in COLORS else text
+
+
+LEGEND = "drafted by: " + ", ".join(painted(str(source), source) for source in COLORS) + "; the model's own: plain"
+
+
+def run(answer: Answer, *, show: bool = True, color: bool = False) -> None:
     """Make an answer, shown while it comes; Ctrl-C ends it and keeps what there is."""
+    pieces = (painted(*piece) for piece in answer.by_source()) if color else iter(answer)
     try:
-        for piece in answer:
+        for piece in pieces:
             if show:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
@@ -41,7 +59,15 @@ def record(answer: Answer) -> dict[str, Any]:
         "verify_ms_per_step": round(stats.verify_ms_per_step, 4),
         "outside_us_per_step": round(stats.outside_us_per_step, 1),
         "finish": stats.finish,
-        "sources": {},
+        "sources": {
+            str(source): {
+                "drafted": int(stats.drafted[source]),
+                "accepted": int(stats.accepted[source]),
+                "hits": int(stats.hits[source]),
+                "microseconds": round(float(stats.source_seconds[source]) * 1e6, 1),
+            }
+            for source in stats.sources
+        },
     }
 
 
@@ -59,6 +85,16 @@ def summary(stats: Stats) -> str:
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "
         f"{stats.steps} steps ({stats.tokens_per_step:.2f} tokens per step), a step {stats.verify_ms_per_step:.2f} ms "
         f"in the model and {stats.outside_us_per_step:.0f} µs around it{ending}"
+        + "".join(f"\n{_contribution(stats, source)}" for source in stats.sources)
+    )
+
+
+def _contribution(stats: Stats, source: SourceName) -> str:
+    drafted, accepted = stats.drafted[source], stats.accepted[source]
+    share = f" ({accepted / drafted:.0%})" if drafted else ""
+    return (
+        f"  {source}: drafted {drafted:,}, of which {accepted:,}{share} were accepted, "
+        f"in {stats.hits[source]:,} of {stats.steps:,} steps, {stats.source_us_per_step(source):.0f} µs a step"
     )
 
 

@@ -2,46 +2,83 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hdtool.cli import options
 from hdtool.cli.options import INTERRUPTED
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+
+if TYPE_CHECKING:
+    from hdtool.data.prompts import Prompt
+    from hdtool.runtime.stats import Stats
 
 
 def demo(
-    prompts: Annotated[int, typer.Option(min=1, help="How many of the embedded prompts to answer.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="How many of the embedded prompts to answer.")] = 4,
     max_new_tokens: options.MaxNewTokens = 160,
     device: options.Device = ModelConfig.device,
 ) -> int:
     """Show hdtool at work on the embedded model.
 
-    Answers a few prompts of several kinds, none of which the model has learned from.
+    Answers a few prompts of several kinds, none of which the model has learned from: first by plain
+    decoding, then drafting from the conversation and the two embedded stores. The text is the same.
     """
-    from hdtool.cli.answers import quiet_libraries, run, summary
+    from hdtool.cli.answers import LEGEND, quiet_libraries, run, summary
     from hdtool.data import demo as embedded
     from hdtool.data.prompts import read_prompts
     from hdtool.runtime.answers import Answerer
     from hdtool.runtime.stats import Stats
 
     quiet_libraries()
+    shelf = ShelfConfig(str(embedded.MODEL_STORE), str(embedded.CORPUS_INDEX))
+    plain, drafting = (
+        Answerer(ModelConfig(device=device), DecodeConfig(method, max_new_tokens), SamplingConfig(), shelf=shelf)
+        for method in ("ar", DecodeConfig.method)
+    )
     every = read_prompts(embedded.PROMPTS)
-    kinds = list(dict.fromkeys(prompt.category for prompt in every))
-    shown = [[prompt for prompt in every if prompt.category == kind] for kind in kinds]
-    answerer = Answerer(ModelConfig(device=device), DecodeConfig(max_new_tokens=max_new_tokens), SamplingConfig())
-    parts: list[Stats] = []
-    for number in range(min(prompts, len(every))):
-        group = shown[number % len(shown)]
-        prompt = group[number // len(shown) % len(group)]
-        for answer in answerer.answers(prompt):
-            print(f"\n▌ {prompt.category}\n{answer.asked}\n")
-            run(answer)
-            print(f"\n  {summary(answer.stats)}", flush=True)
-            parts.append(answer.stats)
-            if answer.interrupted:
-                return INTERRUPTED
-    print(f"\nin all: {summary(Stats.total(parts))}")
-    print("The embedded model is a toy of 7 million parameters; name your own: hdtool generate --model FOLDER")
-    return 0
+    for answerer in (plain, drafting):  # compiled code is loaded, or made, at its first use
+        for _ in next(answerer.answers(every[-1])):
+            pass
+    print(LEGEND)
+    totals: dict[str, list[Stats]] = {"plain": [], "hd": []}
+    same = 0
+    for prompt in _of_all_kinds(every, prompts):
+        (usual,) = plain.answers(prompt)
+        for _ in usual:
+            pass
+        (answer,) = drafting.answers(prompt)
+        print(f"\n▌ {prompt.category}\n{answer.asked}\n")
+        run(answer, color=True)
+        if answer.interrupted:
+            return INTERRUPTED
+        same += answer.output_ids == usual.output_ids
+        totals["plain"].append(usual.stats)
+        totals["hd"].append(answer.stats)
+        print(f"\n{_beside(usual.stats, answer.stats)}", flush=True)
+    before, after = (Stats.total(parts) for parts in totals.values())
+    shown = len(totals["hd"])
+    print(f"\n▌ in all: {same} of {shown} answers are the same, token for token\n{_beside(before, after)}")
+    print(f"\nhd: {summary(after)}")
+    print("\nThe embedded model is a toy of 7 million parameters; name your own: hdtool generate --model FOLDER")
+    return 0 if same == shown else 1
+
+
+def _of_all_kinds(every: Sequence[Prompt], most: int) -> Iterator[Prompt]:
+    """Prompts of all kinds in turn."""
+    kinds = dict.fromkeys(prompt.category for prompt in every)
+    groups = [[prompt for prompt in every if prompt.category == kind] for kind in kinds]
+    rows = (prompt for row in zip(*groups, strict=False) for prompt in row)
+    return (prompt for prompt, _ in zip(rows, range(most), strict=False))
+
+
+def _beside(plain: Stats, drafted: Stats) -> str:
+    """Both ways in two lines."""
+    gain = plain.seconds / drafted.seconds
+    return (
+        f"  plain  {plain.tokens:4} tokens in {plain.seconds:5.2f} s, {plain.tokens_per_second:5.0f} tokens/s\n"
+        f"  hd     {drafted.tokens:4} tokens in {drafted.seconds:5.2f} s, {drafted.tokens_per_second:5.0f} tokens/s, "
+        f"{drafted.tokens_per_step:.2f} tokens per step: {gain:.2f} times as fast"
+    )

@@ -11,7 +11,7 @@ from hdtool.cli import options
 from hdtool.cli.options import INTERRUPTED
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 
 
 def generate(
@@ -19,6 +19,12 @@ def generate(
     prompts: options.Prompts = None,
     model: options.Model = ModelConfig.model,
     method: options.Method = DecodeConfig.method,
+    model_db: options.ModelDb = ShelfConfig.model_db,
+    corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
+    budget: options.Budget = DecodeConfig.budget,
+    use: options.Use = DecodeConfig.use,
+    order: options.Order = DecodeConfig.order,
+    lookahead: options.Lookahead = DecodeConfig.lookahead,
     max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
     temperature: options.Temperature = SamplingConfig.temperature,
     top_k: options.TopK = SamplingConfig.top_k,
@@ -30,28 +36,35 @@ def generate(
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
     stats: options.Stats = False,
+    color: options.Color = False,
     as_json: options.Json = False,
 ) -> int:
     """Answer prompts with a language model.
 
     Asks the embedded demo model unless --model names another; streams the answers to standard output.
+    Whatever the method, the answer is that of plain decoding; drafting only makes it come sooner.
     """
     # Everything that can be wrong with what was typed is found before a model is loaded.
-    decoding = DecodeConfig(method, max_new_tokens)
+    decoding = DecodeConfig(method, max_new_tokens, budget, use, order, lookahead)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = _asked(prompt, prompts)
 
-    from hdtool.cli.answers import quiet_libraries, record, run, summary
+    from hdtool.cli.answers import LEGEND, quiet_libraries, record, run, summary
     from hdtool.runtime.answers import Answerer
 
     quiet_libraries()
-    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code), decoding, sampling, chat)
+    shelf = ShelfConfig(model_db, corpus_db)
+    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code), decoding, sampling, chat, shelf)
     answerer.check(asked)
+    if method != "ar":
+        print(f"drafting from {answerer.shelf}", file=sys.stderr)
+    if color:
+        print(LEGEND, file=sys.stderr)
     for number, question in enumerate(asked, start=1):
         for answer in answerer.answers(question):
             if len(asked) > 1 and not as_json:
                 print(f"── {number}/{len(asked)} {question.id}", file=sys.stderr)
-            run(answer, show=not as_json)
+            run(answer, show=not as_json, color=color)
             if as_json:
                 print(json.dumps(record(answer), ensure_ascii=False), flush=True)
             if stats or answer.interrupted:

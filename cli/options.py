@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hdtool.runtime.config import DEVICES, DTYPES, METHODS
+from hdtool.runtime.config import DEVICES, DTYPES, LARGEST_BUDGET, METHODS
 
 INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
@@ -16,7 +16,28 @@ Model = Annotated[
     str | None,
     typer.Option(help="Folder or hub name of a decoder-only transformers model. Default: the embedded demo model."),
 ]
-Method = Annotated[str, typer.Option(help=f"How tokens are drafted: {', '.join(METHODS)} (plain decoding).")]
+Method = Annotated[
+    str, typer.Option(help="How tokens are drafted: " + "; ".join(f"{name}, {what}" for name, what in METHODS.items()))
+]
+ModelDb = Annotated[
+    str | None,
+    typer.Option(help="Folder of a model store, or none. Default: the one in hdtool's home for this tokenizer."),
+]
+CorpusDb = Annotated[
+    str | None,
+    typer.Option(help="Folder of a corpus index, or none. Default: the one in hdtool's home for this tokenizer."),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Draft nodes a step, 0 to {LARGEST_BUDGET}. Default: as many as pay, by measured forward passes."
+    ),
+]
+Use = Annotated[str, typer.Option(help="Databases that hd and hd-paper use: C context table, M model store, S corpus.")]
+Order = Annotated[str, typer.Option(help="In which hd-paper asks the databases.")]
+Lookahead = Annotated[
+    bool, typer.Option("--lookahead/--no-lookahead", help="Whether hd-paper feeds its context table by lookahead.")
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, more samples.")]
 TopK = Annotated[
@@ -45,6 +66,9 @@ Chat = Annotated[
     typer.Option("--chat/--raw", help="Ask through the model's chat template, or as it stands. Default: chat if any."),
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Tell on standard error what each answer took.")]
+Color = Annotated[
+    bool, typer.Option("--color", help="Show each token in the colour of the source that drafted it, with a legend.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object an answer, and nothing else.")]
 Inputs = Annotated[
     list[str],

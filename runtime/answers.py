@@ -7,10 +7,14 @@ from collections.abc import Iterator, Sequence
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import Finish, Step, decode, room_for
+from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.load import Loaded, load
+from hdtool.runtime.methods import drafter_for
 from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.sources import SourceName
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.text import TextStream, text_of
 
@@ -18,22 +22,41 @@ from hdtool.runtime.text import TextStream, text_of
 class Answer:
     """One answer while it is made: iterate over it for its text."""
 
-    def __init__(self, loaded: Loaded, asked: str, ids: list[int], steps: Iterator[Step], prompt: Prompt) -> None:
+    def __init__(
+        self, loaded: Loaded, drafter: Drafter, asked: str, ids: list[int], steps: Iterator[Step], prompt: Prompt
+    ) -> None:
         self.asked = asked
         self.prompt = prompt
         self.prompt_tokens = len(ids)
         self.output_ids: list[int] = []
         self.stats = Stats()
         self._tokenizer = loaded.tokenizer
+        self._drafter = drafter
         self._steps = steps
 
     def __iter__(self) -> Iterator[str]:
         text = TextStream(self._tokenizer)
-        for step in self._steps:
-            self.output_ids += step.tokens
-            self.stats.add(step)
+        for step in self._counted():
             yield text.add(step.tokens)
         yield text.end()
+
+    def by_source(self) -> Iterator[tuple[str, SourceName]]:
+        """The text token by token, each with the source that drafted it; instead of iterating."""
+        text = TextStream(self._tokenizer)
+        for step in self._counted():
+            for token, source in zip(step.tokens, step.sources, strict=True):
+                yield text.add([token]), source
+        yield text.end(), SourceName.NONE
+
+    def _counted(self) -> Iterator[Step]:
+        before = dict(self._drafter.seconds)
+        try:
+            for step in self._steps:
+                self.output_ids += step.tokens
+                self.stats.add(step)
+                yield step
+        finally:
+            self.stats.add_seconds(before, self._drafter.seconds)
 
     @property
     def interrupted(self) -> bool:
@@ -52,9 +75,17 @@ class Answerer:
     """A model with the settings that every answer of a command shares."""
 
     def __init__(
-        self, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig, chat: bool | None = None
+        self,
+        model: ModelConfig,
+        decoding: DecodeConfig,
+        sampling: SamplingConfig,
+        chat: bool | None = None,
+        shelf: ShelfConfig | None = None,
     ) -> None:
         self.loaded = load(model)
+        drafts = decoding.method != "ar"
+        self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig()) if drafts else Shelf()
+        self._drafter = drafter_for(decoding, self.loaded.target, self.shelf)
         self._decoding = decoding
         self._sampling = sampling
         self._chat = chat
@@ -81,8 +112,15 @@ class Answerer:
         ids = self._encode(messages)
         target = self.loaded.target
         sampler = Sampler(self._sampling, ids, target.model.generation_config)
-        steps = decode(target, ids, sampler, max_new_tokens=self._decoding.max_new_tokens, stops=self.loaded.stops)
-        return Answer(self.loaded, messages[-1]["content"], ids, steps, prompt)
+        steps = decode(
+            target,
+            ids,
+            sampler,
+            max_new_tokens=self._decoding.max_new_tokens,
+            stops=self.loaded.stops,
+            drafter=self._drafter,
+        )
+        return Answer(self.loaded, self._drafter, messages[-1]["content"], ids, steps, prompt)
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
         return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat)

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from hdtool.runtime.target import Target
+
+ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
+"""Sizes of forward passes that are timed: nodes and the root. What lies between costs as much as the next larger."""
+TIMES = 3
+"""Each is timed so often; the fastest counts, since others only tell how busy the machine was."""
+LEARNING = 0.05
+"""How far one step of the conversation moves what its pass is thought to cost."""
+SLOWEST, FASTEST = 2.0, 0.5
+"""No single step is believed to have been further off."""
+LONGEST_REST = 64
+"""Steps without a draft, at most, where drafting was not worth it before."""
 
 Odds = npt.NDArray[np.floating[Any]]
 
@@ -32,3 +46,54 @@ class FixedBudget:
 
     def nodes(self, odds: Odds) -> int:
         return min(len(odds), self.most)
+
+
+class MeasuredBudget:
+    """The number of nodes that brings the most tokens for the time, on this machine and this model.
+
+    A tree of k nodes brings one token and, on average, the sum of their odds. Its forward pass takes
+    what passes of that size were seen to take; ``around`` is what a step takes besides.
+    """
+
+    def __init__(self, target: Target, around: float = 2e-4) -> None:
+        self._target = target
+        self._around = around
+        self._costs = target.seconds_of_trees([rows - 1 for rows in ROWS], TIMES)
+        self._bin = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
+        """For each number of nodes, which of the sizes it costs."""
+        self._most = ROWS[-1] - 1
+        self._sent = 0
+        self._seen = (target.passes, target.seconds_in_model)
+        self._rest = 0
+        self._asleep_until = 0
+
+    @property
+    def most(self) -> int:
+        return 0 if self._target.passes < self._asleep_until else self._most
+
+    def nodes(self, odds: Odds) -> int:
+        self._learn()
+        gain = np.concatenate([[1.0], 1.0 + np.cumsum(odds[: ROWS[-1] - 1])])
+        rate = gain / (self._costs[self._bin[: len(gain)]] + self._around)
+        best = int(rate.argmax())
+        self._sleep_unless(best > 0)
+        # Nodes that are never sent need not be grown.
+        self._most = min(ROWS[-1] - 1, max(2 * best, self._most - 1, ROWS[3]))
+        self._sent = best
+        return best
+
+    def _learn(self) -> None:
+        """Correct what a pass is thought to cost by the last one, if it was the only one since then."""
+        passes, seconds = self._target.passes, self._target.seconds_in_model
+        if passes == self._seen[0] + 1 and self._asleep_until <= passes:
+            size = self._bin[self._sent]
+            off = np.clip((seconds - self._seen[1]) / self._costs[size], FASTEST, SLOWEST)
+            # A longer context slows passes of all sizes; what is left over is this size's own.
+            self._costs *= 1 + LEARNING / 2 * (off - 1)
+            self._costs[size] *= 1 + LEARNING / 2 * (off - 1)
+        self._seen = (passes, seconds)
+
+    def _sleep_unless(self, worth_it: bool) -> None:
+        """Where drafting does not pay even its own time is saved, for longer each time."""
+        self._rest = 0 if worth_it else min(max(1, 2 * self._rest), LONGEST_REST)
+        self._asleep_until = self._target.passes + 1 + self._rest if self._rest > 2 else 0

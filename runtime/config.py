@@ -11,7 +11,18 @@ from hdtool.data.errors import OptionError
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-METHODS = ("ar",)
+METHODS = {
+    "ar": "plain decoding, nothing is drafted",
+    "pld": "prompt lookup: what followed the last words where they stood before",
+    "lade": "lookahead decoding: guesses refined beside the answer",
+    "rest": "the corpus index alone",
+    "hd-paper": "Hierarchy Drafting as its paper has it",
+    "hd": "context table, model store and corpus index, the likeliest paths of all three",
+}
+SOURCE_LETTERS = "CMS"
+"""Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
+LARGEST_BUDGET = 63
+"""Nodes that go into one forward pass at most, the root aside."""
 LOWEST_TEMPERATURE = 1e-5
 
 
@@ -62,12 +73,57 @@ class SamplingConfig:
 class DecodeConfig:
     """What is decoded, how far and by which method."""
 
-    method: str = "ar"
+    method: str = "hd"
     max_new_tokens: int = 256
+    budget: int | None = None
+    """Draft nodes a step at most; none means as many as pay, by what forward passes of each size take here."""
+    use: str = SOURCE_LETTERS
+    """The databases that ``hd`` and ``hd-paper`` draft from."""
+    order: str = SOURCE_LETTERS
+    """In which ``hd-paper`` asks them."""
+    lookahead: bool = True
+    """Whether ``hd-paper`` feeds its context table by lookahead."""
 
     def __post_init__(self) -> None:
         _require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
+        largest = LARGEST_BUDGET
+        _require(self.budget is None or 0 <= self.budget <= largest, "budget", self.budget, f"from 0 to {largest}")
+        letters = f"letters of {SOURCE_LETTERS}, each at most once"
+        _require(set(self.use) <= set(SOURCE_LETTERS) and len(set(self.use)) == len(self.use), "use", self.use, letters)
+        _require(sorted(self.order) == sorted(SOURCE_LETTERS), "order", self.order, f"{SOURCE_LETTERS} in any order")
+
+
+@dataclass(frozen=True)
+class ShelfConfig:
+    """Which stores are drafted from: a folder, ``none``, or, if None, whatever fits the model's tokenizer."""
+
+    model_db: str | None = None
+    corpus_db: str | None = None
+
+
+@dataclass(frozen=True)
+class PaperConfig:
+    """Hierarchy Drafting as its paper has it."""
+
+    order: str = "CMS"
+    """The databases in use, each asked when those before it have brought too little: the (C)ontext table,
+    the (M)odel store, the corpus index (S)."""
+    sequences: int = 7
+    """Drafted in each step, and kept for each token by the context table."""
+    lookahead: bool = True
+    """Whether the model guesses ahead of itself in the same forward pass."""
+    window: int = 7
+    """Columns of the lookahead branch: the sequences that it closes in each step."""
+    discarded: bool = True
+    """Whether the context table learns what the model says after drafts that it turned down."""
+
+    def __post_init__(self) -> None:
+        letters = set(self.order)
+        known = bool(letters) and letters <= set("CMS") and len(letters) == len(self.order)
+        _require(known, "order", self.order, "letters out of C, M and S, each at most once")
+        _require(1 <= self.sequences <= 9, "sequences", self.sequences, "from 1 to 9")
+        _require(1 <= self.window <= 9, "window", self.window, "from 1 to 9")
 
 
 @dataclass(frozen=True)

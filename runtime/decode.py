@@ -45,8 +45,8 @@ class Step:
 
     @property
     def sources(self) -> list[SourceName]:
-        """Where each token was drafted; the last one, the one more, comes from the model alone."""
-        return [*(SourceName(self.tree.sources[node]) for node in self.path), SourceName.NONE]
+        """Where each of the tokens was drafted; the one more came from nowhere."""
+        return [*(SourceName(source) for source in self.tree.sources[self.path].tolist()), SourceName.NONE]
 
 
 def decode(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.sources import SourceName
 from hdtool.runtime.tree import DraftTree
 
 
 class Drafter(Protocol):
     """Guesses what the target will say next, and learns from what it said."""
+
+    @property
+    def seconds(self) -> Mapping[SourceName, float]:
+        """Time spent in each source since the drafter exists."""
+        ...
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt of a new generation; what was drafted from the last one is forgotten."""
@@ -29,6 +35,8 @@ class Drafter(Protocol):
 
 class NoDraft:
     """Plain decoding: nothing is ever drafted."""
+
+    seconds: Mapping[SourceName, float] = {}
 
     def begin(self, prompt: Sequence[int]) -> None:
         pass

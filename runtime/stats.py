@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from hdtool.runtime.decode import Finish, Step
+from hdtool.runtime.sources import SourceName
 
 
 @dataclass
@@ -18,6 +22,13 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     finish: Finish | None = None
+    drafted: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
+    """Nodes, by the number of their source."""
+    accepted: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
+    """Nodes that the target took."""
+    hits: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
+    """Steps for which a source had something to draft."""
+    source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: _by_source().astype(np.float64))
 
     def add(self, step: Step) -> None:
         self.tokens += len(step.tokens)
@@ -26,6 +37,16 @@ class Stats:
         self.draft_seconds += step.draft_seconds
         self.verify_seconds += step.verify_seconds
         self.finish = step.finish
+        if len(step.tree):
+            drafted = np.bincount(step.tree.sources, minlength=len(SourceName))
+            self.drafted += drafted
+            self.hits += drafted > 0
+            self.accepted += np.bincount(step.tree.sources[step.path], minlength=len(SourceName))
+
+    def add_seconds(self, before: Mapping[SourceName, float], after: Mapping[SourceName, float]) -> None:
+        """What the sources took between two readings of a drafter's clock."""
+        for source, seconds in after.items():
+            self.source_seconds[source] += seconds - before.get(source, 0.0)
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
@@ -36,7 +57,16 @@ class Stats:
             whole.seconds += part.seconds
             whole.draft_seconds += part.draft_seconds
             whole.verify_seconds += part.verify_seconds
+            whole.drafted += part.drafted
+            whole.accepted += part.accepted
+            whole.hits += part.hits
+            whole.source_seconds += part.source_seconds
         return whole
+
+    @property
+    def sources(self) -> list[SourceName]:
+        """Those that drafted anything or took any time."""
+        return [source for source in SourceName if self.drafted[source] or self.source_seconds[source]]
 
     @property
     def tokens_per_step(self) -> float:
@@ -59,5 +89,12 @@ class Stats:
         """Everything that is not the model's own forward pass."""
         return self._per_step(self.seconds - self.verify_seconds) * 1e6
 
+    def source_us_per_step(self, source: SourceName) -> float:
+        return self._per_step(float(self.source_seconds[source])) * 1e6
+
     def _per_step(self, seconds: float) -> float:
         return seconds / self.steps if self.steps else 0.0
+
+
+def _by_source() -> npt.NDArray[np.int64]:
+    return np.zeros(len(SourceName), np.int64)

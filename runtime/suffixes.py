@@ -119,7 +119,7 @@ def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
         # Of a damaged file: at worst an empty range, never one behind the suffixes.
         high = max(low, min(np.int64(shards.heads[shard, head + 1]), shards.places[shard, SUFFIXES]))
         if length > 1 and low < high:
-            low = _boundary(shards, shard, tail, length, low, high, False)
+            low = boundary(shards, shard, tail, length, low, high, False)
             if low < high and _order(shards, shard, low, tail, length) != 0:
                 high = low
         ranges[shard, 0], ranges[shard, 1] = low, high
@@ -133,11 +133,11 @@ def _close(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
     for shard in range(len(ranges)):
         low, high = ranges[shard]
         if low < high:
-            ranges[shard, 1] = _boundary(shards, shard, tail, length, low + 1, high, True)
+            ranges[shard, 1] = boundary(shards, shard, tail, length, low + 1, high, True)
 
 
 @njit(cache=True, nogil=True)
-def _boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool) -> Int:
+def boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool) -> Int:
     """Of suffixes with the right head, the first that is not before the tokens or, ``past``, behind them."""
     low, high = _between_signposts(shards, shard, tail, length, low, high, past)
     for stride in STRIDES:
@@ -195,6 +195,12 @@ def _fetch(shards: Shards, shard: int, low: Int, high: Int, stride: int) -> None
     for at in range(low, high, stride):
         place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + at])
         prefetch(shards.tokens, shards.places[shard, TOKEN] + place + 1)
+
+
+@njit(cache=True, nogil=True)
+def starts_with(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> bool:
+    """Whether a suffix with the right head starts with the last ``length`` tokens."""
+    return bool(_order(shards, shard, suffix, tail, length) == 0)
 
 
 @njit(cache=True, nogil=True)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicCache
 
@@ -40,6 +42,8 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.seconds_in_model = 0.0
         """Time spent inside the model's own forward pass since this target exists."""
+        self.passes = 0
+        """Forward passes that it was spent in."""
         self._rows = StaticRows([], 0)
         self._shapes: list[LayerShape] = []
         self._reaches = reaches_of(self.config)
@@ -99,7 +103,23 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds_in_model += time.perf_counter() - started
+        self.passes += 1
         return logits
+
+    def seconds_of_trees(self, sizes: Sequence[int], times: int) -> npt.NDArray[np.float64]:
+        """What a forward pass takes for trees of so many nodes, behind a short context; forgets the conversation."""
+        context, _, _ = _small_tree(self.config.vocab_size)
+        self.prefill(context, max(sizes))
+        self.keep([])
+        taken = np.full(len(sizes), np.inf)
+        for turn in range(times + 1):
+            for place, size in enumerate(sizes):
+                tree = DraftTree.of(0, [1] * size, [-1] * size)
+                before = self.seconds_in_model
+                self.verify(tree)
+                if turn:  # the first of each size is a warm-up
+                    taken[place] = min(taken[place], self.seconds_in_model - before)
+        return taken
 
     @torch.inference_mode()
     def _prove_trees(self) -> None:
@@ -128,7 +148,7 @@ class Target:
             raise FamilyError(
                 f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})"
             ) from error
-        self.seconds_in_model = 0.0
+        self.seconds_in_model, self.passes = 0.0, 0
         depth = len(paths[0])
         last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]
         refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1])

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.sources import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
 
 
@@ -45,6 +46,7 @@ class LyingDrafter:
         self._vocabulary = vocabulary
         self._random = random.Random(seed)
         self._most = most
+        self.seconds: dict[SourceName, float] = {}
         self.drafted = 0
         self.accepted = 0
 

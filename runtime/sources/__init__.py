@@ -14,3 +14,6 @@ class SourceName(IntEnum):
     CORPUS = 3
     LOOKAHEAD = 4
     RECYCLED = 5
+
+    def __str__(self) -> str:
+        return self.name.lower()

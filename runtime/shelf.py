@@ -1,0 +1,63 @@
+"""The stores that an answer is drafted from: those that were named, else those that fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from hdtool.data import demo
+from hdtool.data.home import store_at_home
+from hdtool.data.store import MANIFEST, TokenizerMark, read_manifest
+from hdtool.runtime.config import ShelfConfig
+from hdtool.runtime.corpus_index import KIND as CORPUS
+from hdtool.runtime.corpus_index import CorpusIndex
+from hdtool.runtime.model_store import KIND as MODEL
+from hdtool.runtime.model_store import ModelStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NONE = "none"
+EMBEDDED = {MODEL: demo.MODEL_STORE, CORPUS: demo.CORPUS_INDEX}
+
+AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A model store and a corpus index, as far as there are any."""
+
+    model: ModelStore | None = None
+    corpus: CorpusIndex | None = None
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, config: ShelfConfig) -> Shelf:
+        """The stores that ``config`` names; a store of another tokenizer is refused."""
+        if config.model_db == config.corpus_db == NONE:
+            return cls()
+        mark = TokenizerMark.of(tokenizer)
+        return cls(_open(config.model_db, MODEL, ModelStore, mark), _open(config.corpus_db, CORPUS, CorpusIndex, mark))
+
+    def __str__(self) -> str:
+        stores = [store for store in (self.model, self.corpus) if store]
+        named = (f"{store.folder} ({store.manifest.counts['tokens']:,} tokens)" for store in stores)
+        return " and ".join(named) or "no stores, only the conversation itself"
+
+
+def _open(
+    named: str | None, kind: str, opened: Callable[[Path, TokenizerMark], AnyStore], mark: TokenizerMark
+) -> AnyStore | None:
+    if named == NONE:
+        return None
+    folder = Path(named).expanduser() if named else _fitting(kind, mark)
+    return opened(folder, mark) if folder else None
+
+
+def _fitting(kind: str, mark: TokenizerMark) -> Path | None:
+    """The store at home that is filed under this tokenizer, else the embedded one if it is the demo's."""
+    at_home = store_at_home(kind, mark)
+    if (at_home / MANIFEST).exists():
+        return at_home
+    return EMBEDDED[kind] if read_manifest(EMBEDDED[kind], check=False).tokenizer == mark else None

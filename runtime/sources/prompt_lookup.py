@@ -1,0 +1,75 @@
+"""Prompt lookup: what followed the last few tokens where they first stood in the context."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.sources import SourceName
+from hdtool.runtime.tree import ROOT, DraftTree
+
+Ints = npt.NDArray[Any]
+
+
+class PromptLookup:
+    """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does.
+
+    The longest match counts, of at most ``longest`` tokens; of several places the first.
+    """
+
+    def __init__(self, tokens: int = 10, longest: int = 3) -> None:
+        self.seconds = {SourceName.CONTEXT: 0.0}
+        self._longest = longest
+        self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
+        self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
+        self._context = np.empty(0, np.int64)
+        self._size = 0
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._size = 0
+        self._read(prompt)
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        started = time.perf_counter()
+        self._read(context)
+        start = first_match(self._context, self._size, self._longest)
+        # Copied: the tree outlives this step, the buffer does not.
+        tokens = self._context[start : min(start + len(self._parents), self._size)].copy()
+        tree = DraftTree(context[-1], tokens, self._parents[: len(tokens)], self._sources[: len(tokens)])
+        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        return tree
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        pass
+
+    def _read(self, context: Sequence[int]) -> None:
+        """What the context has grown by; copying all of a long one would take longer than the search."""
+        if len(context) > len(self._context):
+            larger = np.empty(2 * len(context), np.int64)
+            larger[: self._size] = self._context[: self._size]
+            self._context = larger
+        self._context[self._size : len(context)] = context[self._size :]
+        self._size = len(context)
+
+
+@njit(cache=True, nogil=True)
+def first_match(context: Ints, size: int, longest: int) -> int:
+    """Behind the first of the longest matches of the context's end; ``size`` where nothing matches."""
+    start, matched = size, 0
+    for end in range(size - 1):
+        if context[end] == context[size - 1]:
+            length = 1
+            while length < min(longest, end + 1) and context[end - length] == context[size - 1 - length]:
+                length += 1
+            if length > matched:
+                start, matched = end + 1, length
+                if matched == longest:
+                    break
+    return start

@@ -1,0 +1,103 @@
+"""The trie: sequences of tokens united into one tree, and a tree taken apart into its sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.tree import ROOT
+
+NO_TOKEN = -1
+"""Stands behind the end of a sequence that is shorter than others."""
+
+Ints = npt.NDArray[Any]
+
+
+class Trie:
+    """Nodes below a root; what several sequences begin with stands there once, as the first one's."""
+
+    def __init__(self, most: int) -> None:
+        self._tokens = np.empty(most, np.int64)
+        self._parents = np.empty(most, np.int32)
+        self._sources = np.empty(most, np.uint8)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def clear(self) -> None:
+        self._size = 0
+
+    def add(self, sequences: Ints, source: int, *, wanted: int) -> int:
+        """Add rows of tokens until ``wanted`` of them have brought something new; how many have.
+
+        What does not fit any more is left out.
+        """
+        if not len(sequences) or wanted <= 0:
+            return 0
+        rows = np.ascontiguousarray(sequences, np.int32)
+        self._size, brought = _add(self._tokens, self._parents, self._sources, self._size, rows, source, wanted)
+        return int(brought)
+
+    def nodes(self) -> tuple[Ints, Ints, Ints]:
+        """Tokens, parents and sources, for a draft tree to keep."""
+        size = self._size
+        return self._tokens[:size].copy(), self._parents[:size].copy(), self._sources[:size].copy()
+
+
+@njit(cache=True, nogil=True)
+def _add(
+    tokens: Ints, parents: Ints, sources: Ints, size: int, rows: Ints, source: int, wanted: int
+) -> tuple[int, int]:
+    most, brought = len(tokens), 0
+    for row in rows:
+        if brought == wanted or size >= most:
+            break
+        before, node = size, ROOT
+        for token in row:
+            if token == NO_TOKEN:
+                break
+            child = max(node, 0)  # a child stands behind its parent
+            while child < size and not (parents[child] == node and tokens[child] == token):
+                child += 1
+            if child == size:
+                if size >= most:
+                    break
+                tokens[size], parents[size], sources[size] = token, node, source
+                size += 1
+            node = child
+        brought += size > before
+    return size, brought
+
+
+def sequences_of(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
+    """The first ``most`` ways from the root to a node of depth ``length`` or to a leaf above it, a row each.
+
+    They come in the order of the nodes where they end; a parent must stand before its children.
+    """
+    return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, most)  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _sequences(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
+    size = len(tokens)
+    depths = np.empty(size, np.int64)
+    is_leaf = np.ones(size, np.bool_)
+    for node in range(size):
+        parent = parents[node]
+        depths[node] = 1 if parent == ROOT else depths[parent] + 1
+        if parent != ROOT:
+            is_leaf[parent] = False
+    rows = np.full((most, length), NO_TOKEN, np.int32)
+    count = 0
+    for end in range(size):
+        if count < most and (depths[end] == length or (is_leaf[end] and depths[end] < length)):
+            node = end
+            for level in range(depths[end] - 1, -1, -1):
+                rows[count, level] = tokens[node]
+                node = parents[node]
+            count += 1
+    return rows[:count]

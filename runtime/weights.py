@@ -1,0 +1,107 @@
+"""How far each level of evidence is trusted, learned while the target speaks.
+
+A level is a source and how many of the last tokens it knows. Levels are asked from the longest to the
+shortest; each gives its share of what is still open and leaves the rest to those behind it:
+
+    P(token) += open * weight * count(token) / total;  open *= 1 - weight
+
+The weight of a level depends on how much evidence there is and how far it spreads. After each emitted
+token every level that was asked is credited with the part of the estimate that it gave, as in one step
+of expectation maximisation for this mixture, exact and online.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.model_store import LONGEST_PREFIX
+from hdtool.runtime.sources import SourceName
+from hdtool.runtime.sources.context_table import LONGEST_MATCH
+from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE
+
+CONTEXT_LEVELS = 0
+"""Where the levels of a source begin; the one that knows a single token comes first."""
+MODEL_LEVELS = CONTEXT_LEVELS + LONGEST_MATCH
+CORPUS_LEVELS = MODEL_LEVELS + LONGEST_PREFIX
+LEVELS = CORPUS_LEVELS + LONGEST_RANGE
+
+SIZES = 8
+ONE, FEW, MANY = range(3)
+"""How far the evidence spreads: one token, at most a quarter as many tokens as places, or more."""
+BUCKETS = SIZES * 3
+
+STRENGTH = 20.0
+"""Observations that the prior is worth."""
+MEMORY = 100.0
+"""Observations that a weight remembers: what a model says changes with what it is asked."""
+UNHEARD = 1 / 32_000
+"""Of what no level explains, the share of a single token; vocabularies of any size do as well with this one."""
+NOTHING_LEFT = 1e-6
+
+WEIGHTS = np.dtype(
+    [
+        ("weight", np.float64, (LEVELS, BUCKETS)),
+        ("credit", np.float64, (LEVELS, BUCKETS)),
+        ("asked", np.float64, (LEVELS, BUCKETS)),
+    ],
+    align=True,
+)
+
+Memory = npt.NDArray[Any]
+
+PRIOR = {
+    # Of one token only, the doubt and how fast it fades with each doubling of the evidence; of few; of many.
+    SourceName.CONTEXT: (CONTEXT_LEVELS, MODEL_LEVELS, 0.7, 0.62, 0.6, 0.25),
+    SourceName.MODEL: (MODEL_LEVELS, CORPUS_LEVELS, 0.9, 0.75, 0.4, 0.05),
+    SourceName.CORPUS: (CORPUS_LEVELS, LEVELS, 0.9, 0.75, 0.35, 0.12),
+}
+
+
+def new_weights() -> Memory:
+    """Weights that have seen nothing; the prior was measured on one model's answers and is soon outweighed."""
+    memory = np.zeros(1, WEIGHTS)
+    weight = memory["weight"][0]
+    for first, stop, doubt, fading, few, many in PRIOR.values():
+        for size in range(SIZES):
+            weight[first:stop, 3 * size : 3 * size + 3] = 1 - doubt * fading**size, few, many
+    memory["credit"] = weight * STRENGTH
+    memory["asked"] = STRENGTH
+    return memory
+
+
+@njit(cache=True, nogil=True)
+def bucket_of(total: Any, distinct: Any) -> int:
+    """How much evidence there is, and how far it spreads."""
+    size = 0
+    left = total
+    while left >= 2 and size < SIZES - 1:
+        left >>= 1
+        size += 1
+    return 3 * size + (ONE if distinct <= 1 else FEW if distinct * 4 <= total else MANY)
+
+
+@njit(cache=True, nogil=True)
+def learn(weights: Any, work: Any) -> None:
+    """Credit the levels that were asked, with the shares that they gave to the token that came."""
+    left_open, heard = 1.0, 0.0
+    for turn in range(work.asked):
+        weight = weights.weight[work.levels[turn], work.buckets[turn]]
+        work.explained[turn] = left_open * weight * work.shares[turn]
+        heard += work.explained[turn]
+        left_open *= 1 - weight
+    heard += left_open * UNHEARD
+    left = 1.0
+    for turn in range(work.asked):
+        level, bucket = work.levels[turn], work.buckets[turn]
+        credit = work.explained[turn] / heard
+        fading = min(1.0, MEMORY / weights.asked[level, bucket])
+        weights.credit[level, bucket] = weights.credit[level, bucket] * fading + credit
+        weights.asked[level, bucket] = weights.asked[level, bucket] * fading + left
+        weights.weight[level, bucket] = weights.credit[level, bucket] / weights.asked[level, bucket]
+        left -= credit
+        if left < NOTHING_LEFT:
+            break
