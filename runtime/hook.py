@@ -13,20 +13,29 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config import DecodeConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import Finish, decode
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.families import refuse_by_configuration
+from hdtool.runtime.methods import drafter_for
 from hdtool.runtime.request import Request
 from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.target import Target, use_masked_attention
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessorList,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        StoppingCriteriaList,
+    )
     from transformers.generation.streamers import BaseStreamer
 
 Generated = GenerateDecoderOnlyOutput | torch.LongTensor
+Maker = Callable[[Target], Drafter]
 
 
 class Generator:
@@ -38,14 +47,32 @@ class Generator:
     generator serves one call at a time.
     """
 
-    def __init__(self, drafter: Drafter | None = None, *, seed: int | None = None) -> None:
-        """Without a ``seed``, each sampled answer takes its own from torch's generator, so that
-        ``torch.manual_seed`` reproduces a program and yet no two answers of it share their draws."""
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter | Maker | None = None, *, seed: int | None = None) -> None:
+        """``drafter`` may be a function that makes one for a target; without any, this is plain decoding.
+
+        Without a ``seed``, each sampled answer takes its own from torch's generator, so that
+        ``torch.manual_seed`` reproduces a program and yet no two answers of it share their draws.
+        """
+        self._make: Maker = drafter if callable(drafter) else lambda _: drafter or NoDraft()
         self._seed = seed
         self._target: Target | None = None
+        self._drafter: Drafter = NoDraft()
         self.stats = Stats()
         """What the last call took."""
+
+    @classmethod
+    def drafting(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        decoding: DecodeConfig | None = None,
+        shelf: ShelfConfig | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Generator:
+        """One that drafts as ``hdtool generate`` does: by a method, from the stores that fit the tokenizer."""
+        config = decoding or DecodeConfig()
+        stores = Shelf.for_tokenizer(tokenizer, shelf or ShelfConfig())
+        return cls(lambda target: drafter_for(config, target, stores), seed=seed)
 
     def __call__(
         self,
@@ -87,12 +114,16 @@ class Generator:
     ) -> Iterator[list[int]]:
         target = self._target_for(model)
         self.stats = Stats()
+        before = dict(self._drafter.seconds)
         steps = decode(
             target, request.prompt, sampler, max_new_tokens=request.most, stops=criteria, drafter=self._drafter
         )
-        for step in steps:
-            self.stats.add(step)
-            yield step.tokens
+        try:
+            for step in steps:
+                self.stats.add(step)
+                yield step.tokens
+        finally:
+            self.stats.add_seconds(before, self._drafter.seconds)
         if self.stats.finish is Finish.CONTEXT:
             warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
 
@@ -102,6 +133,7 @@ class Generator:
         if held is None or held.model is not model or (held.device, held.dtype) != (model.device, model.dtype):
             self._target = held = None  # its cache is freed before there is another
             self._target = held = Target(model)
+            self._drafter = self._make(held)
         return held
 
     def _seed_for(self, request: Request, seed: int | None) -> int:

@@ -90,11 +90,16 @@ class Sampler:
         if self._greedy:
             return int(scores.argmax())
         # The first token whose cumulative probability exceeds the draw; one of no probability never does.
-        reached = scores.softmax(dim=-1).double().cumsum(dim=-1)
+        reached = self.reached(scores)
         token = int(torch.searchsorted(reached, self.draw * reached[-1], right=True))
         if token == len(reached):
             raise ModelError("the model's logits are not numbers: its dtype may be too small, try --dtype float32")
         return token
+
+    @staticmethod
+    def reached(scores: torch.Tensor) -> torch.Tensor:
+        """Where each token's stretch of probability ends; the draw falls into one of them."""
+        return scores.softmax(dim=-1).double().cumsum(dim=-1)
 
     @property
     def draw(self) -> float:
