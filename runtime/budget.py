@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
 """Sizes of forward passes that are timed: nodes and the root. What lies between costs as much as the next larger."""
-TIMES = 3
-"""Each is timed so often; the fastest counts, since others only tell how busy the machine was."""
+TIMES, PATIENCE = 4, 1.0
+"""Each is timed so often, for about a second; the fastest counts, the others tell how busy the machine was."""
 LEARNING = 0.05
 """How far one step of the conversation moves what its pass is thought to cost."""
 SLOWEST, FASTEST = 2.0, 0.5
@@ -58,7 +58,7 @@ class MeasuredBudget:
     def __init__(self, target: Target, around: float = 2e-4) -> None:
         self._target = target
         self._around = around
-        self._costs = target.seconds_of_trees([rows - 1 for rows in ROWS], TIMES)
+        self._costs = target.seconds_of_trees([rows - 1 for rows in ROWS], TIMES, PATIENCE)
         self._bin = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
         """For each number of nodes, which of the sizes it costs."""
         self._most = ROWS[-1] - 1

@@ -39,6 +39,7 @@ class Hierarchy:
         context: bool = True,
         budget: Budget | None = None,
     ) -> None:
+        self.seconds: dict[SourceName, float] = {}
         self.budget = budget or FixedBudget()
         self.table = ContextTable()
         self._work, self._weights = np.zeros(1, WORK), new_weights()

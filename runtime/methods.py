@@ -3,23 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from sys import stderr
+from threading import Timer
 
+import torch
+
+from hdtool.data.errors import StoreError
+from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget
-from hdtool.runtime.config import DecodeConfig
+from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig, PaperConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.hierarchy import Hierarchy
+from hdtool.runtime.paper import PaperDrafter
 from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.sources.corpus import CorpusDrafter
+from hdtool.runtime.sources.prompt_lookup import PromptLookup
 from hdtool.runtime.target import Target
+
+PATIENCE = 2.0
+"""Seconds after which a user is told what takes so long."""
 
 Maker = Callable[[DecodeConfig, Target, Shelf], Drafter]
 
 
 def drafter_for(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
     """The drafter of a method; it may be kept for as long as the target, and learns over conversations."""
-    return MAKERS[config.method](config, target, shelf)
+    make = MAKERS[config.method]
+    _compile(make(replace(config, budget=LARGEST_BUDGET), target, shelf), target.config.vocab_size)
+    return make(config, target, shelf)
+
+
+def _compile(drafter: Drafter, vocabulary: int) -> None:
+    """Draft once in vain, so that no answer waits for the compiler; after the first time it is a matter of loading."""
+    note = Timer(PATIENCE, print, ["compiling the drafter for this machine, once; this takes a while"], {"file": stderr})
+    note.start()
+    words = [place % min(vocabulary, 7) for place in range(16)]
+    drafter.begin(words)
+    for said in words[:2]:
+        words.append(said)
+        drafter.observe(Accepted([], [said]), torch.zeros(1 + len(drafter.draft(words)), vocabulary))
+    note.cancel()
 
 
 def _plain(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
     return NoDraft()
+
+
+def _prompt_lookup(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+    return PromptLookup()
+
+
+def _lookahead(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+    return PaperDrafter(PaperConfig(order="C"))
+
+
+def _corpus(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+    if not shelf.corpus:
+        raise StoreError(
+            "method rest drafts from a corpus index, and there is none for this model's tokenizer: "
+            "build one with hdtool build-corpus-db, or name one with --corpus-db"
+        )
+    return CorpusDrafter(shelf.corpus, _budget(config, target))
+
+
+def _paper(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+    order = "".join(letter for letter in config.order if letter in config.use)
+    settings = PaperConfig(order=order, lookahead=config.lookahead)
+    return PaperDrafter(settings, model_store=shelf.model, corpus_index=shelf.corpus)
+
+
+def _hierarchy(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+    return Hierarchy(
+        shelf.model if "M" in config.use else None,
+        shelf.corpus if "S" in config.use else None,
+        context="C" in config.use,
+        budget=_budget(config, target),
+    )
 
 
 def _budget(config: DecodeConfig, target: Target) -> Budget:
@@ -28,4 +88,9 @@ def _budget(config: DecodeConfig, target: Target) -> Budget:
 
 MAKERS: dict[str, Maker] = {
     "ar": _plain,
+    "pld": _prompt_lookup,
+    "lade": _lookahead,
+    "rest": _corpus,
+    "hd-paper": _paper,
+    "hd": _hierarchy,
 }

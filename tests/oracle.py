@@ -16,9 +16,10 @@ def prompt_of(length: int) -> list[int]:
 
 
 def generated(model: Any, prompt: list[int], most: int, **options: Any) -> list[int]:
-    """What ``model.generate`` says, greedy."""
+    """What ``model.generate`` says, greedy unless told otherwise."""
     asked = torch.tensor([prompt], device=model.device)
-    said = model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=most, **options)
+    options = {"do_sample": False} | options
+    said = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=most, **options)
     ids: list[int] = said[0, len(prompt) :].tolist()
     return ids
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config import METHODS, ModelConfig
 from hdtool.runtime.load import load
 from tests.oracle import generated
 
@@ -46,7 +47,7 @@ def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str], code: int
 
 
 def test_an_answer_streams_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "--prompt", "What does `len` do?", *SHORT, "--stats"]) == 0
+    assert run(["generate", "--prompt", "What does `len` do?", *SHORT, "--stats", "--method", "ar"]) == 0
     printed = capfd.readouterr()
     assert printed.out.strip()
     assert printed.err.startswith("8 tokens in ")
@@ -67,10 +68,45 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
         assert record["output_ids"] == expected
         assert record["text"] == loaded.tokenizer.decode(expected, skip_special_tokens=True)
         assert (record["prompt"], record["prompt_tokens"]) == (asked, len(ids["input_ids"]))
-        assert record["tokens"] == record["steps"] == len(expected)
+        assert len(expected) == record["tokens"] > record["steps"] > 0
         assert record["finish"] == ("stop" if expected[-1] in loaded.stops else "length")
         assert record["tokens_per_second"] > 0
-        assert record["sources"] == {}
+        assert set(record["sources"]) == {"context", "model", "corpus"}
+        accepted = sum(source["accepted"] for source in record["sources"].values())
+        assert accepted == record["tokens"] - record["steps"]
+        for source in record["sources"].values():
+            assert source["drafted"] >= source["accepted"] >= 0 <= source["hits"] <= record["steps"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_says_the_same(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "--prompt", "Explain `zip` and `map`.", "--max-new-tokens", "40", "--json"]
+    for sampled in ([], ["--temperature", "1", "--seed", "3"]):
+        assert run([*asked, *sampled, "--method", "ar"]) == 0
+        plain = json.loads(capfd.readouterr().out)
+        assert run([*asked, *sampled, "--method", method]) == 0
+        assert json.loads(capfd.readouterr().out)["output_ids"] == plain["output_ids"]
+
+
+def test_each_token_has_the_colour_of_its_source(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "--prompt", "What does `len` do?", "--max-new-tokens", "48"]
+    assert run(asked) == 0
+    plain = capfd.readouterr()
+    assert "drafting from" in plain.err and "stores" in plain.err
+    assert run([*asked, "--color"]) == 0
+    coloured = capfd.readouterr()
+    assert "drafted by: \033[32mcontext\033[0m" in coloured.err
+    assert "\033[" in coloured.out
+    assert re.sub(r"\033\[\d+m", "", coloured.out) == plain.out
+
+
+def test_stores_may_be_named_or_left_out(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["generate", "--prompt", "What?", *SHORT]
+    assert run([*asked, "--model-db", "none", "--corpus-db", "none"]) == 0
+    assert "no stores, only the conversation itself" in capfd.readouterr().err
+    assert "holds no store" in complaint(capfd, [*asked, "--corpus-db", str(tmp_path)])
+    assert "a corpus store is needed" in complaint(capfd, [*asked, "--corpus-db", str(demo.MODEL_STORE)])
+    assert "rest drafts from a corpus index" in complaint(capfd, [*asked, "--method", "rest", "--corpus-db", "none"])
 
 
 def test_an_answer_may_end_in_several_ways() -> None:
@@ -119,13 +155,14 @@ def test_a_prompt_comes_through_a_pipe() -> None:
     result = hdtool("generate", *SHORT, "--json", stdin="What is a list?\n")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["prompt"] == "What is a list?"
-    assert result.stderr == b""
+    assert result.stderr.startswith(b"drafting from ")
 
 
 def test_the_demo_shows_several_kinds(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", "--prompts", "3", *SHORT]) == 0
     shown = capfd.readouterr().out
-    assert shown.count("tokens/s") == 4
+    assert shown.count("  plain ") == shown.count("  hd ") == 4
+    assert "3 of 3 answers are the same, token for token" in shown
     assert all(f"▌ {kind}" in shown for kind in ("math", "explain", "write"))
 
 
@@ -152,7 +189,7 @@ def test_version_and_help() -> None:
         (["--dtype", "int4"], "dtype is int4: it must be one of auto, float32"),
         (["--device", "abacus"], "device is 'abacus'"),
         (["--device", "cuda:99"], "device 'cuda:99' is not there: torch"),
-        (["--method", "magic"], "method is magic: it must be one of ar"),
+        (["--method", "magic"], "method is magic: it must be one of ar, pld"),
         (["--prompts", "x"], "--prompt and --prompts exclude each other"),
         (["--no-such-option"], "No such option"),
     ],
@@ -282,7 +319,9 @@ def test_ctrl_c_keeps_the_text_so_far(as_json: bool, tmp_path: Path) -> None:
     command = [*HDTOOL, "generate", "--prompts", str(prompts), "--max-new-tokens", "900", "--temperature", "1"]
     if as_json:
         command.append("--json")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # Started in the background, a shell's children ignore Ctrl-C; this one must hear it all the same.
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard) as process:
         assert process.stdout and process.stderr
         first = process.stdout.read(1)
         time.sleep(0.2)
