@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +17,18 @@ class Accepted:
 
     path: list[int]
     tokens: list[int]
+    stopped: bool = False
+    """Whether the last token ends the answer."""
 
 
 def accept(
-    tree: DraftTree, logits: torch.Tensor, sampler: Sampler, *, stops: Collection[int] = (), most: int
+    tree: DraftTree, logits: torch.Tensor, sampler: Sampler, *, stops: Container[int] = (), most: int
 ) -> Accepted:
     """Follow the tree as long as it holds what the target chooses.
 
     At each node the target chooses the next token from its own distribution; the choice is emitted
-    whether or not it was drafted. Ends at a stop token and after ``most`` tokens.
+    whether or not it was drafted. Ends at a stop token and after ``most`` tokens. ``stops`` is asked
+    exactly once for each token, when the token stands at the end of ``sampler.context``.
     """
     choose = sampler.over(logits)
     path: list[int] = []
@@ -35,8 +38,9 @@ def accept(
         token = choose(node + 1)
         tokens.append(token)
         sampler.context.append(token)
-        child = tree.child(node, token) if len(tree) else None
-        if child is None or token in stops or len(tokens) == most:
-            return Accepted(path, tokens)
+        stopped = token in stops
+        child = tree.child(node, token) if len(tree) and not stopped and len(tokens) < most else None
+        if child is None:
+            return Accepted(path, tokens, stopped)
         path.append(child)
         node = child

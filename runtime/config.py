@@ -95,6 +95,20 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
+class VerifyConfig:
+    """How much is decoded to see that nothing is lost."""
+
+    limit: int = 20
+    """Prompts at most."""
+    max_new_tokens: int = 128
+    """Of each answer."""
+
+    def __post_init__(self) -> None:
+        _require(self.limit >= 1, "limit", self.limit, "1 or more")
+        _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
+
+
+@dataclass(frozen=True)
 class ShelfConfig:
     """Which stores are drafted from: a folder, ``none``, or, if None, whatever fits the model's tokenizer."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,7 +55,7 @@ def decode(
     sampler: Sampler,
     *,
     max_new_tokens: int,
-    stops: Collection[int] = (),
+    stops: Container[int] = (),
     drafter: Drafter | None = None,
 ) -> Iterator[Step]:
     """Answer a prompt, one step after another.
@@ -74,7 +74,7 @@ def decode(
         target.keep(accepted.path)
         drafter.observe(accepted, logits)
         room -= len(accepted.tokens)
-        finish = Finish.STOP if accepted.tokens[-1] in stops else at_the_end if not room else None
+        finish = Finish.STOP if accepted.stopped else at_the_end if not room else None
         yield Step(accepted.tokens, tree, accepted.path, *clock.lap(), finish)
         if finish:
             return

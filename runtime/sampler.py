@@ -49,10 +49,23 @@ class Sampler:
     which is why drafting changes nothing in what is said.
     """
 
-    def __init__(self, config: SamplingConfig, context: Sequence[int], generation: GenerationConfig | None = None):
+    def __init__(
+        self,
+        config: SamplingConfig,
+        context: Sequence[int],
+        generation: GenerationConfig | None = None,
+        *,
+        processors: LogitsProcessorList | None = None,
+        padding: Sequence[int] = (),
+    ) -> None:
+        """``processors`` stand in for those of ``config``, which then says whether to draw and the seed.
+
+        Processors see ``padding`` in front of the context; the model has never read it.
+        """
         self._greedy = config.is_greedy
-        self._processors = processors_of(config, generation)
+        self._processors = processors_of(config, generation) if processors is None else processors
         self._draws = Draws(config.seed)
+        self._ids = _GrowingIds(padding)
         self.context = list(context)
 
     def over(self, logits: torch.Tensor) -> Callable[[int], int]:
@@ -60,20 +73,59 @@ class Sampler:
         if self._greedy and not self._processors:
             likeliest = logits.argmax(dim=-1).tolist()
             return lambda row: int(likeliest[row])
-        return lambda row: self._choose(logits[row])
+        return lambda row: self.choose(self.scores(logits[row]))
 
-    @torch.inference_mode()
-    def _choose(self, logits: torch.Tensor) -> int:
-        ids = torch.tensor([self.context], device=logits.device)
-        scores = self._processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, logits[None].float()))[0]
+    def ids(self, device: torch.device) -> torch.LongTensor:
+        """The context so far, ``[1, length]``, as processors and stopping criteria read it."""
+        return self._ids.of(self.context, device)
+
+    @torch.no_grad()  # not inference mode: processors of others may keep what they make, and use it elsewhere
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the processors make of one row of logits, given the context so far; the row stays as it is."""
+        given = cast(torch.FloatTensor, logits[None].to(torch.float32, copy=True))
+        return self._processors(self.ids(logits.device), given)[0]
+
+    @torch.no_grad()
+    def choose(self, scores: torch.Tensor) -> int:
         if self._greedy:
             return int(scores.argmax())
         # The first token whose cumulative probability exceeds the draw; one of no probability never does.
-        reached = scores.softmax(dim=-1).double().cumsum(dim=-1)
-        token = int(torch.searchsorted(reached, self._draws[len(self.context)] * reached[-1], right=True))
+        reached = self.reached(scores)
+        token = int(torch.searchsorted(reached, self.draw * reached[-1], right=True))
         if token == len(reached):
             raise ModelError("the model's logits are not numbers: its dtype may be too small, try --dtype float32")
         return token
+
+    @staticmethod
+    def reached(scores: torch.Tensor) -> torch.Tensor:
+        """Where each token's stretch of probability ends; the draw falls into one of them."""
+        return scores.softmax(dim=-1).double().cumsum(dim=-1)
+
+    @property
+    def draw(self) -> float:
+        """The draw that decides about the next token."""
+        return self._draws[len(self.context)]
+
+
+class _GrowingIds:
+    """A context as a tensor; it grows in place, where a new tensor for each token would cost its length."""
+
+    def __init__(self, padding: Sequence[int]) -> None:
+        self._padding = list(padding)
+        self._ids = torch.empty((1, 0), dtype=torch.long)
+        self._filled = 0
+
+    @torch.no_grad()
+    def of(self, context: list[int], device: torch.device) -> torch.LongTensor:
+        length = len(self._padding) + len(context)
+        if self._ids.shape[1] < length or self._ids.device != device:
+            self._ids = torch.empty((1, 2 * length), dtype=torch.long, device=device)
+            self._filled = 0
+        if self._filled < length:
+            new = context[self._filled - len(self._padding) :] if self._filled else [*self._padding, *context]
+            self._ids[0, self._filled : length] = torch.tensor(new, device=device)
+            self._filled = length
+        return cast(torch.LongTensor, self._ids[:, :length])
 
 
 def processors_of(config: SamplingConfig, generation: GenerationConfig | None) -> LogitsProcessorList:

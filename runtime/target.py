@@ -34,8 +34,7 @@ class Target:
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_by_configuration(model.config)
         refuse_by_class(model)
-        if model.config._attn_implementation not in USABLE_ATTENTION:
-            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        use_masked_attention(model)
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.device
@@ -157,6 +156,12 @@ class Target:
         depth = len(paths[0])
         last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]
         refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1])
+
+
+def use_masked_attention(model: PreTrainedModel) -> None:
+    """Let the model compute attention in a way that takes masks of ours, as flash attention does not."""
+    if model.config._attn_implementation not in USABLE_ATTENTION:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 def _keeps_logits(model: PreTrainedModel) -> bool:

@@ -1,0 +1,172 @@
+"""``hdtool verify``: whether drafting changes anything, on this model, these stores and this device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hdtool.cli import options
+from hdtool.data.errors import PromptError
+from hdtool.data.prompts import Prompt, read_prompts
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig, VerifyConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hdtool.runtime.load import Loaded
+    from hdtool.runtime.verify import Check, Explanation, Measure, Oracle, Verifier
+
+CLAIMS = {"plain": "drafted answers identical to plain decoding", "generate": "plain decoding identical to generate"}
+
+
+def verify(
+    model: options.Model = ModelConfig.model,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of prompts, as generate takes it. Default: the embedded ones.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Prompts to answer at most, the first of the file.")] = VerifyConfig.limit,
+    method: options.Method = DecodeConfig.method,
+    model_db: options.ModelDb = ShelfConfig.model_db,
+    corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
+    budget: options.Budget = DecodeConfig.budget,
+    max_new_tokens: options.MaxNewTokens = VerifyConfig.max_new_tokens,
+    temperature: options.Temperature = SamplingConfig.temperature,
+    top_k: options.TopK = SamplingConfig.top_k,
+    top_p: options.TopP = SamplingConfig.top_p,
+    repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
+    seed: options.Seed = SamplingConfig.seed,
+    device: options.Device = ModelConfig.device,
+    dtype: options.DType = ModelConfig.dtype,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    chat: options.Chat = None,
+    quiet: options.Quiet = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+) -> int:
+    """Check on your own device that drafting changes no answer.
+
+    Answers prompts by plain decoding, by the method and, where nothing is drawn, by transformers' generate, and
+    compares token for token. Where they part, the place is computed once more in higher precision: a gap within what
+    rounding does there is a near tie. Exit code 0 if all is identical or a near tie, else 1.
+    """
+    size = VerifyConfig(limit, max_new_tokens)
+    decoding = DecodeConfig(method, size.max_new_tokens, budget)
+    sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
+
+    from hdtool.cli.answers import quiet_libraries
+    from hdtool.data import demo
+    from hdtool.runtime.load import load
+    from hdtool.runtime.methods import drafter_for
+    from hdtool.runtime.shelf import Shelf
+    from hdtool.runtime.verify import Verifier
+
+    asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
+    quiet_libraries()
+    loaded = load(ModelConfig(model, device, dtype, trust_remote_code))
+    shelf = Shelf() if method == "ar" else Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig(model_db, corpus_db))
+    verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, shelf), size.max_new_tokens)
+    checks = _checked(verifier, loaded, asked, chat, quiet)
+    explained = verifier.explain([difference for check in checks for difference in check.differences])
+    report = _report(loaded, method, verifier.oracles, checks, explained)
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        print(f"drafting from {shelf}", file=sys.stderr)
+        _tell(report)
+    return 0 if report["lossless"] else 1
+
+
+def _checked(verifier: Verifier, loaded: Loaded, asked: list[Prompt], chat: bool | None, quiet: bool) -> list[Check]:
+    from hdtool.builders.progress import bar
+    from hdtool.data.chat import encode_conversation
+
+    checks = []
+    with bar(len(asked), "prompts", quiet=quiet) as shown:
+        for prompt in asked:
+            ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat)
+            try:
+                checks.append(verifier.check(prompt.id, ids))
+            except PromptError as error:
+                raise PromptError(f"prompt {prompt.id}: {error}") from None
+            shown.advance()
+    return checks
+
+
+def _report(
+    loaded: Loaded, method: str, oracles: list[Oracle], checks: list[Check], explained: list[Explanation]
+) -> dict[str, Any]:
+    """What ``--json`` prints; names stay as they are once they have shipped."""
+    steps, tokens = (sum(getattr(check, name) for check in checks) for name in ("steps", "tokens"))
+    return {
+        "model": loaded.name,
+        "device": str(loaded.target.device),
+        "dtype": str(loaded.target.dtype).removeprefix("torch."),
+        "method": method,
+        "prompts": len(checks),
+        "tokens": tokens,
+        "tokens_per_step": round(tokens / steps, 3),
+        "identical": {oracle: sum(check.equals(oracle) for check in checks) for oracle in oracles},
+        "near_ties": sum(explanation.near_tie for explanation in explained),
+        "lossless": all(explanation.near_tie for explanation in explained),
+        "differences": [_difference(explanation, loaded.tokenizer) for explanation in explained],
+    }
+
+
+def _difference(explanation: Explanation, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    difference = explanation.difference
+
+    def measure(taken: Measure | None) -> dict[str, Any] | None:
+        return vars(taken) if taken else None
+
+    def token(number: int | None) -> dict[str, Any] | None:
+        return None if number is None else {"id": number, "text": tokenizer.decode([number])}
+
+    return {
+        "prompt": difference.prompt,
+        "compared_with": difference.oracle,
+        "position": difference.position,
+        "expected": token(difference.expected),
+        "found": token(difference.found),
+        "logits": measure(explanation.working),
+        "recomputed": measure(explanation.precise),
+        "recomputed_choice": token(explanation.chosen),
+        "rounding": explanation.rounding,
+        "near_tie": explanation.near_tie,
+        "reason": explanation.reason,
+    }
+
+
+def _tell(report: dict[str, Any]) -> None:
+    print("{model} on {device} in {dtype}, method {method}: {prompts} prompts, {tokens:,} tokens".format(**report))
+    for oracle, count in report["identical"].items():
+        print(f"{CLAIMS[oracle]}: {count} of {report['prompts']}")
+    for difference in report["differences"]:
+        print(_place(difference))
+    if not report["differences"]:
+        print(f"lossless, at {report['tokens_per_step']:.2f} tokens per step")
+    elif report["lossless"]:
+        print(f"lossless but for {report['near_ties']} near ties that rounding decides: take --dtype float32 to see")
+    else:
+        print("NOT lossless: there are differences that rounding does not explain; please report this")
+
+
+def _place(difference: dict[str, Any]) -> str:
+    told = [difference[side] for side in ("expected", "found", "recomputed_choice")]
+    expected, found, chosen = (f"{token['id']} {token['text']!r}" if token else "the end" for token in told)
+    lines = [
+        f"prompt {difference['prompt']}, token {difference['position']}, compared with {difference['compared_with']}: "
+        f"expected {expected}, found {found}"
+    ]
+    for name in ("logits", "recomputed"):
+        if taken := difference[name]:
+            values = f"{taken['expected']:.6g} and {taken['found']:.6g}, {taken['gap']:.3g} apart"
+            lines.append(f"  {name} in {taken['dtype']}: {values}")
+    if difference["rounding"] is not None:
+        verdict = "a near tie" if difference["near_tie"] else "NOT a near tie"
+        lines.append(f"  rounding moves {difference['rounding']:.3g} here, recomputed the token is {chosen}: {verdict}")
+    if difference["reason"]:
+        lines.append(f"  {difference['reason']}")
+    return "\n".join(lines)

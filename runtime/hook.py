@@ -1,0 +1,213 @@
+"""Decoding inside ``model.generate``: in code that is written for ``transformers`` already."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hdtool.runtime.config import DecodeConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.decode import Finish, decode
+from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.families import refuse_by_configuration
+from hdtool.runtime.methods import drafter_for
+from hdtool.runtime.request import Request
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.stats import Stats
+from hdtool.runtime.target import Target, use_masked_attention
+
+if TYPE_CHECKING:
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessorList,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        StoppingCriteriaList,
+    )
+    from transformers.generation.streamers import BaseStreamer
+
+Generated = GenerateDecoderOnlyOutput | torch.LongTensor
+Maker = Callable[[Target], Drafter]
+
+
+class Generator:
+    """Give one as ``custom_generate`` and ``model.generate`` decodes by hdtool's loop::
+
+        model.generate(**inputs, max_new_tokens=100, custom_generate=Generator())
+
+    Keep it between calls: it holds the cache, and the proof that the model can verify trees. One
+    generator serves one call at a time.
+    """
+
+    def __init__(self, drafter: Drafter | Maker | None = None, *, seed: int | None = None) -> None:
+        """``drafter`` may be a function that makes one for a target; without any, this is plain decoding.
+
+        Without a ``seed``, each sampled answer takes its own from torch's generator, so that
+        ``torch.manual_seed`` reproduces a program and yet no two answers of it share their draws.
+        """
+        self._make: Maker = drafter if callable(drafter) else lambda _: drafter or NoDraft()
+        self._seed = seed
+        self._target: Target | None = None
+        self._drafter: Drafter = NoDraft()
+        self.stats = Stats()
+        """What the last call took."""
+
+    @classmethod
+    def drafting(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        decoding: DecodeConfig | None = None,
+        shelf: ShelfConfig | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Generator:
+        """One that drafts as ``hdtool generate`` does: by a method, from the stores that fit the tokenizer."""
+        config = decoding or DecodeConfig()
+        stores = Shelf.for_tokenizer(tokenizer, shelf or ShelfConfig())
+        return cls(lambda target: drafter_for(config, target, stores), seed=seed)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        seed: int | None = None,
+        **model_arguments: Any,
+    ) -> Generated:
+        """``generate`` calls this with all that it has prepared; ``seed`` may be given to it as well."""
+        refuse_by_configuration(model.config)
+        request = Request.of(input_ids, generation_config, stopping_criteria, model_arguments)
+        streamer = streamer or _streamer_of_generate()
+        sampler = _Recorder(request, logits_processor, self._seed_for(request, seed), input_ids.device)
+        said: list[int] = []
+        with _borrowed(model):
+            for tokens in self._steps(model, request, sampler, _Criteria(stopping_criteria, sampler)):
+                said += tokens
+                if streamer is not None:
+                    for token in tokens:
+                        streamer.put(torch.tensor([token]))
+        if streamer is not None:
+            streamer.end()
+        sequences = torch.cat([input_ids, input_ids.new_tensor([said])], dim=-1)
+        if not request.wants_details:
+            return cast(torch.LongTensor, sequences)
+        return GenerateDecoderOnlyOutput(
+            sequences=cast(torch.LongTensor, sequences),
+            scores=cast(Any, sampler.scores_kept),
+            logits=cast(Any, sampler.logits_kept),
+        )
+
+    def _steps(
+        self, model: PreTrainedModel, request: Request, sampler: _Recorder, criteria: _Criteria
+    ) -> Iterator[list[int]]:
+        target = self._target_for(model)
+        self.stats = Stats()
+        before = dict(self._drafter.seconds)
+        steps = decode(
+            target, request.prompt, sampler, max_new_tokens=request.most, stops=criteria, drafter=self._drafter
+        )
+        try:
+            for step in steps:
+                self.stats.add(step)
+                yield step.tokens
+        finally:
+            self.stats.add_seconds(before, self._drafter.seconds)
+        if self.stats.finish is Finish.CONTEXT:
+            warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
+
+    def _target_for(self, model: PreTrainedModel) -> Target:
+        """The one of the last call, unless that was another model or the model has moved since."""
+        held = self._target
+        if held is None or held.model is not model or (held.device, held.dtype) != (model.device, model.dtype):
+            self._target = held = None  # its cache is freed before there is another
+            self._target = held = Target(model)
+            self._drafter = self._make(held)
+        return held
+
+    def _seed_for(self, request: Request, seed: int | None) -> int:
+        given = seed if seed is not None else self._seed
+        if given is None and request.draws:
+            return int(torch.randint(2**63 - 1, ()))
+        return given or 0
+
+
+class _Recorder(Sampler):
+    """A sampler with ``generate``'s processors, which keeps the scores and logits that were asked for."""
+
+    def __init__(self, request: Request, processors: LogitsProcessorList, seed: int, device: torch.device) -> None:
+        # The processors have the temperature in them; 1 only says that there is something to draw.
+        config = SamplingConfig(temperature=1.0 if request.draws else 0.0, seed=seed)
+        super().__init__(config, request.prompt, processors=processors, padding=request.padding)
+        self.device = device
+        """Where the prompt lies, and all that processors and criteria have of their own."""
+        self.scores_kept: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
+        self.logits_kept: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
+
+    def over(self, logits: torch.Tensor) -> Callable[[int], int]:
+        logits = logits.to(self.device)
+        if self.scores_kept is None and self.logits_kept is None:
+            return super().over(logits)
+
+        def choose(row: int) -> int:
+            scores = self.scores(logits[row])
+            if self.logits_kept is not None:
+                self.logits_kept += (logits[row : row + 1].to(torch.float32, copy=True),)
+            if self.scores_kept is not None:
+                self.scores_kept += (scores[None],)
+            return self.choose(scores)
+
+        return choose
+
+
+class _Criteria:
+    """``generate``'s stopping criteria as the stops of the loop: asked about each token, once and in order."""
+
+    def __init__(self, criteria: StoppingCriteriaList, sampler: _Recorder) -> None:
+        self._criteria = criteria
+        self._sampler = sampler
+
+    def __contains__(self, token: object) -> bool:
+        ids = self._sampler.ids(self._sampler.device)
+        return bool(self._criteria(ids, cast(Any, self._sampler.scores_kept)).all())
+
+
+@contextmanager
+def _borrowed(model: PreTrainedModel) -> Iterator[None]:
+    """The model as a target needs it, given back as it was: which parts train, and how it attends."""
+    training = [module for module in model.modules() if module.training]
+    attention = model.config._attn_implementation
+    try:
+        model.eval()
+        use_masked_attention(model)
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        if model.config._attn_implementation != attention:
+            model.set_attn_implementation(attention)
+
+
+def _streamer_of_generate() -> BaseStreamer | None:
+    """The streamer that the ``generate`` around this call was given.
+
+    transformers 5 puts the prompt into it and then does not hand it on to a callable, so whoever
+    reads from it would wait forever. It still is a local of that frame.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = cast(Any, frame.f_back)
+    streamer: BaseStreamer | None = frame.f_locals.get("streamer") if frame is not None else None
+    return streamer

@@ -1,0 +1,52 @@
+"""A model computing more precisely for a while, to tell what rounding does to it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import Linear
+
+from hdtool.data.errors import ModelError
+from hdtool.runtime.layout import BlockedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HIGHER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+"""The next type that computes much more precisely; there is none above float64."""
+
+
+@contextmanager
+def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """All weights in the next higher precision, on ``device``; the very same tensors are put back at the end."""
+    if model.dtype not in HIGHER:
+        raise ModelError(f"nothing computes more precisely than {model.dtype}")
+    higher = HIGHER[model.dtype]
+    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point()]
+    blocked: list[Linear] = [module for module in model.modules() if isinstance(module, BlockedLinear)]
+    kept = [tensor.data for tensor in tensors]
+    try:
+        for module in blocked:
+            module.__class__ = Linear  # its second copy of the weights stays as imprecise as it is
+        for tensor in tensors:
+            wider = tensor.dtype in HIGHER and torch.finfo(tensor.dtype).bits < torch.finfo(higher).bits
+            tensor.data = tensor.data.to(device, higher if wider else tensor.dtype)
+        yield
+    finally:
+        for tensor, data in zip(tensors, kept, strict=True):
+            tensor.data = data
+        for module in blocked:
+            module.__class__ = BlockedLinear
+
+
+@torch.inference_mode()
+def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
+    """The logits that follow ``ids``, from one plain pass over nothing but them."""
+    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    logits: torch.Tensor = model(torch.tensor([ids], device=model.device), use_cache=False, **options).logits[0, -1]
+    return logits
