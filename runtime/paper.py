@@ -35,9 +35,9 @@ Ints = npt.NDArray[Any]
 class PaperDrafter:
     """Asks its databases in order until there are enough sequences, and unites these into one tree.
 
-    The context table learns from the prompt, from what is emitted, from what the target would have
-    said after the drafts that it turned down, and from the lookahead branch; where the order leaves it
-    out, none of this is done. Databases that the order names and that are not there are passed over.
+    The context table learns from the prompt, from what is emitted, from the lookahead branch and, if
+    asked to, from what the target would have said after drafts that it turned down; where the order
+    leaves it out, none of this is done. Databases that are named and not there are passed over.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class PaperDrafter:
         corpus_index: CorpusIndex | None = None,
     ) -> None:
         self.config = config = config or PaperConfig()
-        self.seconds = dict.fromkeys((*SOURCE_OF.values(), SourceName.LOOKAHEAD), 0.0)
+        self.seconds: dict[SourceName, float] = dict.fromkeys((*SOURCE_OF.values(), SourceName.LOOKAHEAD), 0.0)
+        """What each source has taken since this drafter exists."""
         self._store = model_store
         self._index = corpus_index
         self._table = SequenceTable(config.sequences)

@@ -27,7 +27,7 @@ from tests.test_decode import SAMPLINGS, run, said
 from tests.test_model_store import build
 
 FAMILIES = ["llama", "gpt2", "gemma2", "gemma3", "mistral", "phi3"]
-DRAFTERS = ["hd-paper", "hd-paper without lookahead", "lade", "pld", "rest"]
+DRAFTERS = ["hd-paper", "hd-paper with discarded", "hd-paper without lookahead", "lade", "pld", "rest"]
 PROMPT = prompt_of(20) * 2  # says something twice, for those that look into the prompt
 
 
@@ -43,7 +43,7 @@ def plain(family: str, sampling: str) -> list[int]:
 
 def drafter_of(name: str, store: ModelStore, index: CorpusIndex) -> Drafter:
     if name.startswith("hd-paper"):
-        config = PaperConfig(lookahead=name == "hd-paper")
+        config = PaperConfig(lookahead="without" not in name, discarded="with discarded" in name)
         return PaperDrafter(config, model_store=store, corpus_index=index)
     others: dict[str, Drafter] = {"lade": lookahead_decoding(), "pld": PromptLookup(), "rest": CorpusDrafter(index)}
     return others[name]

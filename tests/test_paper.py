@@ -273,7 +273,7 @@ def test_the_lookahead_branch_feeds_the_table() -> None:
 
 def test_what_the_target_says_after_lost_drafts_feeds_the_table() -> None:
     prompt = [5, 1, 2, 3, 4, 9, 5]
-    drafter = PaperDrafter(PaperConfig(lookahead=False))
+    drafter = PaperDrafter(PaperConfig(lookahead=False, discarded=True))
     drafter.begin(prompt)
     tree = drafter.draft(prompt)
     assert tree.tokens.tolist() == [1, 2, 3, 4]
