@@ -21,7 +21,7 @@ METHODS = {
 }
 SOURCE_LETTERS = "CMS"
 """Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
-LARGEST_BUDGET = 63
+LARGEST_BUDGET = 64
 """Nodes that go into one forward pass at most, the root aside."""
 LOWEST_TEMPERATURE = 1e-5
 

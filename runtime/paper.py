@@ -20,8 +20,7 @@ from hdtool.runtime.sources.discarded import discarded
 from hdtool.runtime.sources.lookahead import Lookahead
 from hdtool.runtime.sources.sequences import LENGTH, SequenceTable
 from hdtool.runtime.sources.trie import Trie, sequences_of
-from hdtool.runtime.target import LARGEST_TREE
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.corpus_index import CorpusIndex

@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from hdtool.runtime.config import LARGEST_BUDGET
+
 ROOT = -1
 """The parent of a node that follows the last emitted token directly."""
-LARGEST_TREE = 64
+LARGEST_TREE = LARGEST_BUDGET
 """Nodes that a target has room for."""
 
 
