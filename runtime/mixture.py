@@ -11,7 +11,7 @@ from numba import njit
 from hdtool.runtime.model_store import LONGEST_PREFIX, mixed
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import CHAINS, LONG, LONGEST_MATCH, SHORT, recent
-from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE, narrow, read_samples, size_of, tally
+from hdtool.runtime.sources.corpus_levels import FEWEST_SAMPLES, LONGEST_RANGE, SAMPLES, narrow, read_samples, size_of, tally
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
 from hdtool.runtime.weights import CONTEXT_LEVELS, CORPUS_LEVELS, MODEL_LEVELS, bucket_of
 from hdtool.runtime.workspace import CANDIDATES, SLOTS, memory_at
@@ -52,7 +52,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
                 break
         if work.has[CORPUS] and order <= LONGEST_RANGE and left_open >= WORTH_A_SEARCH * least:
             lowest = order
-            left_open = _ask_corpus(corpus, at, node, order, left_open, floor, truth)
+            left_open = _ask_corpus(corpus, at, node, order, left_open, least, floor, truth)
             if left_open < least:
                 break
     if node > 0:
@@ -123,7 +123,7 @@ def _ask_model(
 
 @njit(cache=True, nogil=True)
 def _ask_corpus(
-    corpus: Ints, at: Ints, node: int, order: int, left_open: float, floor: float, truth: int
+    corpus: Ints, at: Ints, node: int, order: int, left_open: float, least: float, floor: float, truth: int
 ) -> float:
     """What remains open behind a level of the corpus."""
     memory = memory_at(at)
@@ -134,7 +134,8 @@ def _ask_corpus(
     if found == 0:
         return left_open
     if ranges.read[node, order] == 0:
-        read_samples(corpus, ranges, node, order, found)
+        # Where little more is open than matters, only the commonest followers do.
+        read_samples(corpus, ranges, node, order, found, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least))))
     distinct = tally(ranges, node, order, work.corpus_evidence, work.corpus_counts)
     if distinct == 0:
         return left_open

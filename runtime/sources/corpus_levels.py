@@ -31,6 +31,8 @@ from hdtool.runtime.tree import LARGEST_TREE
 
 LONGEST_RANGE = 6
 SAMPLES = 64
+FEWEST_SAMPLES = 16
+"""Read of a range: the most, and the fewest where there are as many."""
 ROWS = LARGEST_TREE + 1
 LOW, HIGH = range(2)
 FAR = 1024
@@ -174,10 +176,10 @@ def _follower(shards: Shards, shard: int, order: int, suffix: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def read_samples(corpus: Ints, ranges: Any, node: int, order: int, found: int) -> None:
-    """Read up to ``SAMPLES`` followers of a range of ``found`` places."""
+def read_samples(corpus: Ints, ranges: Any, node: int, order: int, found: int, most: int) -> None:
+    """Read up to ``most`` followers of a range of ``found`` places."""
     shards, places = shards_at(corpus, ranges.shards), places_of(ranges)
-    read = min(found, SAMPLES)
+    read = min(found, most)
     step = (found << 16) // read
     samples = ranges.samples[node, order]
     turn, before = 0, 0
