@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import njit
 
 from hdtool.runtime.tree import DraftTree
 
@@ -70,17 +71,33 @@ def tree_mask(tree: DraftTree, length: int, reaches: list[Reach], dtype: torch.d
 
 def _additive(tree: DraftTree, length: int, reach: Reach, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     rows = len(tree) + 1
-    mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
+    lowest = torch.finfo(dtype).min
     if reach.sees_all(length + rows):
         # Of the context all is seen: only what the tree hides needs to be made and sent.
-        hidden = torch.from_numpy(~tree.lineage).to(device)
-        mask[0, 0, :, length:].masked_fill_(hidden, torch.finfo(dtype).min)
+        if dtype == torch.float32 and device.type == "cpu":
+            whole = np.zeros((1, 1, rows, length + rows), np.float32)
+            hide(whole[0, 0], tree.lineage, lowest)
+            return torch.from_numpy(whole)
+        mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
+        mask[0, 0, :, length:].masked_fill_(torch.from_numpy(~tree.lineage).to(device), lowest)
         return mask
+    mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
     visible = np.ones((rows, length + rows), np.bool_)
     visible[:, length:] = tree.lineage
     positions = length + tree.depths
     visible &= reach.allows(positions, np.concatenate([np.arange(length), positions]))
-    return mask.masked_fill_(torch.from_numpy(~visible).to(device), torch.finfo(dtype).min)
+    return mask.masked_fill_(torch.from_numpy(~visible).to(device), lowest)
+
+
+@njit(cache=True, nogil=True)
+def hide(mask: npt.NDArray[np.float32], lineage: npt.NDArray[np.bool_], lowest: float) -> None:
+    """Write into the last columns of a mask what the rows of a tree must not see of each other."""
+    rows = len(lineage)
+    first = mask.shape[1] - rows
+    for row in range(rows):
+        for column in range(rows):
+            if not lineage[row, column]:
+                mask[row, first + column] = lowest
 
 
 def _nothing_hidden(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
