@@ -1,10 +1,11 @@
-"""The drafters beside the default: whatever they draft, what is said equals plain decoding."""
+"""All drafters: whatever they draft, what is said equals plain decoding."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hdtool.runtime.config import PaperConfig, SamplingConfig
 from hdtool.runtime.corpus_index import LARGEST_TREE, CorpusIndex
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.model_store import ModelStore
 from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.sources import SourceName
@@ -26,8 +28,9 @@ from tests.test_corpus_index import index_of
 from tests.test_decode import SAMPLINGS, run, said
 from tests.test_model_store import build
 
-FAMILIES = ["llama", "gpt2", "gemma2", "gemma3", "mistral", "phi3"]
-DRAFTERS = ["hd-paper", "hd-paper with discarded", "hd-paper without lookahead", "lade", "pld", "rest"]
+FAMILIES = ["llama", "gpt2", "gpt_neox", "opt", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "mixtral"]
+PEERS = ["hd-paper", "hd-paper with discarded", "hd-paper without lookahead", "lade", "pld", "rest"]
+DRAFTERS = ["hd", "hd of the context alone", "hd at the largest budget", *PEERS]
 PROMPT = prompt_of(20) * 2  # says something twice, for those that look into the prompt
 
 
@@ -42,6 +45,10 @@ def plain(family: str, sampling: str) -> list[int]:
 
 
 def drafter_of(name: str, store: ModelStore, index: CorpusIndex) -> Drafter:
+    if name == "hd of the context alone":
+        return Hierarchy()
+    if name in ("hd", "hd at the largest budget"):
+        return Hierarchy(store, index, budget=FixedBudget(12 if name == "hd" else LARGEST_TREE))
     if name.startswith("hd-paper"):
         config = PaperConfig(lookahead="without" not in name, discarded="with discarded" in name)
         return PaperDrafter(config, model_store=store, corpus_index=index)
@@ -76,7 +83,7 @@ def test_drafts_change_nothing(family: str, name: str, folder: Path) -> None:
             step.tree.check_integrity()
             assert len(step.tree) <= LARGEST_TREE
         accepted += sum(len(step.path) for step in steps)
-    if name not in ("lade", "pld"):  # a random model rarely says again what it has said
+    if name not in ("lade", "pld", "hd of the context alone"):  # a random model rarely says again what it has said
         assert accepted > 40, "drafts that are never right test nothing"
 
 
@@ -131,6 +138,38 @@ def test_windows_and_numbers_of_every_size(folder: Path) -> None:
             steps = run(target_of("llama"), PROMPT, SamplingConfig(), drafter=drafter)
             assert said(steps) == plain("llama", "greedy")
             assert max(len(step.tree) for step in steps) <= LARGEST_TREE
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 64, 1000])
+def test_the_hierarchy_keeps_to_its_budget(most: int, folder: Path) -> None:
+    """A smaller tree is the start of a larger one, sorted by odds, no twins among siblings."""
+    store, index = stores_of("llama", folder)
+    context = plain("llama", "greedy")[:20]
+    drafters = [Hierarchy(store, index, budget=FixedBudget(size)) for size in (most, LARGEST_TREE)]
+    for drafter in drafters:
+        drafter.begin(context)
+    tree, whole = (drafter.draft(context) for drafter in drafters)
+    tree.check_integrity()
+    size = min(most, len(whole))
+    assert tree.tokens.tolist() == whole.tokens[:size].tolist()
+    assert tree.parents.tolist() == whole.parents[:size].tolist()
+    odds = drafters[1].odds
+    assert (np.diff(odds) <= 0).all() and (odds > 0).all() and (odds <= 1).all()
+    nodes = list(zip(whole.parents.tolist(), whole.tokens.tolist(), strict=True))
+    assert len(set(nodes)) == len(nodes)
+    siblings = {parent: sum(odds[at] for at, (above, _) in enumerate(nodes) if above == parent) for parent, _ in nodes}
+    assert all(together <= (odds[parent] if parent >= 0 else 1.0) + 1e-9 for parent, together in siblings.items())
+
+
+def test_the_hierarchy_comes_to_trust_what_is_right(folder: Path) -> None:
+    """The model says what the corpus holds, and the model store holds something else."""
+    store, index = stores_of("llama", folder)
+    drafter = Hierarchy(store, index)
+    before = after = 0
+    for turn in range(6):
+        steps = run(target_of("llama"), PROMPT, SamplingConfig(), drafter=drafter)
+        before, after = (len(steps), after) if turn == 0 else (before, len(steps))
+    assert after <= before
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 64, 1000])
