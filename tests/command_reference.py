@@ -9,7 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "commands.md"
-COMMANDS = ("", "generate", "build-model-db", "build-corpus-db", "collect", "inspect", "merge", "add", "drop", "verify", "demo")
+COMMANDS = (
+    *("", "generate", "build-model-db", "build-corpus-db", "collect", "inspect", "merge", "add", "drop"),
+    *("verify", "demo"),
+)
 
 INTRODUCTION = """\
 # Command reference
