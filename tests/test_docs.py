@@ -71,7 +71,7 @@ def test_the_programs_of_the_python_page_run(
     for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(program, names)
     printed = capsys.readouterr().out
-    assert "60 tokens in " in printed
+    assert re.match(r"\d+ tokens in \d+ steps\n", printed)
     assert " drafts accepted\n" in printed
 
 
