@@ -11,7 +11,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from hdtool.runtime.target import Target
 
-ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
+ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 65)
 """Sizes of forward passes that are timed: nodes and the root. What lies between costs as much as the next larger."""
 TIMES, PATIENCE = 4, 1.0
 """Each is timed so often, for about a second; the fastest counts, the others tell how busy the machine was."""

@@ -21,7 +21,7 @@ METHODS = {
 }
 SOURCE_LETTERS = "CMS"
 """Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
-LARGEST_BUDGET = 63
+LARGEST_BUDGET = 64
 """Nodes that go into one forward pass at most, the root aside."""
 LOWEST_TEMPERATURE = 1e-5
 
@@ -129,8 +129,9 @@ class PaperConfig:
     """Whether the model guesses ahead of itself in the same forward pass."""
     window: int = 7
     """Columns of the lookahead branch: the sequences that it closes in each step."""
-    discarded: bool = True
-    """Whether the context table learns what the model says after drafts that it turned down."""
+    discarded: bool = False
+    """Whether the context table also learns what the model says after drafts that it turned down. These push
+    out sequences that were really said: on the demo's prompts fewer drafts are accepted with them."""
 
     def __post_init__(self) -> None:
         letters = set(self.order)

@@ -16,9 +16,9 @@ from numba import njit
 from hdtool.runtime.mixture import CORPUS, NO_TRUTH, expand
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, add
-from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE, narrow
+from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE, narrow, places_of
 from hdtool.runtime.weights import learn
-from hdtool.runtime.workspace import Memory, memory_at
+from hdtool.runtime.workspace import memory_at
 
 DEEPEST = 16
 WORTH_EXPANDING = 1.25
@@ -35,17 +35,16 @@ Ints = npt.NDArray[Any]
 
 
 @njit(cache=True, nogil=True)
-def grow(corpus: Ints, addresses: Ints, most: int) -> int:
+def grow(corpus: Ints, at: Ints, most: int) -> int:
     """Fill the workspace with the ``most`` likeliest nodes, and say how many there are."""
-    memory = memory_at(corpus, addresses)
-    work = memory.work[0]
+    work = memory_at(at).work[0]
     work.parents[0], work.depths[0], work.odds[0] = 0, 0, 1.0
     size, node, bar = 0, 0, 0.0
     while True:
         odds = work.odds[node]
         if work.depths[node] < DEEPEST and odds > WORTH_EXPANDING * bar:
             least = max(WORTH_EXPANDING * bar / odds, LEAST_OPEN)
-            expand(memory, node, least, max(WORTH_ADDING * bar / odds, LEAST_PART), NO_TRUTH)
+            expand(corpus, at, node, least, max(WORTH_ADDING * bar / odds, LEAST_PART), NO_TRUTH)
             size, bar = _enlist(work, node, size, most, bar)
         if node == size:
             return node
@@ -98,32 +97,34 @@ def _extend(work: Any, above: int, node: int, token: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def restart(corpus: Ints, addresses: Ints, tail: Ints) -> None:
+def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
     """Move the root to the end of another context, of which ``tail`` is the last part."""
-    memory = memory_at(corpus, addresses)
+    memory = memory_at(at)
     memory.work[0].tails[0] = -1
-    memory.ranges.places[0] = 0
-    memory.ranges.read[0] = 0
+    ranges = memory.ranges[0]
+    places_of(ranges)[0] = 0
+    ranges.read[0] = 0
     for token in tail:
-        _advance(memory, token)
+        _advance(corpus, at, token)
 
 
 @njit(cache=True, nogil=True)
-def feed(corpus: Ints, addresses: Ints, tokens: Ints) -> None:
+def feed(corpus: Ints, at: Ints, tokens: Ints) -> None:
     """Learn from emitted tokens, one after the other, remember them and move the root on."""
-    memory = memory_at(corpus, addresses)
+    memory = memory_at(at)
     for token in tokens:
-        expand(memory, 0, OPEN_TO_LEARN, 0.0, token)
+        expand(corpus, at, 0, OPEN_TO_LEARN, 0.0, token)
         learn(memory.weights[0], memory.work[0])
         add(memory.table[0], token)
-        _advance(memory, token)
+        _advance(corpus, at, token)
 
 
 @njit(cache=True, nogil=True)
-def _advance(memory: Memory, token: int) -> None:
-    work = memory.work[0]
+def _advance(corpus: Ints, at: Ints, token: int) -> None:
+    memory = memory_at(at)
+    work, ranges = memory.work[0], memory.ranges[0]
     _extend(work, 0, 0, token)
     if work.has[CORPUS]:
         # In place: the longest first, as each comes from the next shorter one of before.
         for order in range(LONGEST_RANGE, 0, -1):
-            narrow(memory.shards, memory.ranges, work.tails[0], 0, 0, order)
+            narrow(corpus, ranges, work.tails[0], 0, 0, order)

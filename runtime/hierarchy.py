@@ -16,11 +16,11 @@ from hdtool.runtime.growth import feed, grow, restart
 from hdtool.runtime.model_store import ModelStore
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, ContextTable
-from hdtool.runtime.sources.corpus_levels import new_ranges, no_shards
-from hdtool.runtime.sources.model_levels import arrays_of
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.sources.corpus_levels import no_shards, range_record
+from hdtool.runtime.sources.model_levels import model_record
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.weights import new_weights
-from hdtool.runtime.workspace import LARGEST_TREE, ROWS, WORK, addresses_of
+from hdtool.runtime.workspace import WORK, Memory
 
 Array = npt.NDArray[Any]
 
@@ -42,25 +42,18 @@ class Hierarchy:
         self.seconds: dict[SourceName, float] = {}
         self.budget = budget or FixedBudget()
         self.table = ContextTable()
-        self._work, self._weights = np.zeros(1, WORK), new_weights()
         self._shards = corpus.shards if corpus else no_shards()
-        self._model = arrays_of(model)
-        self._ranges = new_ranges(ROWS, len(self._shards.places))
-        has = {SourceName.CONTEXT: context, SourceName.MODEL: model, SourceName.CORPUS: corpus}
-        for source, there in has.items():
-            self._work["has"][0, source] = there is not None and there is not False
         self._corpus = self._shards.tokens
-        self._addresses = addresses_of(
-            self._work,
-            self._weights,
-            self.table.memory,
-            self._model,
-            self._shards,
-            self._ranges,
-            model.vocabulary if model else 0,
-        )
+        ranges, self._places = range_record(self._shards)
+        self._memory = Memory(np.zeros(1, WORK), new_weights(), self.table.memory, model_record(model), ranges)
+        self._at = self._memory.addresses()
+        self._stores = model, corpus
+        work = self._memory.work
+        work["vocabulary"] = min((store.manifest.tokenizer.vocab_size for store in self._stores if store), default=2**31)
+        for source, there in zip(SourceName, (False, context, model, corpus), strict=False):
+            work["has"][0, source] = bool(there)
         # Fields of a record cost a tenth of a microsecond each time they are asked for.
-        nodes = (self._work[field][0, 1:] for field in ("tokens", "parents", "sources", "odds"))
+        nodes = (work[field][0, 1:] for field in ("tokens", "parents", "sources", "odds"))
         self._tokens, self._parents, self._sources, self._odds = nodes
         self._pending: list[int] = []
         self.odds: Odds = self._odds[:0]
@@ -69,7 +62,7 @@ class Hierarchy:
     def begin(self, prompt: Sequence[int]) -> None:
         self._catch_up()
         self.table.read(prompt)
-        restart(self._corpus, self._addresses, np.asarray(prompt[-LONGEST_MATCH:], np.int64))
+        restart(self._corpus, self._at, np.asarray(prompt[-LONGEST_MATCH:], np.int64))
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         most = min(self.budget.most, LARGEST_TREE)
@@ -77,7 +70,7 @@ class Hierarchy:
             self.odds = self._odds[:0]
             return DraftTree.bare(context[-1])
         self._catch_up()
-        odds = self._odds[: grow(self._corpus, self._addresses, most)]
+        odds = self._odds[: grow(self._corpus, self._at, most)]
         size = self.budget.nodes(odds)
         self.odds = odds[:size].copy()
         # The workspace counts the root as row 0.
@@ -91,5 +84,5 @@ class Hierarchy:
     def _catch_up(self) -> None:
         """Take in what was emitted; while drafting is not worth its time, this is put off."""
         if self._pending:
-            feed(self._corpus, self._addresses, np.array(self._pending, np.int64))
+            feed(self._corpus, self._at, np.array(self._pending, np.int64))
             self._pending.clear()

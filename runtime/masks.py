@@ -64,23 +64,23 @@ def tree_mask(tree: DraftTree, length: int, reaches: list[Reach], dtype: torch.d
     """
     if not len(tree) and all(reach.sees_all(length + 1) for reach in reaches):
         return {reach.kind: _nothing_hidden(length, dtype, device) for reach in reaches} if len(reaches) > 1 else None
-    masks = {reach.kind: _additive(_visible(tree, length, reach), dtype, device) for reach in reaches}
+    masks = {reach.kind: _additive(tree, length, reach, dtype, device) for reach in reaches}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _visible(tree: DraftTree, length: int, reach: Reach) -> npt.NDArray[np.bool_]:
+def _additive(tree: DraftTree, length: int, reach: Reach, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     rows = len(tree) + 1
+    mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
+    if reach.sees_all(length + rows):
+        # Of the context all is seen: only what the tree hides needs to be made and sent.
+        hidden = torch.from_numpy(~tree.lineage).to(device)
+        mask[0, 0, :, length:].masked_fill_(hidden, torch.finfo(dtype).min)
+        return mask
     visible = np.ones((rows, length + rows), np.bool_)
     visible[:, length:] = tree.lineage
-    if not reach.sees_all(length + rows):
-        positions = length + tree.depths
-        visible &= reach.allows(positions, np.concatenate([np.arange(length), positions]))
-    return visible
-
-
-def _additive(visible: npt.NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    hidden = torch.from_numpy(~visible)[None, None].to(device)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
+    positions = length + tree.depths
+    visible &= reach.allows(positions, np.concatenate([np.arange(length), positions]))
+    return mask.masked_fill_(torch.from_numpy(~visible).to(device), torch.finfo(dtype).min)
 
 
 def _nothing_hidden(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -36,7 +36,8 @@ def drafter_for(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
 
 def _compile(drafter: Drafter, vocabulary: int) -> None:
     """Draft once in vain, so that no answer waits for the compiler; after the first time it is a matter of loading."""
-    note = Timer(PATIENCE, print, ["compiling the drafter for this machine, once; this takes a while"], {"file": stderr})
+    told = "compiling the drafter for this machine, once; this takes a while"
+    note = Timer(PATIENCE, print, [told], {"file": stderr})
     note.start()
     words = [place % min(vocabulary, 7) for place in range(16)]
     drafter.begin(words)

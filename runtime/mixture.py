@@ -11,10 +11,10 @@ from numba import njit
 from hdtool.runtime.model_store import LONGEST_PREFIX, mixed
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import CHAINS, LONG, LONGEST_MATCH, SHORT, recent
-from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE, narrow, read_samples, size_of, tally
-from hdtool.runtime.sources.model_levels import known_as
+from hdtool.runtime.sources.corpus_levels import FEWEST_SAMPLES, LONGEST_RANGE, SAMPLES, narrow, read_samples, size_of, tally
+from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
 from hdtool.runtime.weights import CONTEXT_LEVELS, CORPUS_LEVELS, MODEL_LEVELS, bucket_of
-from hdtool.runtime.workspace import CANDIDATES, SLOTS, Memory
+from hdtool.runtime.workspace import CANDIDATES, SLOTS, memory_at
 
 CONTEXT, MODEL, CORPUS = SourceName.CONTEXT.value, SourceName.MODEL.value, SourceName.CORPUS.value
 NO_TRUTH = -1
@@ -25,53 +25,45 @@ Ints = npt.NDArray[Any]
 
 
 @njit(cache=True, nogil=True)
-def expand(memory: Memory, node: int, least: float, floor: float, truth: int) -> None:
+def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth: int) -> None:
     """Ask the levels, the longest first, until less than ``least`` is open to those behind.
 
     Fills the candidates, leaving out contributions below ``floor``. With a ``truth``, the token that came,
     notes instead what each level said about it.
     """
-    work = memory.work[0]
+    memory = memory_at(at)
+    work, weights, table, model = memory.work[0], memory.weights[0], memory.table[0], memory.model[0]
     _start(work, node)
-    left_open = 1.0
-    places = total = distinct = 0
     deepest = LONGEST_PREFIX if node == 0 else min(LONGEST_PREFIX, work.known[work.parents[node]] + 1)
-    known, lowest = 0, LONGEST_RANGE + 1
+    if work.has[MODEL]:
+        fetch(model, work.marks, deepest)
+    else:
+        deepest = 0
+    left_open = 1.0
+    lowest = LONGEST_RANGE + 1
     for order in range(LONGEST_MATCH, 0, -1):
         if work.has[CONTEXT]:
-            if order == LONGEST_MATCH or order == CHAINS[LONG] - 1:
-                places = _places(memory, node, order)
-                total = distinct = 0
-            total, distinct = _count(work, order, places, total, distinct)
-            if total > 0:
-                level = CONTEXT_LEVELS + order - 1
-                said = work.evidence[:distinct], work.counts[:distinct]
-                left_open = _weigh(memory, CONTEXT, level, said, total, total, distinct, left_open, floor, truth)
-                if left_open < least:
-                    break
-        if work.has[MODEL] and order <= deepest:
-            first, stop, all_of_it, kinds = known_as(memory.model, work.marks[order])
-            if all_of_it > 0:
-                known = max(known, order)
-                level = MODEL_LEVELS + order - 1
-                rows = memory.model.rows[first:stop]
-                said = rows[:, 0], rows[:, 1]
-                left_open = _weigh(memory, MODEL, level, said, all_of_it, all_of_it, kinds, left_open, floor, truth)
-                if left_open < least:
-                    break
+            left_open = _ask_context(work, weights, table, node, order, left_open, floor, truth)
+            if left_open < least:
+                break
+        if order <= deepest:
+            left_open = _ask_model(work, weights, model, node, order, left_open, floor, truth)
+            if left_open < least:
+                break
         if work.has[CORPUS] and order <= LONGEST_RANGE and left_open >= WORTH_A_SEARCH * least:
             lowest = order
-            left_open = _ask_corpus(memory, node, order, left_open, floor, truth)
+            left_open = _ask_corpus(corpus, at, node, order, left_open, least, floor, truth)
             if left_open < least:
                 break
     if node > 0:
-        memory.ranges.lowest[node] = lowest
-    work.known[node] = known if known > 0 or left_open >= least else LONGEST_PREFIX
+        memory.ranges[0].lowest[node] = lowest
+    if work.known[node] == 0 and left_open < least:
+        work.known[node] = LONGEST_PREFIX  # it was not asked
 
 
 @njit(cache=True, nogil=True)
 def _start(work: Any, node: int) -> None:
-    work.size = work.asked = 0
+    work.size = work.asked = work.known[node] = 0
     work.round += 1
     mark = np.uint64(0)
     for length in range(1, LONGEST_MATCH + 1):
@@ -80,53 +72,82 @@ def _start(work: Any, node: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _places(memory: Memory, node: int, longest: int) -> int:
-    """Find the places of the context for orders from ``longest`` down: those that share three tokens, then those of one."""
-    chain = LONG if longest >= CHAINS[LONG] else SHORT
-    work = memory.work[0]
-    mark = work.marks[CHAINS[chain]]
-    return recent(memory.table[0], work.tails[node], mark, chain, longest, work.followers, work.lengths)
+def _ask_context(
+    work: Any, weights: Any, table: Any, node: int, order: int, left_open: float, floor: float, truth: int
+) -> float:
+    """What remains open behind a level of the context."""
+    if order == LONGEST_MATCH or order == CHAINS[LONG] - 1:
+        # The places that share three tokens, and then all that share one.
+        chain = LONG if order == LONGEST_MATCH else SHORT
+        mark = work.marks[CHAINS[chain]]
+        work.places = recent(table, work.tails[node], mark, chain, order, work.followers, work.lengths)
+        work.total = work.distinct = 0
+    _count(work, order)
+    if work.total == 0:
+        return left_open
+    said = work.evidence[: work.distinct], work.counts[: work.distinct]
+    level = CONTEXT_LEVELS + order - 1
+    return _weigh(work, weights, CONTEXT, level, said, work.total, work.total, work.distinct, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
-def _count(work: Any, order: int, places: int, total: int, distinct: int) -> tuple[int, int]:
+def _count(work: Any, order: int) -> None:
     """Add to the evidence what followed the places that match exactly ``order`` tokens."""
-    for place in range(places):
+    for place in range(work.places):
         if work.lengths[place] == order:
             token = work.followers[place]
             at = 0
-            while at < distinct and work.evidence[at] != token:
+            while at < work.distinct and work.evidence[at] != token:
                 at += 1
-            if at == distinct:
+            if at == work.distinct:
                 work.evidence[at], work.counts[at] = token, 0
-                distinct += 1
+                work.distinct += 1
             work.counts[at] += 1
-            total += 1
-    return total, distinct
+            work.total += 1
 
 
 @njit(cache=True, nogil=True)
-def _ask_corpus(memory: Memory, node: int, order: int, left_open: float, floor: float, truth: int) -> float:
+def _ask_model(
+    work: Any, weights: Any, model: Any, node: int, order: int, left_open: float, floor: float, truth: int
+) -> float:
+    """What remains open behind a level of the model store."""
+    first, stop, total, distinct = known_as(model, work.marks[order])
+    if total == 0:
+        return left_open
+    work.known[node] = max(work.known[node], order)
+    rows = rows_of(model)[first:stop]
+    said = rows[:, 0], rows[:, 1]
+    level = MODEL_LEVELS + order - 1
+    return _weigh(work, weights, MODEL, level, said, total, total, distinct, left_open, floor, truth)
+
+
+@njit(cache=True, nogil=True)
+def _ask_corpus(
+    corpus: Ints, at: Ints, node: int, order: int, left_open: float, least: float, floor: float, truth: int
+) -> float:
     """What remains open behind a level of the corpus."""
-    shards, ranges, work = memory.shards, memory.ranges, memory.work[0]
+    memory = memory_at(at)
+    work, ranges = memory.work[0], memory.ranges[0]
     if node > 0:
-        narrow(shards, ranges, work.tails[node], node, work.parents[node], order)
+        narrow(corpus, ranges, work.tails[node], node, work.parents[node], order)
     found = size_of(ranges, node, order)
     if found == 0:
         return left_open
     if ranges.read[node, order] == 0:
-        read_samples(shards, ranges, node, order, found)
-    read = ranges.read[node, order]
-    distinct = tally(shards, ranges, node, order, memory.work[0].corpus_evidence, memory.work[0].corpus_counts)
+        # Where little more is open than matters, only the commonest followers do.
+        read_samples(corpus, ranges, node, order, found, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least))))
+    distinct = tally(ranges, node, order, work.corpus_evidence, work.corpus_counts)
     if distinct == 0:
         return left_open
     said = work.corpus_evidence[:distinct], work.corpus_counts[:distinct]
-    return _weigh(memory, CORPUS, CORPUS_LEVELS + order - 1, said, read, found, distinct, left_open, floor, truth)
+    read, level = ranges.read[node, order], CORPUS_LEVELS + order - 1
+    return _weigh(work, memory.weights[0], CORPUS, level, said, read, found, distinct, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
 def _weigh(
-    memory: Memory,
+    work: Any,
+    weights: Any,
     source: int,
     level: int,
     said: tuple[Ints, Ints],
@@ -141,7 +162,6 @@ def _weigh(
 
     ``said`` are tokens and counts, of ``read`` places in all; the level knows of ``total``.
     """
-    work, weights = memory.work[0], memory.weights[0]
     tokens, counts = said
     bucket = bucket_of(total, distinct)
     weight = weights.weight[level, bucket]
@@ -150,7 +170,7 @@ def _weigh(
         for at in range(len(tokens)):
             part = unit * min(np.int64(counts[at]), read)
             # A damaged file must not give a token that no model has.
-            if part >= floor and (source != MODEL or 0 <= tokens[at] < memory.vocabulary):
+            if part >= floor and 0 <= tokens[at] < work.vocabulary:
                 _put(work, source, np.int64(tokens[at]), part)
     else:
         share = 0.0

@@ -20,8 +20,7 @@ from hdtool.runtime.sources.discarded import discarded
 from hdtool.runtime.sources.lookahead import Lookahead
 from hdtool.runtime.sources.sequences import LENGTH, SequenceTable
 from hdtool.runtime.sources.trie import Trie, sequences_of
-from hdtool.runtime.target import LARGEST_TREE
-from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.corpus_index import CorpusIndex
@@ -35,9 +34,9 @@ Ints = npt.NDArray[Any]
 class PaperDrafter:
     """Asks its databases in order until there are enough sequences, and unites these into one tree.
 
-    The context table learns from the prompt, from what is emitted, from what the target would have
-    said after the drafts that it turned down, and from the lookahead branch. Databases that the
-    order names and that are not there are passed over.
+    The context table learns from the prompt, from what is emitted, from the lookahead branch and, if
+    asked to, from what the target would have said after drafts that it turned down; where the order
+    leaves it out, none of this is done. Databases that are named and not there are passed over.
     """
 
     def __init__(
@@ -48,31 +47,33 @@ class PaperDrafter:
         corpus_index: CorpusIndex | None = None,
     ) -> None:
         self.config = config = config or PaperConfig()
-        self.seconds = dict.fromkeys((*SOURCE_OF.values(), SourceName.LOOKAHEAD), 0.0)
+        self.seconds: dict[SourceName, float] = dict.fromkeys((*SOURCE_OF.values(), SourceName.LOOKAHEAD), 0.0)
+        """What each source has taken since this drafter exists."""
         self._store = model_store
         self._index = corpus_index
         self._table = SequenceTable(config.sequences)
         self._read = 0  # tokens of the context that are keys of the table already
-        self._lookahead = Lookahead(config.window, LENGTH + 1) if config.lookahead else None
-        self._trie = Trie(LARGEST_TREE - (self._lookahead.most if self._lookahead else 0))
+        self._learns = "C" in config.order
+        self._lookahead = Lookahead(config.window, LENGTH + 1) if config.lookahead and self._learns else None
+        beside = self._lookahead.most if self._lookahead else 0
+        self._trie = Trie(LARGEST_TREE - beside, beside)
         ask = {"C": self._ask_context, "M": self._ask_model, "S": self._ask_corpus}
         there = {"C": True, "M": model_store is not None, "S": corpus_index is not None}
         self._asked = [(SOURCE_OF[letter], ask[letter]) for letter in config.order if there[letter]]
         self._tail = np.empty(0, np.int64)
         self._drafted: DraftTree | None = None
+        self._drafts = 0  # its nodes that are not of the lookahead branch
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafted = None
         self._table.clear()
         self._read = 0
-        with self._timed(SourceName.CONTEXT):
-            self._learn(prompt)
+        self._learn(prompt)
         if self._lookahead:
             self._lookahead.begin(prompt)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        with self._timed(SourceName.CONTEXT):
-            self._learn(context)
+        self._learn(context)
         self._trie.clear()
         wanted = self.config.sequences
         for source, ask in self._asked:
@@ -80,31 +81,36 @@ class PaperDrafter:
                 break
             with self._timed(source):
                 wanted -= ask(context, wanted)
-        self._drafted = self._tree(context[-1])
+        self._drafts = len(self._trie)
+        if self._lookahead:
+            with self._timed(SourceName.LOOKAHEAD):
+                self._trie.put_beside(*self._lookahead.nodes(), SourceName.LOOKAHEAD)
+        self._drafted = DraftTree(context[-1], *self._trie.nodes())
         self._tail = np.array(context[-LENGTH:], np.int64)
         return self._drafted
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         tree, self._drafted = self._drafted, None
         # Near the end the tree that was checked is smaller than the one drafted: nothing to learn from it then.
-        if tree is None or not len(tree) or tuple(logits.shape[:1]) != (len(tree) + 1,) or not logits.shape[1]:
+        if tree is None or not self._learns or len(logits) != len(tree) + 1 or not logits.numel():
             return
-        drafts = len(self._trie)
         if self._lookahead:
             with self._timed(SourceName.LOOKAHEAD):
-                said = likeliest(logits[drafts + 1 :])
+                said = likeliest(logits[len(logits) - self._lookahead.asked :])
                 self._table.add(self._lookahead.observe(tree.root, said))
-        if self.config.discarded and drafts and len(self._tail) == LENGTH:
+        if self.config.discarded and self._drafts and len(self._tail) == LENGTH:
             with self._timed(SourceName.CONTEXT):
-                said = likeliest(logits[1 : drafts + 1])
+                said = likeliest(logits[1 : self._drafts + 1])
                 self._table.add(discarded(self._tail, tree.tokens, tree.parents, accepted.path, said))
 
     def _learn(self, context: Sequence[int]) -> None:
         """The tokens of the context that four others follow by now."""
-        fresh = context[self._read :]
-        if len(fresh) > LENGTH:
-            self._table.add_text(fresh)
-            self._read = len(context) - LENGTH
+        if self._learns:
+            with self._timed(SourceName.CONTEXT):
+                fresh = context[self._read :]
+                if len(fresh) > LENGTH:
+                    self._table.add_text(fresh)
+                    self._read = len(context) - LENGTH
 
     def _add(self, sequences: Ints, source: SourceName, wanted: int) -> int:
         return self._trie.add(sequences, source, wanted=wanted)
@@ -128,22 +134,6 @@ class PaperDrafter:
             if brought == wanted or found.matched < length:  # the index fell back to one token by itself
                 break
         return brought
-
-    def _tree(self, root: int) -> DraftTree:
-        """The drafts, and behind them the lookahead branch."""
-        tokens, parents, sources = self._trie.nodes()
-        if not self._lookahead:
-            return DraftTree(root, tokens, parents, sources)
-        with self._timed(SourceName.LOOKAHEAD):
-            guesses, above = self._lookahead.nodes()
-            moved = above + np.int32(len(tokens)) * (above != ROOT)
-            names = np.full(len(guesses), SourceName.LOOKAHEAD, np.uint8)
-            return DraftTree(
-                root,
-                np.concatenate([tokens, guesses]),
-                np.concatenate([parents, moved], dtype=np.int32),
-                np.concatenate([sources, names]),
-            )
 
     @contextmanager
     def _timed(self, source: SourceName) -> Iterator[None]:

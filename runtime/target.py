@@ -16,12 +16,11 @@ from hdtool.data.errors import FamilyError, HdtoolError
 from hdtool.runtime.cache import LayerShape, StaticRows, layer_shapes
 from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits
 from hdtool.runtime.masks import Mask, reaches_of, tree_mask
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LARGEST_TREE = 64
 USABLE_ATTENTION = ("sdpa", "eager")
 
 

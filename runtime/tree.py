@@ -8,9 +8,14 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.config import LARGEST_BUDGET
 
 ROOT = -1
 """The parent of a node that follows the last emitted token directly."""
+LARGEST_TREE = LARGEST_BUDGET
+"""Nodes that a target has room for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,27 +46,13 @@ class DraftTree:
 
     @cached_property
     def lineage(self) -> npt.NDArray[np.bool_]:
-        """Row by row, which rows each one descends from, itself included; row 0 is the root.
-
-        Each squaring doubles the number of generations that the relation spans, so a tree of
-        depth 12 takes four small matrix products instead of a walk from every node.
-        """
-        rows = len(self) + 1
-        related = np.eye(rows, dtype=np.float32)
-        related[np.arange(1, rows), self.parents + 1] = 1
-        spanned = 1
-        while spanned < rows - 1:
-            wider = np.minimum(related @ related, 1)
-            if np.array_equal(wider, related):
-                break
-            related, spanned = wider, 2 * spanned
-        return related.astype(np.bool_)
+        """Row by row, which rows each one descends from, itself included; row 0 is the root."""
+        return _lineage(self.parents)
 
     @cached_property
     def depths(self) -> npt.NDArray[np.int64]:
         """Row by row, how many tokens below the root it stands."""
-        above: npt.NDArray[np.int64] = self.lineage.sum(axis=1, dtype=np.int64)
-        return above - 1
+        return _depths(self.parents)
 
     def child(self, node: int, token: int) -> int | None:
         """The first node below ``node`` that drafts ``token``."""
@@ -86,3 +77,24 @@ class DraftTree:
 
 
 _NO_NODES = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
+
+
+@njit(cache=True, nogil=True)
+def _lineage(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    rows = len(parents) + 1
+    related = np.zeros((rows, rows), np.bool_)
+    related[0, 0] = True
+    for row in range(1, rows):
+        above = parents[row - 1] + 1
+        for column in range(above + 1):  # nothing stands above what comes behind it
+            related[row, column] = related[above, column]
+        related[row, row] = True
+    return related
+
+
+@njit(cache=True, nogil=True)
+def _depths(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    depths = np.zeros(len(parents) + 1, np.int64)
+    for row in range(1, len(depths)):
+        depths[row] = depths[parents[row - 1] + 1] + 1
+    return depths

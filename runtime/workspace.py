@@ -7,7 +7,6 @@ dozen words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,23 +14,19 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.runtime.memory import array_at
-from hdtool.runtime.model_store import KEY_WIDTH
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, PLACES, TABLE
-from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE, SAMPLES, Ranges
-from hdtool.runtime.sources.model_levels import ModelArrays
-from hdtool.runtime.suffixes import Shards, shards_at
+from hdtool.runtime.sources.corpus_levels import RANGES, ROWS, SAMPLES
+from hdtool.runtime.sources.model_levels import MODEL
+from hdtool.runtime.tree import LARGEST_TREE
 from hdtool.runtime.weights import LEVELS, WEIGHTS
 
-LARGEST_TREE = 64
-ROWS = LARGEST_TREE + 1
-"""Of a tree's arrays: row 0 is the last emitted token."""
 CANDIDATES = 512
 SLOTS = 2 * CANDIDATES
 
 WORK = np.dtype(
     [
-        # The nodes, a row each.
+        # The nodes, a row each; row 0 is the last emitted token.
         ("tokens", np.int64, ROWS),
         ("parents", np.int32, ROWS),
         ("sources", np.uint8, ROWS),
@@ -51,9 +46,12 @@ WORK = np.dtype(
         ("slots", np.int64, SLOTS),  # a hash table of candidates
         ("marks", np.uint64, LONGEST_MATCH + 1),  # hashes of so many last tokens
         # Evidence of the level that is asked.
+        ("places", np.int64),  # of the context
+        ("total", np.int64),
+        ("distinct", np.int64),
         ("followers", np.int64, PLACES),
         ("lengths", np.int64, PLACES),
-        ("evidence", np.int64, PLACES),  # of the context: different tokens
+        ("evidence", np.int64, PLACES),  # different tokens
         ("counts", np.int64, PLACES),
         ("corpus_evidence", np.int64, SAMPLES),
         ("corpus_counts", np.int64, SAMPLES),
@@ -64,6 +62,7 @@ WORK = np.dtype(
         ("shares", np.float64, LEVELS),
         ("explained", np.float64, LEVELS),
         # Which sources there are.
+        ("vocabulary", np.int64),  # no source may give a token that is not in it
         ("has", np.int64, len(SourceName)),
     ],
     align=True,
@@ -73,52 +72,27 @@ Array = npt.NDArray[Any]
 
 
 class Memory(NamedTuple):
-    """All that compiled code reads and writes while it drafts."""
+    """The records, each an array of one, that compiled code reads and writes while it drafts."""
 
-    work: Any
-    weights: Any
-    table: Any
-    model: ModelArrays
-    shards: Shards
-    ranges: Ranges
-    vocabulary: Any
+    work: Array
+    weights: Array
+    table: Array
+    model: Array
+    ranges: Array
 
-
-def addresses_of(
-    work: Array, weights: Array, table: Array, model: ModelArrays, shards: Shards, ranges: Ranges, vocabulary: int
-) -> Array:
-    """Where everything is, for ``memory_at``; the arrays must outlive it."""
-    rows = [*shards.addresses().tolist()]
-    rows += [_place(array) for array in (work, weights, table, *model, *ranges)]
-    rows.append([vocabulary, len(shards.places), 0])
-    return np.array(rows, np.int64)
-
-
-def _place(array: Array) -> Sequence[int]:
-    assert array.flags.c_contiguous and array.flags.aligned
-    return array.ctypes.data, len(array), 0
+    def addresses(self) -> Array:
+        """Where the records are, for ``memory_at``; they must outlive it."""
+        assert all(array.flags.aligned for array in self)
+        return np.array([array.ctypes.data for array in self], np.int64)
 
 
 @njit(cache=True, nogil=True)
-def memory_at(tokens: Array, at: Array) -> Memory:
-    """The memory at these addresses; ``tokens`` are the corpus's, which come in two widths."""
-    nodes, shards = at[11, 1], at[15, 1]
-    orders = LONGEST_RANGE + 1
+def memory_at(at: Array) -> Memory:
+    """The records at these addresses."""
     return Memory(
-        array_at(at[5, 0], 1, WORK),
-        array_at(at[6, 0], 1, WEIGHTS),
-        array_at(at[7, 0], 1, TABLE),
-        ModelArrays(
-            array_at(at[8, 0], at[8, 1], np.int32),
-            array_at(at[9, 0], (at[9, 1], KEY_WIDTH), np.int32),
-            array_at(at[10, 0], (at[10, 1], 2), np.int32),
-        ),
-        shards_at(tokens, at),
-        Ranges(
-            array_at(at[11, 0], (nodes, orders, shards, 2), np.int64),
-            array_at(at[12, 0], (nodes, orders, SAMPLES), np.int32),
-            array_at(at[13, 0], (nodes, orders), np.int64),
-            array_at(at[14, 0], nodes, np.int64),
-        ),
-        at[15, 0],
+        array_at(at[0], 1, WORK),
+        array_at(at[1], 1, WEIGHTS),
+        array_at(at[2], 1, TABLE),
+        array_at(at[3], 1, MODEL),
+        array_at(at[4], 1, RANGES),
     )

@@ -9,10 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "commands.md"
-COMMANDS = (
-    *("", "generate", "build-model-db", "build-corpus-db", "collect", "inspect", "merge", "add", "drop"),
-    *("verify", "demo"),
-)
+STORES = ("build-model-db", "build-corpus-db", "collect", "inspect", "merge", "add", "drop")
+COMMANDS = ("", "generate", *STORES, "verify", "demo")
 
 INTRODUCTION = """\
 # Command reference

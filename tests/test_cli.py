@@ -366,7 +366,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         assert process.stdout and process.stderr
         process.stdout.read(1)
         process.stdout.close()
-        assert process.stderr.read() == b""
+        told = process.stderr.read()
+    assert told.startswith(b"drafting from ") and told.count(b"\n") == 1
     assert process.returncode == 141
 
 
@@ -389,7 +390,7 @@ def test_ctrl_c_keeps_the_text_so_far(as_json: bool, tmp_path: Path) -> None:
     assert process.returncode == 130
     assert out.endswith("\n")
     assert "Traceback" not in err
-    assert err.splitlines()[-1].endswith("interrupted")
+    assert any(line.endswith("interrupted") for line in err.splitlines())
     if as_json:
         records = [json.loads(line) for line in out.splitlines()]
         assert records[-1]["finish"] == "interrupt"

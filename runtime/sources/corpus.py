@@ -23,7 +23,8 @@ class CorpusDrafter:
     """Retrieval as REST does it, with the commonest continuations first wherever the budget cuts."""
 
     def __init__(self, index: CorpusIndex, budget: Budget | None = None) -> None:
-        self.seconds = {SourceName.CORPUS: 0.0}
+        self.seconds: dict[SourceName, float] = {SourceName.CORPUS: 0.0}
+        """What the source has taken since this drafter exists."""
         self._index = index
         self._budget = budget or FixedBudget(LARGEST_TREE)
 

@@ -10,32 +10,48 @@ and they also tell, exactly or within a few suffixes, where the range of each ch
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.suffixes import SIGNPOST_TOKENS, SUFFIX, SUFFIXES, TOKEN, TOKENS, Shards, boundary, starts_with
+from hdtool.runtime.memory import array_at
+from hdtool.runtime.suffixes import (
+    SIGNPOST_TOKENS,
+    SUFFIX,
+    SUFFIXES,
+    TOKEN,
+    TOKENS,
+    Shards,
+    boundary,
+    shards_at,
+)
+from hdtool.runtime.tree import LARGEST_TREE
 
 LONGEST_RANGE = 6
 SAMPLES = 64
+FEWEST_SAMPLES = 16
+"""Read of a range: the most, and the fewest where there are as many."""
+ROWS = LARGEST_TREE + 1
 LOW, HIGH = range(2)
+FAR = 1024
+"""In a wider stretch signposts show the way."""
+FIRST_STRIDE = 8
+
+RANGES = np.dtype(
+    [
+        # By node, row 0 being the root, and order.
+        ("samples", np.int32, (ROWS, LONGEST_RANGE + 1, SAMPLES)),  # by shard and suffix; ends of documents, too
+        ("read", np.int64, (ROWS, LONGEST_RANGE + 1)),  # how many samples there are; 0 before they are read
+        ("lowest", np.int64, ROWS),  # the ranges of lower orders were not worth a look-up
+        ("at", np.int64),  # address of the ranges of suffixes, by node, order and shard
+        ("shards", np.int64, (5, 3)),  # addresses of the index
+    ],
+    align=True,
+)
 
 Ints = npt.NDArray[Any]
-
-
-class Ranges(NamedTuple):
-    """By node and order, where the corpus says what the node's last tokens say, and what follows there."""
-
-    places: Ints
-    """By shard, too: the range of suffixes."""
-    samples: Ints
-    """Followers, in the order of the shards and of their suffixes; an end where a document ends."""
-    read: Ints
-    """How many samples there are; 0 before they are read."""
-    lowest: Ints
-    """By node alone: the ranges of lower orders were not worth a look-up."""
 
 
 def no_shards() -> Shards:
@@ -46,18 +62,25 @@ def no_shards() -> Shards:
     return Shards(tokens, np.empty(0, np.uint32), heads, signposts, np.empty((0, 5), np.int64))
 
 
-def new_ranges(nodes: int, shards: int) -> Ranges:
-    return Ranges(
-        places=np.zeros((nodes, LONGEST_RANGE + 1, shards, 2), np.int64),
-        samples=np.zeros((nodes, LONGEST_RANGE + 1, SAMPLES), np.int32),
-        read=np.zeros((nodes, LONGEST_RANGE + 1), np.int64),
-        lowest=np.ones(nodes, np.int64),
-    )
+def range_record(shards: Shards) -> tuple[Ints, Ints]:
+    """Memory for the ranges of a tree and the places that it points to; these and the shards must outlive it."""
+    record = np.zeros(1, RANGES)
+    places = np.zeros((ROWS, LONGEST_RANGE + 1, len(shards.places), 2), np.int64)
+    record["lowest"] = 1
+    record["at"], record["shards"] = places.ctypes.data, shards.addresses()
+    return record, places
 
 
 @njit(cache=True, nogil=True)
-def narrow(shards: Shards, ranges: Ranges, tail: Ints, node: int, above: int, order: int) -> None:
+def places_of(ranges: Any) -> Ints:
+    """The ranges of suffixes by node, order and shard."""
+    return array_at(ranges.at, (ROWS, LONGEST_RANGE + 1, ranges.shards[4, 1], 2), np.int64)
+
+
+@njit(cache=True, nogil=True)
+def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: int) -> None:
     """The ranges of ``node``, whose last tokens are in ``tail``, out of those of its parent of the order below."""
+    shards, places = shards_at(corpus, ranges.shards), places_of(ranges)
     token = tail[len(tail) - 1]
     known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or order - 1 >= ranges.lowest[above])
     found = size_of(ranges, above, order - 1) if known and order > 1 else 0
@@ -67,21 +90,22 @@ def narrow(shards: Shards, ranges: Ranges, tail: Ints, node: int, above: int, or
         if known and order == 1:
             low, high = _headed(shards, shard, token)
         elif known:
-            start, stop = ranges.places[above, order - 1, shard]
-            low, high, turn = _bracket(ranges, above, order - 1, found, before, stop - start, turn, token)
-            low, high, before = low + start, high + start, before + stop - start
+            start = places[above, order - 1, shard, LOW]
+            size = places[above, order - 1, shard, HIGH] - start
+            low, high, turn = _bracket(ranges, above, order - 1, found, before, size, turn, token)
+            low, high, before = low + start, high + start, before + size
             if ranges.read[above, order - 1] < found and low < high:
                 low, high = _between(shards, shard, tail, order, low, high)
-        ranges.places[node, order, shard, LOW], ranges.places[node, order, shard, HIGH] = low, high
+        places[node, order, shard, LOW], places[node, order, shard, HIGH] = low, high
     ranges.read[node, order] = 0
 
 
 @njit(cache=True, nogil=True)
-def size_of(ranges: Ranges, node: int, order: int) -> int:
+def size_of(ranges: Any, node: int, order: int) -> int:
     """How many places a range has in all shards."""
-    size = 0
-    for shard in range(ranges.places.shape[2]):
-        size += ranges.places[node, order, shard, HIGH] - ranges.places[node, order, shard, LOW]
+    places, size = places_of(ranges), 0
+    for shard in range(places.shape[2]):
+        size += places[node, order, shard, HIGH] - places[node, order, shard, LOW]
     return size
 
 
@@ -94,7 +118,7 @@ def _headed(shards: Shards, shard: int, token: int) -> tuple[int, int]:
 
 @njit(cache=True, nogil=True)
 def _bracket(
-    ranges: Ranges, node: int, order: int, found: int, before: int, size: int, turn: int, token: int
+    ranges: Any, node: int, order: int, found: int, before: int, size: int, turn: int, token: int
 ) -> tuple[int, int, int]:
     """Where in a shard's part of a range the samples allow ``token``, and the first sample of the next shard.
 
@@ -116,22 +140,51 @@ def _bracket(
 
 @njit(cache=True, nogil=True)
 def _between(shards: Shards, shard: int, tail: Ints, order: int, low: int, high: int) -> tuple[int, int]:
-    """The suffixes from ``low`` to ``high`` that start with the last ``order`` tokens."""
-    first = boundary(shards, shard, tail, order, low, high, False)
-    if first >= high or not starts_with(shards, shard, first, tail, order):
-        return first, first
-    return first, boundary(shards, shard, tail, order, first + 1, high, True)
+    """The suffixes from ``low`` to ``high``, of a parent's range, that go on with the last token."""
+    token = tail[len(tail) - 1]
+    if high - low > FAR:
+        low = boundary(shards, shard, tail, order, low, high, False)
+    else:
+        low = _bisect(shards, shard, order - 1, low, high, token)
+    if low >= high or _follower(shards, shard, order - 1, low) != token:
+        return low, low
+    # Most parts are short: look for the end in growing strides.
+    stride, last = FIRST_STRIDE, low
+    while last + stride < high and _follower(shards, shard, order - 1, last + stride) == token:
+        last += stride
+        stride *= 4
+    return low, _bisect(shards, shard, order - 1, last + 1, min(high, last + stride), token + 1)
 
 
 @njit(cache=True, nogil=True)
-def read_samples(shards: Shards, ranges: Ranges, node: int, order: int, found: int) -> None:
-    """Read up to ``SAMPLES`` followers of a range of ``found`` places."""
-    read = min(found, SAMPLES)
+def _bisect(shards: Shards, shard: int, order: int, low: int, high: int, token: int) -> int:
+    """The first suffix of a range of an order that goes on with ``token`` or a larger one."""
+    while low < high:
+        middle = (low + high) >> 1
+        if _follower(shards, shard, order, middle) < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True, nogil=True)
+def _follower(shards: Shards, shard: int, order: int, suffix: int) -> int:
+    """What follows the first ``order`` tokens of a suffix; of a damaged file at worst the last token of the shard."""
+    place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix]) + order
+    return np.int64(shards.tokens[shards.places[shard, TOKEN] + min(place, shards.places[shard, TOKENS] - 1)])
+
+
+@njit(cache=True, nogil=True)
+def read_samples(corpus: Ints, ranges: Any, node: int, order: int, found: int, most: int) -> None:
+    """Read up to ``most`` followers of a range of ``found`` places."""
+    shards, places = shards_at(corpus, ranges.shards), places_of(ranges)
+    read = min(found, most)
     step = (found << 16) // read
     samples = ranges.samples[node, order]
     turn, before = 0, 0
     for shard in range(len(shards.places)):
-        low, high = ranges.places[node, order, shard]
+        low, high = places[node, order, shard, LOW], places[node, order, shard, HIGH]
         first = shards.places[shard, SUFFIX] + low - before
         start, last = shards.places[shard, TOKEN], shards.places[shard, TOKENS] - 1
         before += high - low
@@ -149,16 +202,16 @@ def read_samples(shards: Shards, ranges: Ranges, node: int, order: int, found: i
 
 
 @njit(cache=True, nogil=True)
-def tally(shards: Shards, ranges: Ranges, node: int, order: int, tokens: Ints, counts: Ints) -> int:
+def tally(ranges: Any, node: int, order: int, tokens: Ints, counts: Ints) -> int:
     """The different tokens among the samples and how often each is there; how many they are."""
-    end, distinct, at = shards.heads.shape[1] - 1, 0, 0
+    end, distinct, at = ranges.shards[2, 2] - 1, 0, 0
     for turn in range(ranges.read[node, order]):
         token = np.int64(ranges.samples[node, order, turn])
         if token == end:
             continue
         if distinct == 0 or tokens[at] != token:
             # Within a shard equals stand together; another shard may have had the token before.
-            at = 0 if len(shards.places) > 1 else distinct
+            at = 0 if ranges.shards[4, 1] > 1 else distinct
             while at < distinct and tokens[at] != token:
                 at += 1
             if at == distinct:

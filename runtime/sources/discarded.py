@@ -19,7 +19,7 @@ def discarded(tail: Ints, tokens: Ints, parents: Ints, path: list[int], said: In
     ``tail`` ends with the root of the tree; ``said`` has the target's answer to each node and may be
     shorter than the tree. The forward pass has computed these answers whether or not they are read.
     """
-    return _discarded(tail, tokens, parents, np.array(path, np.int64), said)  # type: ignore[no-any-return]
+    return _discarded(tail, tokens, parents, np.array(path, np.int64), said)
 
 
 @njit(cache=True, nogil=True)

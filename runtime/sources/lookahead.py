@@ -56,17 +56,28 @@ class Lookahead:
         """Tokens and parents of the branch."""
         return np.concatenate(self._rows), self._parents[len(self._rows)]
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._rows) == self._most_rows
+
+    @property
+    def asked(self) -> int:
+        """The last nodes of the branch, as many as there are answers that ``observe`` needs."""
+        return self._width if self.is_full else len(self._rows[0])
+
     def observe(self, root: int, said: Ints) -> Ints:
-        """Move on by what the target said after each node; the sequences that this closes, a row each."""
+        """Move on by what the target said after the nodes asked; the sequences that this closes, a row each."""
         rows = self._rows
-        if len(rows) < self._most_rows:
+        if not self.is_full:
             # The head of the first column is the new root, which nobody guessed: the column goes.
-            self._rows = [*(row[1:] for row in rows), said[-len(rows[0]) :]]
+            self._rows = [*(row[1:] for row in rows), said]
             return np.empty((0, self._most_rows + 1), np.int64)
-        newest = said[-self._width :]
-        heads = np.concatenate([[root], rows[0]])
-        self._rows = [rows[1][1:], *rows[2:], newest]
-        return np.stack([heads, *rows[1:], newest], axis=1)
+        closed = np.empty((self._width, self._most_rows + 1), np.int64)
+        closed[0, 0], closed[1:, 0] = root, rows[0]
+        for row, guesses in enumerate([*rows[1:], said], start=1):
+            closed[:, row] = guesses
+        self._rows = [rows[1][1:], *rows[2:], said]
+        return closed
 
 
 def _parents(rows: int, width: int) -> Ints:

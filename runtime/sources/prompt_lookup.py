@@ -25,7 +25,8 @@ class PromptLookup:
     """
 
     def __init__(self, tokens: int = 10, longest: int = 3) -> None:
-        self.seconds = {SourceName.CONTEXT: 0.0}
+        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
+        """What the source has taken since this drafter exists."""
         self._longest = longest
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
         self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)

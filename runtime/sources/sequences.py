@@ -88,7 +88,7 @@ def _add(row_of: Ints, rows: Ints, filled: Ints, used: int, tokens: Ints, count:
 
 @njit(cache=True, nogil=True)
 def _same(row: Ints, tokens: Ints, start: int) -> bool:
-    for level in range(LENGTH):
-        if row[level] != tokens[start + level]:
-            return False
-    return True
+    level = 0
+    while level < LENGTH and row[level] == tokens[start + level]:
+        level += 1
+    return level == LENGTH

@@ -17,12 +17,16 @@ Ints = npt.NDArray[Any]
 
 
 class Trie:
-    """Nodes below a root; what several sequences begin with stands there once, as the first one's."""
+    """At most ``most`` nodes below a root; what several sequences begin with stands there once, as the first one's.
 
-    def __init__(self, most: int) -> None:
-        self._tokens = np.empty(most, np.int64)
-        self._parents = np.empty(most, np.int32)
-        self._sources = np.empty(most, np.uint8)
+    There is room for ``beside`` nodes more, those of a tree that is put beside the sequences.
+    """
+
+    def __init__(self, most: int, beside: int = 0) -> None:
+        self._most = most
+        self._tokens = np.empty(most + beside, np.int64)
+        self._parents = np.empty(most + beside, np.int32)
+        self._sources = np.empty(most + beside, np.uint8)
         self._size = 0
 
     def __len__(self) -> int:
@@ -39,8 +43,18 @@ class Trie:
         if not len(sequences) or wanted <= 0:
             return 0
         rows = np.ascontiguousarray(sequences, np.int32)
-        self._size, brought = _add(self._tokens, self._parents, self._sources, self._size, rows, source, wanted)
+        # numba takes an enum apart anew in each call, which costs more than all of the work.
+        self._size, brought = _add(
+            self._tokens, self._parents, self._sources, self._size, self._most, rows, int(source), wanted
+        )
         return int(brought)
+
+    def put_beside(self, tokens: Ints, parents: Ints, source: int) -> None:
+        """Add a whole tree below the same root, sharing nothing."""
+        start, self._size = self._size, self._size + len(tokens)
+        self._tokens[start : self._size] = tokens
+        self._parents[start : self._size] = parents + np.int32(start) * (parents != ROOT)
+        self._sources[start : self._size] = source
 
     def nodes(self) -> tuple[Ints, Ints, Ints]:
         """Tokens, parents and sources, for a draft tree to keep."""
@@ -50,9 +64,9 @@ class Trie:
 
 @njit(cache=True, nogil=True)
 def _add(
-    tokens: Ints, parents: Ints, sources: Ints, size: int, rows: Ints, source: int, wanted: int
+    tokens: Ints, parents: Ints, sources: Ints, size: int, most: int, rows: Ints, source: int, wanted: int
 ) -> tuple[int, int]:
-    most, brought = len(tokens), 0
+    brought = 0
     for row in rows:
         if brought == wanted or size >= most:
             break
@@ -78,7 +92,7 @@ def sequences_of(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
 
     They come in the order of the nodes where they end; a parent must stand before its children.
     """
-    return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, most)  # type: ignore[no-any-return]
+    return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, most)
 
 
 @njit(cache=True, nogil=True)

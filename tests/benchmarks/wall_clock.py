@@ -111,7 +111,8 @@ def main() -> None:
     times, tokens = measure(prompts, answers, options.rounds)
     print(f"{machine()}; {options.threads} threads, temperature {options.temperature:g}, {len(prompts)} prompts\n")
     table(prompts, list(answers), times, tokens)
-    print("\n| method | tokens per step | drafting, µs a step | in the model, ms | around it, µs |\n|---|---|---|---|---|")
+    print("\n| method | tokens per step | drafting, µs a step | in the model, ms | around it, µs |")
+    print("|---|---|---|---|---|")
     for method, found in stats.items():
         print(
             f"| {method} | {found.tokens_per_step:.2f} | {found.draft_us_per_step:.0f} "

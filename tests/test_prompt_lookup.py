@@ -1,0 +1,69 @@
+"""Prompt lookup against the library's own."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.sources import SourceName
+from hdtool.runtime.sources.prompt_lookup import PromptLookup
+
+
+def library(context: list[int], tokens: int, longest: int) -> list[int]:
+    generator = PromptLookupCandidateGenerator(
+        num_output_tokens=tokens, max_matching_ngram_size=longest, max_length=10**6
+    )
+    candidates, _ = generator.get_candidates(cast(torch.LongTensor, torch.tensor([context])))
+    ids: list[int] = candidates[0, len(context) :].tolist()
+    return ids
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 12), st.integers(1, 4))
+@example([5], 10, 3)
+@example([5, 5], 10, 3)
+def test_drafts_what_transformers_drafts(context: list[int], tokens: int, longest: int) -> None:
+    drafter = PromptLookup(tokens, longest)
+    drafter.begin(context)
+    tree = drafter.draft(context)
+    tree.check_integrity()
+    assert tree.root == context[-1]
+    assert tree.tokens.tolist() == library(context, tokens, longest)
+    assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
+    assert set(tree.sources.tolist()) <= {SourceName.CONTEXT}
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=2, max_size=20))
+def test_a_context_may_grow_and_a_new_one_begin(steps: list[list[int]]) -> None:
+    drafter = PromptLookup()
+    for first in range(2):
+        context = list(steps[first])
+        drafter.begin(context)
+        trees = []
+        for fresh in steps[first + 1 :]:
+            context += fresh
+            trees.append((drafter.draft(context), library(context, 10, 3)))
+            drafter.observe(Accepted([], fresh), torch.empty(1, 0))
+        # Compared at the end: a tree must not change when the context grows.
+        for tree, expected in trees:
+            assert tree.tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("size", [31_000, 32_768])
+def test_long_contexts(size: int) -> None:
+    """The only match of three tokens stands far from either end."""
+    rng = random.Random(size)
+    context = [rng.randrange(1000) for _ in range(size)]
+    context[17_000:17_005] = [1001, 1002, 1003, 7, 8]
+    context[-3:] = [1001, 1002, 1003]
+    drafter = PromptLookup()
+    drafter.begin(context[:-1])
+    tree = drafter.draft(context)
+    assert tree.tokens.tolist() == library(context, 10, 3) == context[17_003:17_013]
+    assert drafter.seconds[SourceName.CONTEXT] > 0
