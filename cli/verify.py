@@ -67,6 +67,8 @@ def verify(
     quiet_libraries()
     loaded = load(ModelConfig(model, device, dtype, trust_remote_code))
     shelf = Shelf() if method == "ar" else Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig(model_db, corpus_db))
+    if method != "ar":
+        print(f"drafting from {shelf}", file=sys.stderr)
     verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, shelf), size.max_new_tokens)
     checks = _checked(verifier, loaded, asked, chat, quiet)
     explained = verifier.explain([difference for check in checks for difference in check.differences])
@@ -74,7 +76,6 @@ def verify(
     if as_json:
         print(json.dumps(report, ensure_ascii=False))
     else:
-        print(f"drafting from {shelf}", file=sys.stderr)
         _tell(report)
     return 0 if report["lossless"] else 1
 

@@ -172,6 +172,65 @@ def test_version_and_help() -> None:
     assert b"generate" in hdtool().stdout
 
 
+# hdtool verify ---------------------------------------------------------------------------------
+
+FEW = ["--limit", "2", "--max-new-tokens", "24"]
+
+
+def test_verify_says_how_many_answers_were_identical(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", *FEW]) == 0
+    printed = capfd.readouterr()
+    assert printed.err.startswith("drafting from ")
+    first, plain, generate, verdict = printed.out.splitlines()
+    assert first.startswith("hdtool-demo on cpu in float32, method hd: 2 prompts, ")
+    assert plain == "drafted answers identical to plain decoding: 2 of 2"
+    assert generate == "plain decoding identical to generate: 2 of 2"
+    assert verdict.startswith("lossless, at ")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_verified(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    drawn = ["--temperature", "0.8", "--top-p", "0.9", "--repetition-penalty", "1.1"]
+    for options, identical in ((drawn, {"plain": 2}), ([], {"plain": 2, "generate": 2})):
+        assert run(["verify", "--method", method, *FEW, *options, "--json"]) == 0
+        report = json.loads(capfd.readouterr().out)
+        assert (report["identical"], report["lossless"], report["differences"]) == (identical, True, [])
+        assert (report["method"], report["near_ties"]) == (method, 0)
+
+
+def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdtool.runtime.cache import StaticRows
+
+    def keep(self: StaticRows, fixed: int, path: list[int]) -> None:
+        self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
+
+    monkeypatch.setattr(StaticRows, "keep", keep)
+    wrong = ["verify", "--limit", "8", "--max-new-tokens", "64", "--budget", "24"]
+    assert run([*wrong, "--json"]) == 1
+    report = json.loads(capfd.readouterr().out)
+    assert not report["lossless"]
+    assert report["identical"]["generate"] == 8 > report["identical"]["plain"]
+    first = report["differences"][0]
+    assert first["compared_with"] == "plain"
+    assert set(first["expected"]) == {"id", "text"}
+    assert (first["logits"]["dtype"], first["recomputed"]["dtype"]) == ("float32", "float64")
+    assert not first["near_tie"]
+    assert first["recomputed"]["gap"] > first["rounding"]
+    assert run(wrong) == 1
+    told = capfd.readouterr().out
+    assert ", compared with plain: expected " in told
+    assert "NOT a near tie" in told
+    assert told.splitlines()[-1].startswith("NOT lossless: ")
+
+
+def test_verify_fails_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "limit is 0: it must be 1 or more" in complaint(capfd, ["verify", "--limit", "0"], code=2)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("word " * 5000)
+    said = complaint(capfd, ["verify", "--method", "ar", "--prompts", str(prompts)])
+    assert "prompt 1: the prompt is" in said
+
+
 # How it fails ----------------------------------------------------------------------------------
 
 

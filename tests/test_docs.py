@@ -62,6 +62,19 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert command in COMMANDS
 
 
+def test_the_programs_of_the_python_page_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(program, names)
+    printed = capsys.readouterr().out
+    assert re.match(r"\d+ tokens in \d+ steps\n", printed)
+    assert " drafts accepted\n" in printed
+
+
 def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)

@@ -27,9 +27,11 @@ from transformers.generation.streamers import BaseStreamer
 from hdtool.data.errors import FamilyError, OptionError, PromptError
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.hook import Generator
 from hdtool.runtime.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.target import Target
 from tests.families import VOCABULARY, model_of
 from tests.oracle import generated, prompt_of
 from tests.trees import LyingDrafter
@@ -351,12 +353,19 @@ def test_a_generator_keeps_its_target_and_its_figures() -> None:
 
 def test_a_model_that_changes_its_type_is_proved_anew() -> None:
     model: Any = copy.deepcopy(model_of("llama"))
-    generator = Generator()
+    made: list[Target] = []
+
+    def make(target: Target) -> NoDraft:
+        made.append(target)
+        return NoDraft()
+
+    generator = Generator(make)
     ask(model, custom_generate=generator)
     held = generator._target
     model.to(torch.float64)
     assert ask(model, custom_generate=generator).tolist() == ask(model).tolist()
     assert generator._target is not held
+    assert made == [held, generator._target], "a drafter belongs to its target"
 
 
 def test_a_model_in_training_is_given_back_in_training() -> None:

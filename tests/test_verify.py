@@ -159,7 +159,8 @@ def test_an_answer_that_ends_early_is_found(small: Loaded, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(temperature=1.0, top_k=2)], ids=["greedy", "drawn"])
 def test_a_near_tie_is_told_from_a_mistake(embedded: Loaded, sampling: SamplingConfig) -> None:
-    model: Any = copy.deepcopy(model_of("llama")).to(torch.bfloat16)
+    model: Any = copy.deepcopy(model_of("llama"))
+    model.to(torch.bfloat16)
     likeliest, second, *_, last = plain_logits(model, PROMPT).argsort(descending=True).tolist()
     with torch.no_grad():  # twins but for a nudge that is far below bfloat16's step
         model.lm_head.weight[second] = model.lm_head.weight[likeliest]
@@ -187,7 +188,8 @@ def between_the_twins(loaded: Loaded, sampling: SamplingConfig) -> SamplingConfi
 
 
 def test_what_cannot_be_recomputed_is_no_near_tie(small: Loaded) -> None:
-    small.target.model.to(torch.float64)  # type: ignore[call-arg]
+    model: Any = small.target.model
+    model.to(torch.float64)
     difference = Difference("it", Oracle.PLAIN, PROMPT, [], 5, 6)
     (explanation,) = Verifier(small, GREEDY, NoDraft(), MOST).explain([difference])
     assert "nothing computes more precisely than torch.float64" in explanation.reason
