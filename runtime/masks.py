@@ -70,34 +70,34 @@ def tree_mask(tree: DraftTree, length: int, reaches: list[Reach], dtype: torch.d
 
 
 def _additive(tree: DraftTree, length: int, reach: Reach, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    rows = len(tree) + 1
-    lowest = torch.finfo(dtype).min
-    if reach.sees_all(length + rows):
-        # Of the context all is seen: only what the tree hides needs to be made and sent.
-        if dtype == torch.float32 and device.type == "cpu":
-            whole = np.zeros((1, 1, rows, length + rows), np.float32)
-            hide(whole[0, 0], tree.lineage, lowest)
-            return torch.from_numpy(whole)
-        mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
-        mask[0, 0, :, length:].masked_fill_(torch.from_numpy(~tree.lineage).to(device), lowest)
-        return mask
+    rows, hidden_at = len(tree) + 1, torch.finfo(dtype).min
+    if not reach.sees_all(length + rows):
+        visible = np.ones((rows, length + rows), np.bool_)
+        visible[:, length:] = tree.lineage
+        positions = length + tree.depths
+        visible &= reach.allows(positions, np.concatenate([np.arange(length), positions]))
+        hidden = torch.from_numpy(~visible).to(device)
+        return torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=device).masked_fill_(hidden, hidden_at)
+    if dtype == torch.float32 and device.type == "cpu":
+        return torch.from_numpy(_hiding_strangers(tree.parents, length, hidden_at))
+    # Of the context all is seen: only what the tree hides is sent to the device.
     mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
-    visible = np.ones((rows, length + rows), np.bool_)
-    visible[:, length:] = tree.lineage
-    positions = length + tree.depths
-    visible &= reach.allows(positions, np.concatenate([np.arange(length), positions]))
-    return mask.masked_fill_(torch.from_numpy(~visible).to(device), lowest)
+    mask.narrow(3, length, rows).masked_fill_(torch.from_numpy(~tree.lineage).to(device), hidden_at)
+    return mask
 
 
 @njit(cache=True, nogil=True)
-def hide(mask: npt.NDArray[np.float32], lineage: npt.NDArray[np.bool_], lowest: float) -> None:
-    """Write into the last columns of a mask what the rows of a tree must not see of each other."""
-    rows = len(lineage)
-    first = mask.shape[1] - rows
+def _hiding_strangers(parents: npt.NDArray[np.int32], length: int, hidden_at: float) -> npt.NDArray[np.float32]:
+    """The mask of a tree behind a context that is seen whole; compiled, it costs a quarter of torch's four calls."""
+    rows = len(parents) + 1
+    mask = np.zeros((1, 1, rows, length + rows), np.float32)
+    seen = mask[0, 0]
     for row in range(rows):
+        above = parents[row - 1] + 1 if row > 0 else 0
         for column in range(rows):
-            if not lineage[row, column]:
-                mask[row, first + column] = lowest
+            seen[row, length + column] = seen[above, length + column] if column < row and row > 0 else hidden_at
+        seen[row, length + row] = 0.0
+    return mask
 
 
 def _nothing_hidden(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,15 @@ from numba import njit
 from hdtool.runtime.model_store import LONGEST_PREFIX, mixed
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import CHAINS, LONG, LONGEST_MATCH, SHORT, recent
-from hdtool.runtime.sources.corpus_levels import FEWEST_SAMPLES, LONGEST_RANGE, SAMPLES, narrow, read_samples, size_of, tally
+from hdtool.runtime.sources.corpus_levels import (
+    FEWEST_SAMPLES,
+    LONGEST_RANGE,
+    SAMPLES,
+    narrow,
+    read_samples,
+    size_of,
+    tally,
+)
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
 from hdtool.runtime.weights import CONTEXT_LEVELS, CORPUS_LEVELS, MODEL_LEVELS, bucket_of
 from hdtool.runtime.workspace import CANDIDATES, SLOTS, memory_at

@@ -92,10 +92,12 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
         elif known:
             start = places[above, order - 1, shard, LOW]
             size = places[above, order - 1, shard, HIGH] - start
-            low, high, turn = _bracket(ranges, above, order - 1, found, before, size, turn, token)
-            low, high, before = low + start, high + start, before + size
-            if ranges.read[above, order - 1] < found and low < high:
-                low, high = _between(shards, shard, tail, order, low, high)
+            low, first, last, high, turn = _bracket(ranges, above, order - 1, found, before, size, turn, token)
+            if ranges.read[above, order - 1] < found:
+                low, high = _between(shards, shard, tail, order, start + low, start + first, start + last, start + high)
+            else:
+                low, high = start + low, start + high
+            before += size
         places[node, order, shard, LOW], places[node, order, shard, HIGH] = low, high
     ranges.read[node, order] = 0
 
@@ -119,12 +121,13 @@ def _headed(shards: Shards, shard: int, token: int) -> tuple[int, int]:
 @njit(cache=True, nogil=True)
 def _bracket(
     ranges: Any, node: int, order: int, found: int, before: int, size: int, turn: int, token: int
-) -> tuple[int, int, int]:
-    """Where in a shard's part of a range the samples allow ``token``, and the first sample of the next shard.
+) -> tuple[int, int, int, int, int]:
+    """Where in a shard's part of a range the samples allow ``token``: it begins from ``low`` to ``first``, and
+    ends from ``last`` to ``high``. And the first sample of the next shard.
 
-    The part begins ``before`` places into the whole of ``found``. If all places were read, this is exact.
+    The part begins ``before`` places into the whole of ``found``. If all places were read, low and high are exact.
     """
-    low, high = 0, size
+    low, first, last, high = 0, size, 0, size
     read = ranges.read[node, order]
     step = (found << 16) // read if read else 0
     while turn < read and (turn * step >> 16) < before + size:
@@ -134,26 +137,34 @@ def _bracket(
             low = at + 1
         elif sample > token:
             high = min(high, at)
+        else:
+            first, last = min(first, at), at + 1
         turn += 1
-    return low, max(low, high), turn
+    # In a damaged file nothing is in order, but no bracket may be turned round.
+    high = max(low, high)
+    return low, min(max(low, first), high), min(max(low, last), high), high, turn
 
 
 @njit(cache=True, nogil=True)
-def _between(shards: Shards, shard: int, tail: Ints, order: int, low: int, high: int) -> tuple[int, int]:
-    """The suffixes from ``low`` to ``high``, of a parent's range, that go on with the last token."""
+def _between(
+    shards: Shards, shard: int, tail: Ints, order: int, low: int, first: int, last: int, high: int
+) -> tuple[int, int]:
+    """The suffixes, of a parent's range, that go on with the last token, given its bracket."""
     token = tail[len(tail) - 1]
-    if high - low > FAR:
-        low = boundary(shards, shard, tail, order, low, high, False)
+    if first - low > FAR:
+        low = boundary(shards, shard, tail, order, low, first, False)
     else:
-        low = _bisect(shards, shard, order - 1, low, high, token)
-    if low >= high or _follower(shards, shard, order - 1, low) != token:
-        return low, low
-    # Most parts are short: look for the end in growing strides.
-    stride, last = FIRST_STRIDE, low
-    while last + stride < high and _follower(shards, shard, order - 1, last + stride) == token:
-        last += stride
-        stride *= 4
-    return low, _bisect(shards, shard, order - 1, last + 1, min(high, last + stride), token + 1)
+        low = _bisect(shards, shard, order - 1, low, first, token)
+    if last <= low:
+        # No sample has it, so it is rare if it is there at all: look for the end in growing strides.
+        if low >= high or _follower(shards, shard, order - 1, low) != token:
+            return low, low
+        stride, last = FIRST_STRIDE, low + 1
+        while last + stride < high and _follower(shards, shard, order - 1, last + stride - 1) == token:
+            last += stride
+            stride *= 4
+        high = min(high, last + stride)
+    return low, _bisect(shards, shard, order - 1, last, high, token + 1)
 
 
 @njit(cache=True, nogil=True)
