@@ -7,10 +7,10 @@ PINS := pyproject.toml constraints.txt
 
 .PHONY: demo test format types unit docs bench clean
 
-demo: .venv/installed
+demo: .venv/installed .compiled
 	$(BIN)/hdtool demo
 
-test: .venv/installed-dev
+test: .venv/installed-dev .compiled
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
@@ -34,8 +34,13 @@ docs: .venv/installed-dev
 bench: .venv/installed-dev
 	$(BIN)/python -m tests.benchmarks.plain_decoding
 
+# numba keeps compiled functions beside their files and does not see when what they call has changed elsewhere.
+.compiled: $(wildcard builders/*.py runtime/*.py runtime/sources/*.py)
+	@find builders runtime -name '*.nb[ic]' -delete
+	@touch $@
+
 clean:
-	rm -rf .venv .types build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -49,7 +49,8 @@ class Hierarchy:
         self._at = self._memory.addresses()
         self._stores = model, corpus
         work = self._memory.work
-        work["vocabulary"] = min((store.manifest.tokenizer.vocab_size for store in self._stores if store), default=2**31)
+        sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
+        work["vocabulary"] = min(sizes, default=2**31)
         for source, there in zip(SourceName, (False, context, model, corpus), strict=False):
             work["has"][0, source] = bool(there)
         # Fields of a record cost a tenth of a microsecond each time they are asked for.

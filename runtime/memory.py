@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core import cgutils
@@ -46,6 +47,6 @@ carray: Any = numba.carray  # type: ignore[attr-defined]
 
 
 @njit(cache=True, nogil=True)
-def array_at(address: Any, shape: Any, kind: Any) -> Any:
+def array_at(address: Any, shape: Any, kind: Any) -> npt.NDArray[Any]:
     """The array at an address."""
-    return carray(pointer(address), shape, kind)
+    return carray(pointer(address), shape, kind)  # type: ignore[no-any-return]

@@ -184,14 +184,15 @@ def _weigh(
         share = 0.0
         for at in range(len(tokens)):
             if tokens[at] == truth:
-                share = max(0, min(np.int64(counts[at]), read)) / read
+                count: Any = np.int64(counts[at])
+                share = max(0, min(count, read)) / read
         work.levels[work.asked], work.buckets[work.asked], work.shares[work.asked] = level, bucket, share
         work.asked += 1
-    return left_open * (1 - weight)
+    return left_open * (1 - weight)  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
-def _put(work: Any, source: int, token: int, part: float) -> None:
+def _put(work: Any, source: int, token: Any, part: float) -> None:
     """Add to the chance of a candidate."""
     slot = (token * 40503) & (SLOTS - 1)
     while work.slots[slot] >= work.round * CANDIDATES:

@@ -20,8 +20,7 @@ from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.discarded import discarded
 from hdtool.runtime.sources.sequences import LENGTH, SequenceTable
 from hdtool.runtime.sources.trie import NO_TOKEN, Trie, sequences_of
-from hdtool.runtime.target import LARGEST_TREE
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from tests.trees import path_to, tokens_to, trees
 
 Sequences = list[list[int]]

@@ -86,7 +86,8 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
     found = size_of(ranges, above, order - 1) if known and order > 1 else 0
     turn, before = 0, 0
     for shard in range(len(shards.places)):
-        low = high = np.int64(0)
+        low: Any = np.int64(0)
+        high: Any = np.int64(0)
         if known and order == 1:
             low, high = _headed(shards, shard, token)
         elif known:
@@ -168,7 +169,7 @@ def _between(
 
 
 @njit(cache=True, nogil=True)
-def _bisect(shards: Shards, shard: int, order: int, low: int, high: int, token: int) -> int:
+def _bisect(shards: Shards, shard: int, order: int, low: Any, high: Any, token: Any) -> Any:
     """The first suffix of a range of an order that goes on with ``token`` or a larger one."""
     while low < high:
         middle = (low + high) >> 1
@@ -180,7 +181,7 @@ def _bisect(shards: Shards, shard: int, order: int, low: int, high: int, token: 
 
 
 @njit(cache=True, nogil=True)
-def _follower(shards: Shards, shard: int, order: int, suffix: int) -> int:
+def _follower(shards: Shards, shard: int, order: int, suffix: Any) -> Any:
     """What follows the first ``order`` tokens of a suffix; of a damaged file at worst the last token of the shard."""
     place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix]) + order
     return np.int64(shards.tokens[shards.places[shard, TOKEN] + min(place, shards.places[shard, TOKENS] - 1)])

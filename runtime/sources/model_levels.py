@@ -45,7 +45,7 @@ def rows_of(model: Any) -> Array:
 
 
 @njit(cache=True, nogil=True)
-def known_as(model: Any, mark: np.uint64) -> tuple[int, int, int, int]:
+def known_as(model: Any, mark: np.uint64) -> tuple[Any, Any, Any, Any]:
     """Of a prefix with this hash: its first row and the one behind its last, the total and how many tokens follow.
 
     The total is 0 if nothing is known.
