@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.mixture import CORPUS, NO_TRUTH, expand
+from hdtool.runtime.clock import lap, start_clock
+from hdtool.runtime.mixture import CORPUS, NO_TRUTH, TREE, expand
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, add
 from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE, narrow, places_of
@@ -38,6 +39,7 @@ Ints = npt.NDArray[Any]
 def grow(corpus: Ints, at: Ints, most: int) -> int:
     """Fill the workspace with the ``most`` likeliest nodes, and say how many there are."""
     work = memory_at(at).work[0]
+    start_clock(work)
     work.parents[0], work.depths[0], work.odds[0] = 0, 0, 1.0
     size, node, bar = 0, 0, 0.0
     while True:
@@ -47,11 +49,13 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
             expand(corpus, at, node, least, max(WORTH_ADDING * bar / odds, LEAST_PART), NO_TRUTH)
             size, bar = _enlist(work, node, size, most, bar)
         if node == size:
-            return node
+            break
         node += 1
         _settle(work, node)
         if node == most:
-            return node
+            break
+    lap(work, TREE)
+    return node
 
 
 @njit(cache=True, nogil=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget import Budget, FixedBudget, Odds
+from hdtool.runtime.clock import HAS_CLOCK
 from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.growth import feed, grow, restart
 from hdtool.runtime.model_store import ModelStore
@@ -18,9 +20,14 @@ from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.sources.corpus_levels import no_shards, range_record
 from hdtool.runtime.sources.model_levels import model_record
+from hdtool.runtime.sources.recycled import LONGEST_NODE, Recycled
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.weights import new_weights
 from hdtool.runtime.workspace import WORK, Memory
+
+TIMED_EVERY = 32
+"""Reading the clock at every turn makes a draft a fifth slower."""
+ANY_TOKEN = 2**31 - 1
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +35,9 @@ Array = npt.NDArray[Any]
 class Hierarchy:
     """Drafts from the context, the model store and the corpus index, as far as they are there.
 
-    What it learns of the sources' worth it keeps from one generation to the next.
+    What it learns of the sources' worth it keeps from one generation to the next. ``recycled`` also
+    drafts what the target thought likely after the same token in an earlier tree, ``discarded`` after
+    the same two or three tokens.
     """
 
     def __init__(
@@ -38,32 +47,66 @@ class Hierarchy:
         *,
         context: bool = True,
         budget: Budget | None = None,
+        discarded: bool = False,
+        recycled: bool = False,
     ) -> None:
-        self.seconds: dict[SourceName, float] = {}
         self.budget = budget or FixedBudget()
         self.table = ContextTable()
+        self._stores = model, corpus  # their arrays must outlive the addresses
         self._shards = corpus.shards if corpus else no_shards()
         self._corpus = self._shards.tokens
         ranges, self._places = range_record(self._shards)
-        self._memory = Memory(np.zeros(1, WORK), new_weights(), self.table.memory, model_record(model), ranges)
+        self._recycled = Recycled(LONGEST_NODE if discarded else 1) if discarded or recycled else None
+        logits = self._recycled.memory if self._recycled else Recycled(0).memory
+        work, learned = np.zeros(1, WORK), new_weights()
+        self._memory = Memory(work, learned, self.table.memory, model_record(model), ranges, logits)
         self._at = self._memory.addresses()
-        self._stores = model, corpus
-        work = self._memory.work
-        sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
-        work["vocabulary"] = min(sizes, default=2**31)
-        for source, there in zip(SourceName, (False, context, model, corpus), strict=False):
-            work["has"][0, source] = bool(there)
+        self._fill_in(work, context)
         # Fields of a record cost a tenth of a microsecond each time they are asked for.
         nodes = (work[field][0, 1:] for field in ("tokens", "parents", "sources", "odds"))
         self._tokens, self._parents, self._sources, self._odds = nodes
+        self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
         self._pending: list[int] = []
+        self._drafts = 0
+        self._spent = 0.0
+        self._clocked = np.zeros(len(SourceName))
         self.odds: Odds = self._odds[:0]
         """Of the nodes of the last tree: the chance that the target takes the path down to each."""
+        self._compile()
+
+    def _fill_in(self, work: Array, context: bool) -> None:
+        model, corpus = self._stores
+        vocabularies = (store.manifest.tokenizer.vocab_size for store in self._stores if store)
+        work["vocabulary"] = min(vocabularies, default=ANY_TOKEN)
+        for source, there in ((SourceName.CONTEXT, context), (SourceName.MODEL, model), (SourceName.CORPUS, corpus)):
+            work["has"][0, source] = bool(there)
+        work["instant_at"] = work["instant"].ctypes.data
+
+    def _compile(self) -> None:
+        """Have everything compiled, or loaded, before the first step waits for it."""
+        nothing = np.empty(0, np.int64)
+        restart(self._corpus, self._at, nothing)
+        feed(self._corpus, self._at, nothing)
+        grow(self._corpus, self._at, 1)
+
+    @property
+    def seconds(self) -> dict[SourceName, float]:
+        """The time that drafting took so far, by source; NONE is what the tree itself took.
+
+        The whole is measured; how it is shared out was measured at every 32nd draft. Empty where
+        compiled code has no clock.
+        """
+        whole = self._clocked.sum()
+        if not whole:
+            return {}
+        parts = (self._spent * self._clocked / whole).tolist()
+        return {SourceName(source): part for source, part in enumerate(parts) if part}
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._catch_up()
+        self.odds = self._odds[:0]
         self.table.read(prompt)
-        restart(self._corpus, self._at, np.asarray(prompt[-LONGEST_MATCH:], np.int64))
+        restart(self._corpus, self._at, np.array(prompt[-LONGEST_MATCH:], np.int64))
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         most = min(self.budget.most, LARGEST_TREE)
@@ -71,16 +114,31 @@ class Hierarchy:
             self.odds = self._odds[:0]
             return DraftTree.bare(context[-1])
         self._catch_up()
-        odds = self._odds[: grow(self._corpus, self._at, most)]
+        timed = HAS_CLOCK and self._drafts % TIMED_EVERY == 0
+        self._timed[0] = timed
+        started = time.perf_counter()
+        grown = grow(self._corpus, self._at, most)
+        self._spent += time.perf_counter() - started
+        self._drafts += 1
+        if timed:
+            self._timed[0] = 0
+            self._clocked += self._laps
+        odds = self._odds[:grown]
         size = self.budget.nodes(odds)
         self.odds = odds[:size].copy()
         # The workspace counts the root as row 0.
         return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        # A tree that was clipped at the end of the context has lost rows that others were counted by.
+        recycles = self._recycled and len(self.odds) and len(logits) == len(self.odds) + 1
+        tails = self._tails[: len(logits)].copy() if recycles else None
         self._pending += accepted.tokens
         if self.budget.most:
             self._catch_up()
+        # Only now: what is learned of this source must not come from what it heard a moment ago.
+        if self._recycled and tails is not None:
+            self._recycled.keep(logits, tails)
 
     def _catch_up(self) -> None:
         """Take in what was emitted; while drafting is not worth its time, this is put off."""

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from hdtool.runtime.clock import lap
 from hdtool.runtime.model_store import LONGEST_PREFIX, mixed
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import CHAINS, LONG, LONGEST_MATCH, SHORT, recent
@@ -21,12 +22,14 @@ from hdtool.runtime.sources.corpus_levels import (
     tally,
 )
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
-from hdtool.runtime.weights import CONTEXT_LEVELS, CORPUS_LEVELS, MODEL_LEVELS, bucket_of
+from hdtool.runtime.sources.recycled import WHOLE, kept_shares, kept_tokens, row_of
+from hdtool.runtime.weights import CONTEXT_LEVELS, CORPUS_LEVELS, MODEL_LEVELS, RECYCLED_LEVELS, SIZES, bucket_of
 from hdtool.runtime.workspace import CANDIDATES, SLOTS, memory_at
 
-CONTEXT, MODEL, CORPUS = SourceName.CONTEXT.value, SourceName.MODEL.value, SourceName.CORPUS.value
+TREE, CONTEXT, MODEL = SourceName.NONE.value, SourceName.CONTEXT.value, SourceName.MODEL.value
+CORPUS, RECYCLED = SourceName.CORPUS.value, SourceName.RECYCLED.value
 NO_TRUTH = -1
-WORTH_A_SEARCH = 3.0
+WORTH_A_SEARCH = 5.0
 """The corpus costs the most, and is asked only where so many times the least that matters is open."""
 
 Ints = npt.NDArray[Any]
@@ -41,10 +44,13 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
     """
     memory = memory_at(at)
     work, weights, table, model = memory.work[0], memory.weights[0], memory.table[0], memory.model[0]
+    recycled = memory.recycled[0]
     _start(work, node)
     deepest = LONGEST_PREFIX if node == 0 else min(LONGEST_PREFIX, work.known[work.parents[node]] + 1)
+    lap(work, TREE)
     if work.has[MODEL]:
         fetch(model, work.marks, deepest)
+        lap(work, MODEL)
     else:
         deepest = 0
     left_open = 1.0
@@ -52,15 +58,23 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
     for order in range(LONGEST_MATCH, 0, -1):
         if work.has[CONTEXT]:
             left_open = _ask_context(work, weights, table, node, order, left_open, floor, truth)
+            lap(work, CONTEXT)
+            if left_open < least:
+                break
+        if order <= recycled.longest:
+            left_open = _ask_recycled(work, weights, recycled, node, order, left_open, floor, truth)
+            lap(work, RECYCLED)
             if left_open < least:
                 break
         if order <= deepest:
             left_open = _ask_model(work, weights, model, node, order, left_open, floor, truth)
+            lap(work, MODEL)
             if left_open < least:
                 break
         if work.has[CORPUS] and order <= LONGEST_RANGE and left_open >= WORTH_A_SEARCH * least:
             lowest = order
             left_open = _ask_corpus(corpus, at, node, order, left_open, least, floor, truth)
+            lap(work, CORPUS)
             if left_open < least:
                 break
     if node > 0:
@@ -112,6 +126,24 @@ def _count(work: Any, order: int) -> None:
                 work.distinct += 1
             work.counts[at] += 1
             work.total += 1
+
+
+@njit(cache=True, nogil=True)
+def _ask_recycled(
+    work: Any, weights: Any, table: Any, node: int, order: int, left_open: float, floor: float, truth: int
+) -> float:
+    """What remains open behind what the target once thought after the same tokens."""
+    row = row_of(table, work.tails[node], order)
+    if row < 0:
+        return left_open
+    tokens, shares = kept_tokens(table)[row], kept_shares(table)[row]
+    if shares[0] == 0:
+        return left_open
+    # How sure it was takes the place of how much evidence there is.
+    sure: Any = SIZES * np.int64(shares[0]) // WHOLE
+    sureness = np.int64(1) << min(SIZES - 1, sure)
+    level = RECYCLED_LEVELS + order - 1
+    return _weigh(work, weights, RECYCLED, level, (tokens, shares), WHOLE, sureness, 1, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)

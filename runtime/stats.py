@@ -66,7 +66,8 @@ class Stats:
     @property
     def sources(self) -> list[SourceName]:
         """Those that drafted anything or took any time."""
-        return [source for source in SourceName if self.drafted[source] or self.source_seconds[source]]
+        found = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
+        return [source for source in found if source]
 
     @property
     def tokens_per_step(self) -> float:

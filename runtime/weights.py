@@ -22,12 +22,14 @@ from hdtool.runtime.model_store import LONGEST_PREFIX
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH
 from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE
+from hdtool.runtime.sources.recycled import LONGEST_NODE
 
 CONTEXT_LEVELS = 0
 """Where the levels of a source begin; the one that knows a single token comes first."""
 MODEL_LEVELS = CONTEXT_LEVELS + LONGEST_MATCH
 CORPUS_LEVELS = MODEL_LEVELS + LONGEST_PREFIX
-LEVELS = CORPUS_LEVELS + LONGEST_RANGE
+RECYCLED_LEVELS = CORPUS_LEVELS + LONGEST_RANGE
+LEVELS = RECYCLED_LEVELS + LONGEST_NODE
 
 SIZES = 8
 ONE, FEW, MANY = range(3)
@@ -57,7 +59,8 @@ PRIOR = {
     # Of one token only, the doubt and how fast it fades with each doubling of the evidence; of few; of many.
     SourceName.CONTEXT: (CONTEXT_LEVELS, MODEL_LEVELS, 0.7, 0.62, 0.6, 0.25),
     SourceName.MODEL: (MODEL_LEVELS, CORPUS_LEVELS, 0.9, 0.75, 0.4, 0.05),
-    SourceName.CORPUS: (CORPUS_LEVELS, LEVELS, 0.9, 0.75, 0.35, 0.12),
+    SourceName.CORPUS: (CORPUS_LEVELS, RECYCLED_LEVELS, 0.9, 0.75, 0.35, 0.12),
+    SourceName.RECYCLED: (RECYCLED_LEVELS, LEVELS, 0.9, 0.9, 0.3, 0.3),
 }
 
 

@@ -18,6 +18,7 @@ from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, PLACES, TABLE
 from hdtool.runtime.sources.corpus_levels import RANGES, ROWS, SAMPLES
 from hdtool.runtime.sources.model_levels import MODEL
+from hdtool.runtime.sources.recycled import RECYCLED
 from hdtool.runtime.tree import LARGEST_TREE
 from hdtool.runtime.weights import LEVELS, WEIGHTS
 
@@ -64,6 +65,12 @@ WORK = np.dtype(
         # Which sources there are.
         ("vocabulary", np.int64),  # no source may give a token that is not in it
         ("has", np.int64, len(SourceName)),
+        # The time of a draft that is timed, in nanoseconds by source; NONE is the tree itself.
+        ("timed", np.int64),
+        ("laps", np.int64, len(SourceName)),
+        ("since", np.int64),
+        ("instant", np.int64, 2),  # seconds and nanoseconds, as the clock gives them
+        ("instant_at", np.int64),  # its address
     ],
     align=True,
 )
@@ -79,6 +86,7 @@ class Memory(NamedTuple):
     table: Array
     model: Array
     ranges: Array
+    recycled: Array
 
     def addresses(self) -> Array:
         """Where the records are, for ``memory_at``; they must outlive it."""
@@ -95,4 +103,5 @@ def memory_at(at: Array) -> Memory:
         array_at(at[2], 1, TABLE),
         array_at(at[3], 1, MODEL),
         array_at(at[4], 1, RANGES),
+        array_at(at[5], 1, RECYCLED),
     )

@@ -1,0 +1,45 @@
+"""A clock that compiled code can read: the C library's, by its name, so that caches on disk stay valid."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any
+
+from numba import njit, types
+
+
+def _there_is_one() -> bool:
+    try:
+        return hasattr(time, "CLOCK_MONOTONIC") and hasattr(ctypes.CDLL(None), "clock_gettime")
+    except (OSError, TypeError):  # Windows has no library without a name
+        return False
+
+
+HAS_CLOCK = _there_is_one()
+MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 0)
+
+if HAS_CLOCK:
+    _read: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+else:
+
+    @njit(cache=True, nogil=True)
+    def _read(clock: int, address: int) -> int:
+        return 0
+
+
+@njit(cache=True, nogil=True)
+def lap(work: Any, source: int) -> None:
+    """Count the time since the last lap for a source, if this draft is timed."""
+    if work.timed:
+        _read(MONOTONIC, work.instant_at)
+        now = work.instant[0] * 1_000_000_000 + work.instant[1]
+        work.laps[source] += now - work.since
+        work.since = now
+
+
+@njit(cache=True, nogil=True)
+def start_clock(work: Any) -> None:
+    """Begin the first lap."""
+    lap(work, 0)
+    work.laps[:] = 0
