@@ -15,8 +15,8 @@ ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 65)
 """Sizes of forward passes that are timed: nodes and the root. What lies between costs as much as the next larger."""
 TIMES, PATIENCE = 4, 1.0
 """Each is timed so often, for about a second; the fastest counts, the others tell how busy the machine was."""
-LEARNING = 0.05
-"""How far one step of the conversation moves what its pass is thought to cost."""
+LEARNING, LEARNING_OF_OTHERS = 0.05, 0.01
+"""How far one step of the conversation moves what a pass of its size, and of all others, is thought to cost."""
 SLOWEST, FASTEST = 2.0, 0.5
 """No single step is believed to have been further off."""
 LONGEST_REST = 64
@@ -88,9 +88,9 @@ class MeasuredBudget:
         if passes == self._seen[0] + 1 and self._asleep_until <= passes:
             size = self._bin[self._sent]
             off = np.clip((seconds - self._seen[1]) / self._costs[size], FASTEST, SLOWEST)
-            # A longer context slows passes of all sizes; what is left over is this size's own.
-            self._costs *= 1 + LEARNING / 2 * (off - 1)
-            self._costs[size] *= 1 + LEARNING / 2 * (off - 1)
+            # A longer context slows passes of all sizes, but most of an error is this size's own.
+            self._costs *= 1 + LEARNING_OF_OTHERS * (off - 1)
+            self._costs[size] *= 1 + LEARNING * (off - 1)
         self._seen = (passes, seconds)
 
     def _sleep_unless(self, worth_it: bool) -> None:

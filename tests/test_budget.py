@@ -1,0 +1,89 @@
+"""The budget: as many nodes as pay by what passes were seen to cost, and none where none pays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hdtool.runtime.budget import ROWS, FixedBudget, MeasuredBudget
+from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
+from hdtool.runtime.methods import drafter_for
+from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.target import Target
+from tests.families import model_of
+
+
+class Clock:
+    """A target that takes as long as it is told to."""
+
+    def __init__(self, costs: list[float]) -> None:
+        self.costs = costs
+        self.passes, self.seconds_in_model = 0, 0.0
+
+    def seconds_of_trees(self, sizes: list[int], times: int, patience: float) -> Any:
+        return np.array(self.costs)
+
+    def step(self, seconds: float) -> None:
+        self.passes += 1
+        self.seconds_in_model += seconds
+
+
+def budget_of(costs: list[float]) -> tuple[MeasuredBudget, Clock]:
+    clock = Clock(costs)
+    return MeasuredBudget(clock, around=0.0), clock  # type: ignore[arg-type]
+
+
+FLAT = [1.0] * len(ROWS)
+STEEP = [1 + (rows - 1) / 2 for rows in ROWS]
+
+
+def test_free_nodes_are_all_sent_and_dear_ones_not() -> None:
+    odds = np.array([0.9, 0.5, 0.3, 0.2, 0.1])
+    assert budget_of(FLAT)[0].nodes(odds) == 5
+    assert budget_of(STEEP)[0].nodes(odds[3:]) == 0
+    assert budget_of([1.0, 1.1, 1.2, *[5.0] * (len(ROWS) - 3)])[0].nodes(odds) == 3, "four rows cost little"
+    assert budget_of(FLAT)[0].nodes(np.empty(0)) == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, LARGEST_BUDGET])
+def test_a_fixed_budget_is_kept(size: int) -> None:
+    assert FixedBudget(size).nodes(np.ones(LARGEST_BUDGET)) == size
+
+
+def test_where_nothing_pays_drafting_rests_ever_longer_and_wakes_up_again() -> None:
+    budget, clock = budget_of(STEEP)
+    asked = []
+    for step in range(400):
+        if budget.most:
+            asked.append(step)
+            assert budget.nodes(np.array([0.1])) == 0
+        clock.step(1.0)
+    assert 3 < len(asked) < 30
+    assert max(np.diff(asked)) > 40
+    while not budget.most:
+        clock.step(1.0)
+    budget.nodes(np.full(20, 0.99))
+    clock.step(1.0)
+    assert budget.most, "what paid once is tried again at once"
+
+
+def test_it_learns_what_passes_cost_here() -> None:
+    """At loading a pass of eight rows seemed as cheap as one; in the conversation it takes three times as long."""
+    budget, clock = budget_of(FLAT)
+    odds = np.full(7, 0.12)
+    assert budget.nodes(odds) == 7
+    sent = 7
+    for _ in range(200):
+        clock.step(3.0 if sent else 1.0)
+        sent = budget.nodes(odds) if budget.most else 0
+    assert sent == 0
+
+
+def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
+    target = Target(model_of("llama"))
+    taken = target.seconds_of_trees([0, 3, 64], 2, 1.0)
+    assert len(taken) == 3 and (taken > 0).all() and np.isfinite(taken).all()
+    drafter = drafter_for(DecodeConfig("hd"), target, Shelf())
+    assert len(drafter.draft([1, 2, 3])) <= LARGEST_BUDGET
