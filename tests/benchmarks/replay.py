@@ -32,13 +32,16 @@ from hdtool.data.records import Reading
 from hdtool.data.store import TokenizerMark
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget import FixedBudget
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config import ModelConfig, PaperConfig
 from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.load import load_tokenizer
 from hdtool.runtime.masks import FULL, Reach, tree_mask
 from hdtool.runtime.model_store import ModelStore
+from hdtool.runtime.paper import PaperDrafter
+from hdtool.runtime.sources.corpus import CorpusDrafter
+from hdtool.runtime.sources.prompt_lookup import PromptLookup
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.benchmarks.machine import machine
 
@@ -180,6 +183,15 @@ def stores_of(options: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[Mod
         yield ModelStore(place / "model", mark), CorpusIndex(place / "corpus", mark)
 
 
+def peers(model: ModelStore, corpus: CorpusIndex) -> dict[str, Drafter]:
+    """The paper's policy with its databases, prompt lookup, and the corpus index alone as REST asks it."""
+    others: dict[str, Drafter] = {}
+    for order in ("C", "CM", "CS", "CMS"):
+        config = PaperConfig(order=order, lookahead=False)
+        others[f"hd-paper, {'+'.join(order)}"] = PaperDrafter(config, model_store=model, corpus_index=corpus)
+    return others | {"pld": PromptLookup(), "rest": CorpusDrafter(corpus)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="whose tokenizer and chat template")
@@ -205,6 +217,9 @@ def main() -> None:
                     budget=FixedBudget(budget),
                 )
                 print(report(sources, play(drafter, turns), turns), flush=True)
+        print(f"\nOthers, with budgets of their own, without lookahead:\n\n{HEADER}")
+        for name, other in peers(model, corpus).items():
+            print(report(name, play(other, turns), turns), flush=True)
 
 
 if __name__ == "__main__":
