@@ -130,11 +130,14 @@ class Hierarchy:
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         # A tree that was clipped at the end of the context has lost rows that others were counted by.
-        if self._recycled and len(self.odds) and len(logits) == len(self.odds) + 1:
-            self._recycled.keep(logits, self._tails[: len(logits)])
+        recycles = self._recycled and len(self.odds) and len(logits) == len(self.odds) + 1
+        tails = self._tails[: len(logits)].copy() if recycles else None
         self._pending += accepted.tokens
         if self.budget.most:
             self._catch_up()
+        # Only now: what is learned of this source must not come from what it heard a moment ago.
+        if self._recycled and tails is not None:
+            self._recycled.keep(logits, tails)
 
     def _catch_up(self) -> None:
         """Take in what was emitted; while drafting is not worth its time, this is put off."""
