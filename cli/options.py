@@ -65,6 +65,9 @@ Chat = Annotated[
     bool | None,
     typer.Option("--chat/--raw", help="Ask through the model's chat template, or as it stands. Default: chat if any."),
 ]
+Recycled = Annotated[
+    bool, typer.Option("--recycle/--no-recycle", help="Whether hd also drafts the model's second thoughts of before.")
+]
 Stats = Annotated[bool, typer.Option("--stats", help="Tell on standard error what each answer took.")]
 Color = Annotated[
     bool, typer.Option("--color", help="Show each token in the colour of the source that drafted it, with a legend.")

@@ -83,6 +83,8 @@ class DecodeConfig:
     """In which ``hd-paper`` asks them."""
     lookahead: bool = True
     """Whether ``hd-paper`` feeds its context table by lookahead."""
+    recycled: bool = False
+    """Whether ``hd`` also drafts what the target thought likely after the same token in an earlier tree."""
 
     def __post_init__(self) -> None:
         _require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")

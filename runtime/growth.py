@@ -62,7 +62,8 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
 def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int, float]:
     """Put the paths on from a node into the list; its new size, and the odds to beat once it is full."""
     for at in range(work.size):
-        odds = work.chances[at] * work.odds[node]
+        # A damaged store may give shares of more than the whole.
+        odds = min(1.0, work.chances[at]) * work.odds[node]
         if size < most:
             place = size
             size += 1

@@ -90,6 +90,11 @@ class Hierarchy:
         grow(self._corpus, self._at, 1)
 
     @property
+    def weights(self) -> Any:
+        """How far each level is trusted by now, by kind of evidence; see ``runtime/weights.py``."""
+        return self._memory.weights["weight"][0]
+
+    @property
     def seconds(self) -> dict[SourceName, float]:
         """The time that drafting took so far, by source; NONE is what the tree itself took.
 

@@ -80,6 +80,7 @@ def _hierarchy(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
         shelf.corpus if "S" in config.use else None,
         context="C" in config.use,
         budget=_budget(config, target),
+        recycled=config.recycled,
     )
 
 

@@ -44,6 +44,10 @@ class Recycled:
         self.memory = np.zeros(1, RECYCLED)
         self._longest = longest
         self._arrays: tuple[Array, ...] = ()
+        # Compiled, or loaded, before a step waits for it.
+        tokens, scores = np.zeros((0, BEST), np.int64), np.zeros((0, BEST), np.float32)
+        _best(scores, tokens, scores)
+        _keep(self.memory, tokens, tokens, scores)
 
     @torch.inference_mode()
     def keep(self, logits: torch.Tensor, tails: Array) -> None:
@@ -68,18 +72,21 @@ class Recycled:
         self.memory["vocabulary"], self.memory["longest"] = vocabulary, self._longest
 
 
-@njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
+@njit(cache=True, nogil=True)
 def _best(logits: Array, tokens: Array, scores: Array) -> None:
-    """The best tokens of each row and their scores; most blocks have nothing to offer, as their maximum tells."""
+    """The best tokens of each row and their scores; most blocks have nothing to offer, as one quick look tells."""
     for row in range(len(logits)):
+        least = scores[row, -1]
         for start in range(0, logits.shape[1], BLOCK):
             block = logits[row, start : start + BLOCK]
-            highest = block[0]
-            for score in block:
-                highest = max(highest, score)
-            if highest > scores[row, -1]:
+            better = 0
+            for place in range(len(block)):
+                better += block[place] > least
+            if better:
                 for place in range(len(block)):
-                    _insert(tokens[row], scores[row], start + place, block[place])
+                    if block[place] > least:
+                        _insert(tokens[row], scores[row], start + place, block[place])
+                        least = scores[row, -1]
 
 
 @njit(cache=True, nogil=True)
