@@ -191,7 +191,7 @@ def test_the_time_is_shared_out_by_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
     """Random logits: what was likeliest after a token is drafted when the token is there again."""
-    hierarchy = Hierarchy()
+    hierarchy = Hierarchy(recycled=True)
     hierarchy.begin([1, 2, 3, 1, 2])
     tree = hierarchy.draft([2])
     assert tree.tokens.tolist()[:2] == [3, 1]
@@ -211,7 +211,7 @@ def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
 
 
 def test_recycling_survives_a_clipped_tree() -> None:
-    hierarchy = Hierarchy(budget=FixedBudget(8))
+    hierarchy = Hierarchy(budget=FixedBudget(8), recycled=True)
     hierarchy.begin([1, 2, 3, 1, 2])
     tree = hierarchy.draft([2])
     clipped = tree.clipped(1)
