@@ -36,8 +36,8 @@ class Node:
     depth: int = 0
     source: int = 0
     known: int = 0
-    lowest: int = 1
-    ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    searched: set[int] = field(default_factory=set)
+    """Orders at which the corpus was asked; those of a child are searched for within these."""
 
 
 class SlowHierarchy:
@@ -90,8 +90,10 @@ class SlowHierarchy:
 
     def ask_corpus(self, node: Node, order: int, most: int) -> Evidence | None:
         """Followers of all places that the last tokens have, or of as many as are read, evenly spread."""
-        if node.above and order > 1 and order - 1 < node.above.lowest:
-            return None
+        if node.above:
+            if order > 1 and node.above.above and order - 1 not in node.above.searched:
+                return None
+            node.searched.add(order)
         places = self._range(node.context[-order:], order)
         if not places:
             return None
@@ -118,7 +120,7 @@ class SlowHierarchy:
         """The parts of the chance of each candidate, by source; and all that was said."""
         parts: dict[int, dict[int, float]] = {}
         said: list[Evidence] = []
-        left_open, lowest = 1.0, LONGEST_RANGE + 1
+        left_open = 1.0
         node.known = 0
 
         def weigh(evidence: Evidence | None) -> None:
@@ -140,12 +142,9 @@ class SlowHierarchy:
             if left_open < least:
                 break
             if self.shards and order <= LONGEST_RANGE and left_open >= mixture.WORTH_A_SEARCH * least:
-                lowest = order
                 weigh(self.ask_corpus(node, order, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least)))))
                 if left_open < least:
                     break
-        if node.above:
-            node.lowest = lowest
         if not node.known and left_open < least:
             node.known = LONGEST_PREFIX
         return parts, said

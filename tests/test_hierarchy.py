@@ -69,7 +69,7 @@ def check(tree: DraftTree, odds: Odds, vocabulary: int, most: int) -> None:
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 700])
 @pytest.mark.parametrize("vocabulary", [50, 70_000])
-@pytest.mark.parametrize("used", ["C", "M", "CM"])
+@pytest.mark.parametrize("used", ["C", "M", "CM", "S", "CMS"])
 def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard_bytes: int, tmp_path: Path) -> None:
     """In one shard and in many; ranges are read whole and in samples; before learning and after."""
     documents = random_documents(vocabulary, vocabulary)
