@@ -106,6 +106,7 @@ def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
     """Move the root to the end of another context, of which ``tail`` is the last part."""
     memory = memory_at(at)
     memory.work[0].tails[0] = -1
+    memory.last[0].count = 0
     ranges = memory.ranges[0]
     places_of(ranges)[0] = 0
     ranges.read[0] = 0
@@ -129,6 +130,7 @@ def _advance(corpus: Ints, at: Ints, token: int) -> None:
     memory = memory_at(at)
     work, ranges = memory.work[0], memory.ranges[0]
     _extend(work, 0, 0, token)
+    memory.last[0].count = 0
     if work.has[CORPUS]:
         # In place: the longest first, as each comes from the next shorter one of before.
         for order in range(LONGEST_RANGE, 0, -1):

@@ -20,7 +20,7 @@ from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.sources.corpus_levels import no_shards, range_record
 from hdtool.runtime.sources.model_levels import model_record
-from hdtool.runtime.sources.recycled import LONGEST_NODE, Recycled
+from hdtool.runtime.sources.rankings import Rankings
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.weights import new_weights
 from hdtool.runtime.workspace import WORK, Memory
@@ -47,8 +47,9 @@ class Hierarchy:
         *,
         context: bool = True,
         budget: Budget | None = None,
-        discarded: bool = False,
-        recycled: bool = False,
+        last: bool = False,
+        copied: int = 0,
+        recycled: int = 0,
     ) -> None:
         self.budget = budget or FixedBudget()
         self.table = ContextTable()
@@ -56,10 +57,9 @@ class Hierarchy:
         self._shards = corpus.shards if corpus else no_shards()
         self._corpus = self._shards.tokens
         ranges, self._places = range_record(self._shards)
-        self._recycled = Recycled(LONGEST_NODE if discarded else 1) if discarded or recycled else None
-        logits = self._recycled.memory if self._recycled else Recycled(0).memory
+        self._rankings = Rankings(last, copied, recycled)
         work, learned = np.zeros(1, WORK), new_weights()
-        self._memory = Memory(work, learned, self.table.memory, model_record(model), ranges, logits)
+        self._memory = Memory(work, learned, self.table.memory, model_record(model), ranges, *self._rankings.memories)
         self._at = self._memory.addresses()
         self._fill_in(work, context)
         # Fields of a record cost a tenth of a microsecond each time they are asked for.
@@ -134,15 +134,13 @@ class Hierarchy:
         return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        # A tree that was clipped at the end of the context has lost rows that others were counted by.
-        recycles = self._recycled and len(self.odds) and len(logits) == len(self.odds) + 1
-        tails = self._tails[: len(logits)].copy() if recycles else None
+        current = not self._pending  # else nobody knows what the rows of the tree stand behind
+        tails = self._tails[: len(logits)].copy() if current and len(logits) == len(self.odds) + 1 else None
         self._pending += accepted.tokens
         if self.budget.most:
             self._catch_up()
-        # Only now: what is learned of this source must not come from what it heard a moment ago.
-        if self._recycled and tails is not None:
-            self._recycled.keep(logits, tails)
+            # Only now: what is learned of these sources must not come from what they heard a moment ago.
+            self._rankings.hear(accepted, logits, tails)
 
     def _catch_up(self) -> None:
         """Take in what was emitted; while drafting is not worth its time, this is put off."""

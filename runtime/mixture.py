@@ -22,12 +22,25 @@ from hdtool.runtime.sources.corpus_levels import (
     tally,
 )
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
-from hdtool.runtime.sources.recycled import WHOLE, kept_shares, kept_tokens, row_of
-from hdtool.runtime.weights import CONTEXT_LEVELS, CORPUS_LEVELS, MODEL_LEVELS, RECYCLED_LEVELS, SIZES, bucket_of
+from hdtool.runtime.sources.recycled import WHOLE, kept_shares, kept_tags, kept_tokens, row_of, tag_of
+from hdtool.runtime.weights import (
+    CONTEXT_LEVELS,
+    COPIED_LEVELS,
+    CORPUS_LEVELS,
+    GROUP_OF,
+    LAST_LEVEL,
+    MODEL_LEVELS,
+    ONE,
+    RANKED,
+    RECYCLED_LEVELS,
+    SIZES,
+    bucket_of,
+)
 from hdtool.runtime.workspace import CANDIDATES, SLOTS, memory_at
 
 TREE, CONTEXT, MODEL = SourceName.NONE.value, SourceName.CONTEXT.value, SourceName.MODEL.value
 CORPUS, RECYCLED = SourceName.CORPUS.value, SourceName.RECYCLED.value
+COPIED, LAST = SourceName.COPIED.value, SourceName.LAST.value
 NO_TRUTH = -1
 WORTH_A_SEARCH = 5.0
 """The corpus costs the most, and is asked only where so many times the least that matters is open."""
@@ -44,7 +57,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
     """
     memory = memory_at(at)
     work, weights, table, model = memory.work[0], memory.weights[0], memory.table[0], memory.model[0]
-    recycled = memory.recycled[0]
+    recycled, copied, last = memory.recycled[0], memory.copied[0], memory.last[0]
     _start(work, node)
     deepest = LONGEST_PREFIX if node == 0 else min(LONGEST_PREFIX, work.known[work.parents[node]] + 1)
     lap(work, TREE)
@@ -61,8 +74,13 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
             lap(work, CONTEXT)
             if left_open < least:
                 break
+        if order <= copied.longest:
+            left_open = _ask_kept(work, weights, copied, COPIED, node, order, left_open, floor, truth)
+            lap(work, COPIED)
+            if left_open < least:
+                break
         if order <= recycled.longest:
-            left_open = _ask_recycled(work, weights, recycled, node, order, left_open, floor, truth)
+            left_open = _ask_kept(work, weights, recycled, RECYCLED, node, order, left_open, floor, truth)
             lap(work, RECYCLED)
             if left_open < least:
                 break
@@ -77,6 +95,9 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
             lap(work, CORPUS)
             if left_open < least:
                 break
+    if node == 0 and last.count > 0 and left_open >= least:
+        left_open = _rank(work, weights, LAST, LAST_LEVEL, last.tokens[: last.count], last.sureness, left_open, floor, truth)
+        lap(work, LAST)
     if node > 0:
         memory.ranges[0].lowest[node] = lowest
     if work.known[node] == 0 and left_open < least:
@@ -129,21 +150,60 @@ def _count(work: Any, order: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _ask_recycled(
-    work: Any, weights: Any, table: Any, node: int, order: int, left_open: float, floor: float, truth: int
+def _ask_kept(
+    work: Any,
+    weights: Any,
+    table: Any,
+    source: int,
+    node: int,
+    order: int,
+    left_open: float,
+    floor: float,
+    truth: int,
 ) -> float:
     """What remains open behind what the target once thought after the same tokens."""
     row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
-    if row < 0:
+    if row < 0 or kept_shares(table)[row, 0] == 0 or kept_tags(table)[row] != tag_of(work.marks[order]):
         return left_open
+    level = (COPIED_LEVELS if source == COPIED else RECYCLED_LEVELS) + order - 1
     tokens, shares = kept_tokens(table)[row], kept_shares(table)[row]
-    if shares[0] == 0:
-        return left_open
-    # How sure it was takes the place of how much evidence there is.
     sure: Any = SIZES * np.int64(shares[0]) // WHOLE
     sureness = np.int64(1) << min(SIZES - 1, sure)
-    level = RECYCLED_LEVELS + order - 1
-    return _weigh(work, weights, RECYCLED, level, (tokens, shares), WHOLE, sureness, 1, left_open, floor, truth)
+    return _weigh(work, weights, source, level, (tokens, shares), WHOLE, sureness, 1, left_open, floor, truth)
+
+
+@njit(cache=True, nogil=True)
+def _rank(
+    work: Any,
+    weights: Any,
+    source: int,
+    level: int,
+    tokens: Ints,
+    sure: int,
+    left_open: float,
+    floor: float,
+    truth: int,
+) -> float:
+    """Give each token of a ranking its part of what is open, and return what stays open."""
+    bucket = 3 * sure + ONE
+    weight = weights.weight[level, bucket]
+    shares = weights.rank_shares[level - RANKED, sure]
+    if truth == NO_TRUTH:
+        unit = left_open * weight
+        for rank in range(len(tokens)):
+            part = unit * shares[GROUP_OF[rank]]
+            if part >= floor and 0 <= tokens[rank] < work.vocabulary:
+                _put(work, source, np.int64(tokens[rank]), part)
+    else:
+        share, group = 0.0, -1
+        for rank in range(len(tokens)):
+            if tokens[rank] == truth:
+                group = GROUP_OF[rank]
+                share = shares[group]
+        work.levels[work.asked], work.buckets[work.asked], work.shares[work.asked] = level, bucket, share
+        work.groups[work.asked] = group
+        work.asked += 1
+    return left_open * (1 - weight)  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
@@ -219,6 +279,7 @@ def _weigh(
                 count: Any = np.int64(counts[at])
                 share = max(0, min(count, read)) / read
         work.levels[work.asked], work.buckets[work.asked], work.shares[work.asked] = level, bucket, share
+        work.groups[work.asked] = -1
         work.asked += 1
     return left_open * (1 - weight)  # type: ignore[no-any-return]
 

@@ -22,19 +22,28 @@ from hdtool.runtime.model_store import LONGEST_PREFIX
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH
 from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE
-from hdtool.runtime.sources.recycled import LONGEST_NODE
+from hdtool.runtime.sources.recycled import LONGEST_NODE, SURENESSES
 
 CONTEXT_LEVELS = 0
 """Where the levels of a source begin; the one that knows a single token comes first."""
 MODEL_LEVELS = CONTEXT_LEVELS + LONGEST_MATCH
 CORPUS_LEVELS = MODEL_LEVELS + LONGEST_PREFIX
-RECYCLED_LEVELS = CORPUS_LEVELS + LONGEST_RANGE
-LEVELS = RECYCLED_LEVELS + LONGEST_NODE
+COPIED_LEVELS = CORPUS_LEVELS + LONGEST_RANGE
+RECYCLED_LEVELS = COPIED_LEVELS + LONGEST_NODE
+LAST_LEVEL = RECYCLED_LEVELS + LONGEST_NODE
+LEVELS = LAST_LEVEL + 1
+RANKED = COPIED_LEVELS
+"""From here on levels know no counts, only which tokens come first."""
 
 SIZES = 8
 ONE, FEW, MANY = range(3)
 """How far the evidence spreads: one token, at most a quarter as many tokens as places, or more."""
 BUCKETS = SIZES * 3
+
+GROUPS = 8
+GROUP_OF = np.array([min(rank, 2 + max(rank, 1).bit_length()) if rank > 3 else rank for rank in range(64)], np.int64)
+"""Of a rank: the first four stand alone, then come groups of four, eight, sixteen and the rest."""
+GROUP_SIZES = np.array([1, 1, 1, 1, 4, 8, 16, 28], np.float64)
 
 STRENGTH = 20.0
 """Observations that the prior is worth."""
@@ -49,6 +58,9 @@ WEIGHTS = np.dtype(
         ("weight", np.float64, (LEVELS, BUCKETS)),
         ("credit", np.float64, (LEVELS, BUCKETS)),
         ("asked", np.float64, (LEVELS, BUCKETS)),
+        # Of levels with ranks, by sureness and group: credit, and the share of one token.
+        ("ranks", np.float64, (LEVELS - RANKED, SURENESSES, GROUPS)),
+        ("rank_shares", np.float64, (LEVELS - RANKED, SURENESSES, GROUPS)),
     ],
     align=True,
 )
@@ -59,8 +71,10 @@ PRIOR = {
     # Of one token only, the doubt and how fast it fades with each doubling of the evidence; of few; of many.
     SourceName.CONTEXT: (CONTEXT_LEVELS, MODEL_LEVELS, 0.7, 0.62, 0.6, 0.25),
     SourceName.MODEL: (MODEL_LEVELS, CORPUS_LEVELS, 0.9, 0.75, 0.4, 0.05),
-    SourceName.CORPUS: (CORPUS_LEVELS, RECYCLED_LEVELS, 0.9, 0.75, 0.35, 0.12),
-    SourceName.RECYCLED: (RECYCLED_LEVELS, LEVELS, 0.9, 0.9, 0.3, 0.3),
+    SourceName.CORPUS: (CORPUS_LEVELS, COPIED_LEVELS, 0.9, 0.75, 0.35, 0.12),
+    SourceName.COPIED: (COPIED_LEVELS, RECYCLED_LEVELS, 0.9, 0.9, 0.3, 0.3),
+    SourceName.RECYCLED: (RECYCLED_LEVELS, LAST_LEVEL, 0.9, 0.9, 0.3, 0.3),
+    SourceName.LAST: (LAST_LEVEL, LEVELS, 0.8, 1.0, 0.2, 0.2),
 }
 
 
@@ -73,7 +87,20 @@ def new_weights() -> Memory:
             weight[first:stop, 3 * size : 3 * size + 3] = 1 - doubt * fading**size, few, many
     memory["credit"] = weight * STRENGTH
     memory["asked"] = STRENGTH
+    _rank_prior(memory)
     return memory
+
+
+def _rank_prior(memory: Memory) -> None:
+    for level in range(LEVELS - RANKED):
+        for sure in range(SURENESSES):
+            if level == LAST_LEVEL - RANKED:
+                part = np.array([0.12, 0.08, 0.06, 0.06, 0.17, 0.17, 0.17, 0.17])
+            else:
+                first = (sure + 1) / (SURENESSES + 1)
+                part = np.array([first, *((1 - first) * np.array([0.4, 0.2, 0.15, 0.25, 0, 0, 0]))])
+            memory["ranks"][0, level, sure] = STRENGTH * part
+            memory["rank_shares"][0, level, sure] = part / GROUP_SIZES
 
 
 @njit(cache=True, nogil=True)
@@ -105,6 +132,19 @@ def learn(weights: Any, work: Any) -> None:
         weights.credit[level, bucket] = weights.credit[level, bucket] * fading + credit
         weights.asked[level, bucket] = weights.asked[level, bucket] * fading + left
         weights.weight[level, bucket] = weights.credit[level, bucket] / weights.asked[level, bucket]
+        if level >= RANKED and work.groups[turn] >= 0:
+            _learn_rank(weights, level - RANKED, bucket // 3, work.groups[turn], credit)
         left -= credit
         if left < NOTHING_LEFT:
             break
+
+
+@njit(cache=True, nogil=True)
+def _learn_rank(weights: Any, level: int, sure: int, group: int, credit: float) -> None:
+    credits, shares = weights.ranks[level, sure], weights.rank_shares[level, sure]
+    fading = min(1.0, MEMORY / credits.sum())
+    credits *= fading
+    credits[group] += credit
+    whole = credits.sum()
+    for each in range(GROUPS):
+        shares[each] = credits[each] / whole / GROUP_SIZES[each]

@@ -17,6 +17,7 @@ from hdtool.runtime.memory import array_at
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, PLACES, TABLE
 from hdtool.runtime.sources.corpus_levels import RANGES, ROWS, SAMPLES
+from hdtool.runtime.sources.last_logit import LAST
 from hdtool.runtime.sources.model_levels import MODEL
 from hdtool.runtime.sources.recycled import RECYCLED
 from hdtool.runtime.tree import LARGEST_TREE
@@ -61,6 +62,7 @@ WORK = np.dtype(
         ("levels", np.int64, LEVELS),
         ("buckets", np.int64, LEVELS),
         ("shares", np.float64, LEVELS),
+        ("groups", np.int64, LEVELS),  # of ranks, or -1
         ("explained", np.float64, LEVELS),
         # Which sources there are.
         ("vocabulary", np.int64),  # no source may give a token that is not in it
@@ -87,6 +89,8 @@ class Memory(NamedTuple):
     model: Array
     ranges: Array
     recycled: Array
+    copied: Array
+    last: Array
 
     def addresses(self) -> Array:
         """Where the records are, for ``memory_at``; they must outlive it."""
@@ -104,4 +108,6 @@ def memory_at(at: Array) -> Memory:
         array_at(at[3], 1, MODEL),
         array_at(at[4], 1, RANGES),
         array_at(at[5], 1, RECYCLED),
+        array_at(at[6], 1, RECYCLED),
+        array_at(at[7], 1, LAST),
     )

@@ -1,7 +1,8 @@
-"""Recycled logits: what the target thought likely at nodes that it then did not take.
+"""Recycled logits: the tokens that the target ranked highest when it last stood behind the same tokens.
 
-For each verified node the best next tokens and their shares, kept by the node's last token and, hashed,
-by its last two and three. Nothing is kept before the first is recycled.
+A table for each kind: of the nodes that it took, which copies what it thought when a token was really said,
+or of all that it verified. Rankings are kept by the last token and, hashed, by the last two and three.
+Nothing is kept, and no memory taken, before the first is heard.
 """
 
 from __future__ import annotations
@@ -10,25 +11,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from numba import njit
 
 from hdtool.runtime.memory import array_at
 from hdtool.runtime.model_store import mixed
 
 BEST = 8
-WHOLE = 1000
-"""Shares are in thousandths."""
-LONGEST_NODE = 3
-BLOCK = 64
-"""Logits that are compared with the least of the best at once."""
-HASHED_ROWS = 1 << 15
+"""Tokens of a ranking."""
+LONGEST_NODE = 5
+HASHED_ROWS = 1 << 17
 """For each of the longer lengths."""
+SURENESSES = 8
+"""Rankings are told apart by how much of the chance of the best tokens the first one has."""
 
 RECYCLED = np.dtype(
     [
-        ("tokens", np.int64),  # address of the tokens by row, best first; 0 before anything is recycled
-        ("shares", np.int64),
+        ("tokens", np.int64),  # address of the tokens by row, best first; 0 before anything is kept
+        ("shares", np.int64),  # in thousandths
+        ("tags", np.int64),
         ("vocabulary", np.int64),  # rows for a single token
         ("longest", np.int64),  # tokens of a node that are looked at
     ],
@@ -41,83 +41,64 @@ Array = npt.NDArray[Any]
 class Recycled:
     """The table; ``longest`` of 1 keeps by the last token alone."""
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int = LONGEST_NODE) -> None:
         self.memory = np.zeros(1, RECYCLED)
         self._longest = longest
         self._arrays: tuple[Array, ...] = ()
-        # Compiled, or loaded, before a step waits for it.
-        tokens, scores = np.zeros((0, BEST), np.int64), np.zeros((0, BEST), np.float32)
-        _best(scores, tokens, scores)
-        _keep(self.memory, tokens, tokens, scores)
 
-    @torch.inference_mode()
-    def keep(self, logits: torch.Tensor, tails: Array) -> None:
-        """Keep what the target thought after nodes whose last tokens are the rows of ``tails``."""
+    def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
+        """Keep rankings of nodes whose last tokens are the rows of ``tails``; of those that agree in them, the first."""
         if not self._arrays:
-            self._allocate(logits.shape[-1])
-        if logits.device.type == "cpu":
-            # Torch takes ten times as long for this on a CPU.
-            rows = logits.float().numpy()
-            tokens, scores = np.zeros((len(rows), BEST), np.int64), np.full((len(rows), BEST), -np.inf, np.float32)
-            _best(rows, tokens, scores)
-        else:
-            best = logits.float().topk(min(BEST, logits.shape[-1]))
-            tokens, scores = best.indices.cpu().numpy(), best.values.cpu().numpy()
+            self._allocate(vocabulary)
         _keep(self.memory, tails, tokens, scores)
 
     def _allocate(self, vocabulary: int) -> None:
         rows = vocabulary + (self._longest - 1) * HASHED_ROWS
-        self._arrays = np.zeros((rows, BEST), np.int32), np.zeros((rows, BEST), np.int32)
-        for field, array in zip(("tokens", "shares"), self._arrays, strict=True):
+        self._arrays = np.zeros((rows, BEST), np.int32), np.zeros((rows, BEST), np.int16), np.zeros(rows, np.uint32)
+        for field, array in zip(("tokens", "shares", "tags"), self._arrays, strict=True):
             self.memory[field] = array.ctypes.data
         self.memory["vocabulary"], self.memory["longest"] = vocabulary, self._longest
 
 
-@njit(cache=True, nogil=True)
-def _best(logits: Array, tokens: Array, scores: Array) -> None:
-    """The best tokens of each row and their scores; most blocks have nothing to offer, as one quick look tells."""
-    for row in range(len(logits)):
-        least = scores[row, -1]
-        for start in range(0, logits.shape[1], BLOCK):
-            block = logits[row, start : start + BLOCK]
-            better = 0
-            for place in range(len(block)):
-                better += block[place] > least
-            if better:
-                for place in range(len(block)):
-                    if block[place] > least:
-                        _insert(tokens[row], scores[row], start + place, block[place])
-                        least = scores[row, -1]
-
-
-@njit(cache=True, nogil=True)
-def _insert(tokens: Array, scores: Array, token: int, score: float) -> None:
-    place = len(scores)
-    while place > 0 and scores[place - 1] < score:
-        place -= 1
-        if place + 1 < len(scores):
-            tokens[place + 1], scores[place + 1] = tokens[place], scores[place]
-    if place < len(scores):
-        tokens[place], scores[place] = token, score
+WHOLE = 1000
+SHARP = 1.5
+BLENDED = 2
+OLD = 0.8
 
 
 @njit(cache=True, nogil=True)
 def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
     table = memory[0]
-    all_tokens, all_shares = kept_tokens(table), kept_shares(table)
-    for node in range(len(tails)):
+    all_tokens, all_shares, tags = kept_tokens(table), kept_shares(table), kept_tags(table)
+    for node in range(len(tails) - 1, -1, -1):
         if not np.isfinite(scores[node, 0]):
             continue
-        shares = np.exp(scores[node] - scores[node, 0])
+        shares = np.exp(SHARP*(scores[node,:BEST] - scores[node, 0]))
         shares *= WHOLE / shares.sum()
         mark = np.uint64(0)
         for length in range(1, table.longest + 1):
             mark = mixed(mark, tails[node, -length])
             row = row_of(table, tails[node, -1], mark, length)
             if row >= 0:
-                all_tokens[row], all_shares[row] = 0, 0
-                for place in range(len(shares)):
-                    all_tokens[row, place], all_shares[row, place] = tokens[node, place], np.int32(shares[place])
+                if tags[row] != tag_of(mark) or length > BLENDED:
+                    all_shares[row] = 0
+                tags[row] = tag_of(mark)
+                _blend(all_tokens[row], all_shares[row], tokens[node], shares)
+
+
+@njit(cache=True, nogil=True)
+def tag_of(mark: np.uint64) -> Any:
+    return np.uint32(mark >> np.uint64(32))
+
+
+@njit(cache=True, nogil=True)
+def sureness(scores: Array) -> int:
+    if not np.isfinite(scores[0]):
+        return -1
+    whole = 0.0
+    for score in scores:
+        whole += np.exp(score - scores[0])
+    return min(SURENESSES - 1, int(SURENESSES / whole))
 
 
 @njit(cache=True, nogil=True)
@@ -137,4 +118,40 @@ def kept_tokens(table: Any) -> Array:
 
 @njit(cache=True, nogil=True)
 def kept_shares(table: Any) -> Array:
-    return array_at(table.shares, (table.vocabulary + (table.longest - 1) * HASHED_ROWS, BEST), np.int32)
+    return array_at(table.shares, (table.vocabulary + (table.longest - 1) * HASHED_ROWS, BEST), np.int16)
+
+
+@njit(cache=True, nogil=True)
+def kept_tags(table: Any) -> Array:
+    return array_at(table.tags, table.vocabulary + (table.longest - 1) * HASHED_ROWS, np.uint32)
+
+
+@njit(cache=True, nogil=True)
+def _blend(old_tokens: Array, old_shares: Array, tokens: Array, shares: Array) -> None:
+    """Mix a ranking into the one that is kept."""
+    if old_shares[0] == 0:
+        for place in range(BEST):
+            old_tokens[place], old_shares[place] = tokens[place], np.int16(shares[place])
+        return
+    both_tokens = np.empty(2 * BEST, np.int64)
+    both = np.empty(2 * BEST)
+    count = BEST
+    for place in range(BEST):
+        both_tokens[place], both[place] = tokens[place], (1 - OLD) * shares[place]
+    for place in range(BEST):
+        at = 0
+        while at < BEST and tokens[at] != old_tokens[place]:
+            at += 1
+        if at == BEST:
+            at = count
+            both_tokens[at], both[at] = old_tokens[place], 0.0
+            count += 1
+        both[at] += OLD * old_shares[place]
+    for place in range(BEST):
+        best = place
+        for at in range(place, count):
+            if both[at] > both[best]:
+                best = at
+        both[place], both[best] = both[best], both[place]
+        both_tokens[place], both_tokens[best] = both_tokens[best], both_tokens[place]
+        old_tokens[place], old_shares[place] = both_tokens[place], np.int16(both[place])
