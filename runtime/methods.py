@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import replace
-from sys import stderr
 from threading import Timer
 
-import torch
-
 from hdtool.data.errors import StoreError
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget
-from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig, PaperConfig
+from hdtool.runtime.config import DecodeConfig, PaperConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.paper import PaperDrafter
@@ -28,23 +24,17 @@ Maker = Callable[[DecodeConfig, Target, Shelf], Drafter]
 
 
 def drafter_for(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
-    """The drafter of a method; it may be kept for as long as the target, and learns over conversations."""
-    make = MAKERS[config.method]
-    _compile(make(replace(config, budget=LARGEST_BUDGET), target, shelf), target.config.vocab_size)
-    return make(config, target, shelf)
+    """The drafter of a method; it may be kept for as long as the target, and learns over conversations.
 
-
-def _compile(drafter: Drafter, vocabulary: int) -> None:
-    """Draft once in vain, so that no answer waits for the compiler; after the first time it is a matter of loading."""
-    told = "compiling the drafter for this machine, once; this takes a while"
-    note = Timer(PATIENCE, print, [told], {"file": stderr})
+    Drafters compile themselves when they are made, so that no answer waits for it.
+    """
+    told = "preparing the drafter for this machine; the first time it is compiled, which takes a while"
+    note = Timer(PATIENCE, print, [told], {"file": sys.stderr})
     note.start()
-    words = [place % min(vocabulary, 7) for place in range(16)]
-    drafter.begin(words)
-    for said in words[:2]:
-        words.append(said)
-        drafter.observe(Accepted([], [said]), torch.zeros(1 + len(drafter.draft(words)), vocabulary))
-    note.cancel()
+    try:
+        return MAKERS[config.method](config, target, shelf)
+    finally:
+        note.cancel()
 
 
 def _plain(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:

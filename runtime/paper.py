@@ -63,6 +63,17 @@ class PaperDrafter:
         self._tail = np.empty(0, np.int64)
         self._drafted: DraftTree | None = None
         self._drafts = 0  # its nodes that are not of the lookahead branch
+        self._compile()
+
+    def _compile(self) -> None:
+        """Have everything compiled, or loaded, before the first step waits for it; ``begin`` forgets what this was."""
+        words = [0] * (LENGTH + 1)
+        self.begin(words)
+        self._add(np.zeros((1, LENGTH), np.int32), SourceName.NONE, 1)
+        for _, ask in self._asked:
+            ask(words, 1)
+        tree = self.draft(words)
+        self.observe(Accepted([], words[:1]), torch.zeros(1 + len(tree), 1))
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafted = None

@@ -27,6 +27,7 @@ class CorpusDrafter:
         """What the source has taken since this drafter exists."""
         self._index = index
         self._budget = budget or FixedBudget(LARGEST_TREE)
+        index.after(())  # compiled, or loaded, before a step waits for it
 
     def begin(self, prompt: Sequence[int]) -> None:
         pass
