@@ -91,8 +91,7 @@ class DecodeConfig:
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
         largest = LARGEST_BUDGET
         _require(self.budget is None or 0 <= self.budget <= largest, "budget", self.budget, f"from 0 to {largest}")
-        letters = f"letters of {SOURCE_LETTERS}, each at most once"
-        _require(set(self.use) <= set(SOURCE_LETTERS) and len(set(self.use)) == len(self.use), "use", self.use, letters)
+        _require_letters("use", self.use)
         _require(sorted(self.order) == sorted(SOURCE_LETTERS), "order", self.order, f"{SOURCE_LETTERS} in any order")
 
 
@@ -122,7 +121,7 @@ class ShelfConfig:
 class PaperConfig:
     """Hierarchy Drafting as its paper has it."""
 
-    order: str = "CMS"
+    order: str = SOURCE_LETTERS
     """The databases in use, each asked when those before it have brought too little: the (C)ontext table,
     the (M)odel store, the corpus index (S)."""
     sequences: int = 7
@@ -136,9 +135,7 @@ class PaperConfig:
     out sequences that were really said: on the demo's prompts fewer drafts are accepted with them."""
 
     def __post_init__(self) -> None:
-        letters = set(self.order)
-        known = bool(letters) and letters <= set("CMS") and len(letters) == len(self.order)
-        _require(known, "order", self.order, "letters out of C, M and S, each at most once")
+        _require_letters("order", self.order)
         _require(1 <= self.sequences <= 9, "sequences", self.sequences, "from 1 to 9")
         _require(1 <= self.window <= 9, "window", self.window, "from 1 to 9")
 
@@ -165,6 +162,12 @@ class BuildConfig:
         _require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")
         _require(self.top_k >= 1, "top-k", self.top_k, "1 or more")
         _require(self.per_key >= 1, "per-key", self.per_key, "1 or more")
+
+
+def _require_letters(name: str, found: str) -> None:
+    letters = set(found)
+    known = bool(letters) and letters <= set(SOURCE_LETTERS) and len(letters) == len(found)
+    _require(known, name, found or "empty", f"letters of {SOURCE_LETTERS}, each at most once")
 
 
 def _require(holds: bool, name: str, found: object, expected: str) -> None:

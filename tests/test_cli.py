@@ -249,6 +249,8 @@ def test_verify_fails_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str
         (["--device", "abacus"], "device is 'abacus'"),
         (["--device", "cuda:99"], "device 'cuda:99' is not there: torch"),
         (["--method", "magic"], "method is magic: it must be one of ar, pld"),
+        (["--method", "hd-paper", "--use", ""], "use is empty: it must be letters of CMS, each at most once"),
+        (["--use", "CC"], "use is CC: it must be letters of CMS"),
         (["--prompts", "x"], "--prompt and --prompts exclude each other"),
         (["--no-such-option"], "No such option"),
     ],
