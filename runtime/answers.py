@@ -83,8 +83,7 @@ class Answerer:
         shelf: ShelfConfig | None = None,
     ) -> None:
         self.loaded = load(model)
-        drafts = decoding.method != "ar"
-        self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig()) if drafts else Shelf()
+        self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig(), decoding.databases)
         self._drafter = drafter_for(decoding, self.loaded.target, self.shelf)
         self._decoding = decoding
         self._sampling = sampling

@@ -6,21 +6,32 @@ The command line and the docs read them from these classes, so nothing heavy is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hdtool.data.errors import OptionError
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-METHODS = {
-    "ar": "plain decoding, nothing is drafted",
-    "pld": "prompt lookup: what followed the last words where they stood before",
-    "lade": "lookahead decoding: guesses refined beside the answer",
-    "rest": "the corpus index alone",
-    "hd-paper": "Hierarchy Drafting as its paper has it",
-    "hd": "context table, model store and corpus index, the likeliest paths of all three",
-}
 SOURCE_LETTERS = "CMS"
 """Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
+
+
+class Method(NamedTuple):
+    """A way of drafting."""
+
+    description: str
+    databases: str
+    """The letters of those that it draws on; C is the conversation, however it is looked through."""
+
+
+METHODS = {
+    "ar": Method("plain decoding, nothing is drafted", ""),
+    "pld": Method("prompt lookup: what followed the last words where they stood before", "C"),
+    "lade": Method("lookahead decoding: guesses refined beside the answer", "C"),
+    "rest": Method("the corpus index alone", "S"),
+    "hd-paper": Method("Hierarchy Drafting as its paper has it", SOURCE_LETTERS),
+    "hd": Method("context table, model store and corpus index, the likeliest paths of all three", SOURCE_LETTERS),
+}
 LARGEST_BUDGET = 64
 """Nodes that go into one forward pass at most, the root aside."""
 LOWEST_TEMPERATURE = 1e-5
@@ -93,6 +104,12 @@ class DecodeConfig:
         _require(self.budget is None or 0 <= self.budget <= largest, "budget", self.budget, f"from 0 to {largest}")
         _require_letters("use", self.use)
         _require(sorted(self.order) == sorted(SOURCE_LETTERS), "order", self.order, f"{SOURCE_LETTERS} in any order")
+
+    @property
+    def databases(self) -> str:
+        """The letters of those that are drafted from; where there is one alone, there is nothing to choose."""
+        all_of_them = METHODS[self.method].databases
+        return "".join(letter for letter in all_of_them if letter in self.use or len(all_of_them) == 1)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Generator:
     ) -> Generator:
         """One that drafts as ``hdtool generate`` does: by a method, from the stores that fit the tokenizer."""
         config = decoding or DecodeConfig()
-        stores = Shelf.for_tokenizer(tokenizer, shelf or ShelfConfig())
+        stores = Shelf.for_tokenizer(tokenizer, shelf or ShelfConfig(), config.databases)
         return cls(lambda target: drafter_for(config, target, stores), seed=seed)
 
     def __call__(
