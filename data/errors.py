@@ -13,6 +13,11 @@ line prints it and exits with ``exit_code``; whoever uses hdtool as a library ca
 """
 
 
+def reason_of(error: Exception) -> str:
+    """What foreign code complained of, in one line."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
 class HdtoolError(Exception):
     """Something that the user can mend; the message is shown as it is."""
 
