@@ -11,7 +11,7 @@ from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, PaperConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.paper import PaperDrafter
+from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources.corpus import CorpusDrafter
 from hdtool.runtime.sources.prompt_lookup import PromptLookup
@@ -46,7 +46,7 @@ def _prompt_lookup(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafte
 
 
 def _lookahead(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
-    return PaperDrafter(PaperConfig(order="C"))
+    return lookahead_decoding()
 
 
 def _corpus(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
