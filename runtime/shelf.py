@@ -40,10 +40,22 @@ class Shelf:
         mark = TokenizerMark.of(tokenizer)
         return cls(_open(config.model_db, MODEL, ModelStore, mark), _open(config.corpus_db, CORPUS, CorpusIndex, mark))
 
+    def __reduce__(self) -> tuple[Callable[..., Shelf], tuple[object, ...]]:
+        """Sent to another process, it opens its stores anew: they are mapped, not copied."""
+        return _reopened, tuple((store.folder, store.manifest.tokenizer) if store else None for store in self._both)
+
+    @property
+    def _both(self) -> tuple[ModelStore | None, CorpusIndex | None]:
+        return self.model, self.corpus
+
     def __str__(self) -> str:
-        stores = [store for store in (self.model, self.corpus) if store]
+        stores = [store for store in self._both if store]
         named = (f"{store.folder} ({store.manifest.counts['tokens']:,} tokens)" for store in stores)
         return " and ".join(named) or "no stores, only the conversation itself"
+
+
+def _reopened(model: tuple[Path, TokenizerMark] | None, corpus: tuple[Path, TokenizerMark] | None) -> Shelf:
+    return Shelf(ModelStore(*model) if model else None, CorpusIndex(*corpus) if corpus else None)
 
 
 def _open(
