@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,6 +92,9 @@ def replay(
     from hdtool.runtime.turns import TurnReader
 
     curve = CostCurve.given(cost) if cost is not None else None
+    if steps:
+        with _writing(steps), steps.open("a"):  # not only when all is done
+            pass
     recorded = _answered(read_traces(traces, questions)[: config.limit])
     quiet_libraries()
     asked = ModelConfig(model, trust_remote_code=trust_remote_code)
@@ -128,13 +133,18 @@ def _turns(reader: TurnReader, traces: list[Trace], quiet: bool) -> list[list[Tu
     return conversations
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(f"{path} cannot be written ({error.strerror or error}): choose another --steps") from None
+
+
 def _write_steps(path: Path, played: dict[str, Played]) -> None:
     from hdtool.cli.played import turn_record
 
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            for name, one in played.items():
-                for turn in one.turns:
-                    file.write(json.dumps(turn_record(name, turn), ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise RecordError(f"{path} cannot be written ({error.strerror or error}): choose another --steps") from None
+    with _writing(path), path.open("w", encoding="utf-8") as file:
+        for name, one in played.items():
+            for turn in one.turns:
+                file.write(json.dumps(turn_record(name, turn), ensure_ascii=False) + "\n")

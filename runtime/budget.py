@@ -69,7 +69,8 @@ class CostBudget:
     def hear(self, context: int) -> None:
         """The next step is drafted behind a context of so many tokens."""
         self._steps += 1
-        self._costs = self._curve.of_all_sizes(LARGEST_BUDGET, context)
+        if self._steps == 1 or len(self._curve.contexts) > 1:
+            self._costs = self._curve.of_all_sizes(LARGEST_BUDGET, context)
 
     @property
     def most(self) -> int:

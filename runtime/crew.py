@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
 
+from hdtool.data.errors import HdtoolError
 from hdtool.runtime.methods import drafter_within
 from hdtool.runtime.played import Played
 from hdtool.runtime.replay import Contender, play
@@ -79,10 +83,12 @@ def _alone(jobs: Sequence[Job], shelf: Shelf, told: Advance | None) -> list[Play
 
 def _together(jobs: Sequence[Job], shelf: Shelf, count: int, told: Advance | None) -> list[Played]:
     context = get_context("spawn")  # a fork would copy the locks of torch's threads
-    played, over = context.Value("q", 0), context.Event()
-    pool = ProcessPoolExecutor(count, context, _join, (shelf, played, over))
+    played = context.Value("q", 0)
+    others = set(active_children())
+    pool = ProcessPoolExecutor(count, context, _join, (shelf, played))
     try:
-        futures = [pool.submit(_work, job) for job in jobs]
+        with _deaf():
+            futures = [pool.submit(_work, job) for job in jobs]
         left: set[Future[Played]] = set(futures)
         while left:
             done, left = wait(left, LOOK_EVERY)
@@ -91,23 +97,38 @@ def _together(jobs: Sequence[Job], shelf: Shelf, count: int, told: Advance | Non
             if told:
                 told(played.value)
         return [future.result() for future in futures]
+    except BrokenProcessPool:
+        raise HdtoolError(
+            "a process of the replay was ended from outside, as happens where memory is short: try --workers 1"
+        ) from None
+    except BaseException:
+        for process in set(active_children()) - others:
+            process.terminate()  # nobody waits for its work any more
+        raise
     finally:
-        over.set()
         pool.shutdown(cancel_futures=True)
-
-
-class _OverError(Exception):
-    """Nobody waits for the work any more."""
 
 
 _worker: dict[str, Any] = {}
 """What a process of the crew was given."""
 
 
-def _join(shelf: Shelf, played: Any, over: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who waits
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes started in here do not hear Ctrl-C, from their first moment on: it is for the one who waits."""
+    if current_thread() is not main_thread():  # where signals cannot be set
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _join(shelf: Shelf, played: Any) -> None:
     torch.set_num_threads(1)
-    _worker.update(shelf=shelf, played=played, over=over)
+    _worker.update(shelf=shelf, played=played)
 
 
 def _work(job: Job) -> Played:
@@ -115,7 +136,5 @@ def _work(job: Job) -> Played:
 
 
 def _hear() -> None:
-    if _worker["over"].is_set():
-        raise _OverError
     with _worker["played"].get_lock():
         _worker["played"].value += 1
