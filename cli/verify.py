@@ -43,7 +43,7 @@ def verify(
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
     quiet: options.Quiet = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    as_json: options.JsonObject = False,
 ) -> int:
     """Check on your own device that drafting changes no answer.
 

@@ -4,8 +4,9 @@ HdtoolError
 ├── PromptError     a prompt or a file of prompts cannot be used
 ├── ModelError      no such model, or none that can be loaded
 │   └── FamilyError     a model whose kind cannot verify a tree of drafts
-├── RecordError     an input of a builder cannot be used
+├── RecordError     an input of a builder, or a recorded conversation, cannot be used
 ├── StoreError      a store cannot be opened or written
+├── CostError       what forward passes cost cannot be read or written
 └── OptionError     options that do not go together
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
@@ -37,11 +38,15 @@ class FamilyError(ModelError):
 
 
 class RecordError(HdtoolError):
-    """An input of a builder cannot be used."""
+    """An input of a builder, or a recorded conversation, cannot be used."""
 
 
 class StoreError(HdtoolError):
     """A store cannot be opened or written."""
+
+
+class CostError(HdtoolError):
+    """What forward passes cost cannot be read or written."""
 
 
 class OptionError(HdtoolError):

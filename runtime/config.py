@@ -34,7 +34,11 @@ METHODS = {
 }
 LARGEST_BUDGET = 64
 """Nodes that go into one forward pass at most, the root aside."""
+FIXED_BUDGET = 32
+"""Nodes a step where there is nothing to choose their number by."""
 LOWEST_TEMPERATURE = 1e-5
+NEED_LOGITS = ("lade",)
+"""Methods that draft from what the model computes, not from what it says alone."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,45 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         _require(self.limit >= 1, "limit", self.limit, "1 or more")
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What is drafted again from recorded conversations, without the model."""
+
+    methods: tuple[str, ...] = ()
+    """None means all that need no logits and find their stores."""
+    budget: int | None = None
+    """Draft nodes a step of ``hd`` and ``rest``; None means 32, or as many as pay where the cost of passes is known."""
+    use: str = DecodeConfig.use
+    order: str = DecodeConfig.order
+    limit: int | None = None
+    """Conversations at most, the first ones."""
+    workers: int | None = None
+    """Processes; None means one for each core, if there is enough to do for them."""
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method in NEED_LOGITS:
+                raise OptionError(
+                    f"method {method} cannot be replayed: it drafts from the model's logits, and recorded text has "
+                    f"none; run the model itself, as in hdtool generate --method {method} --stats"
+                )
+            if self.methods.count(method) > 1:
+                raise OptionError(f"method {method} is given twice: name each method once")
+            self.decoding(method)
+        self.decoding(DecodeConfig.method)
+        _require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
+        _require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")
+
+    def methods_with(self, *, corpus: bool) -> tuple[str, ...]:
+        """The methods, or those that can be replayed with or without a corpus index."""
+        left_out = ("ar", *NEED_LOGITS, *(() if corpus else ("rest",)))
+        return self.methods or tuple(method for method in METHODS if method not in left_out)
+
+    def decoding(self, method: str) -> DecodeConfig:
+        """The settings of a method, as far as they mean something without the model."""
+        return DecodeConfig(method, budget=self.budget, use=self.use, order=self.order, lookahead=False)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NONE = "none"
 EMBEDDED = {MODEL: demo.MODEL_STORE, CORPUS: demo.CORPUS_INDEX}
 
+Place = tuple[Path, TokenizerMark]
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 
@@ -47,13 +48,26 @@ class Shelf:
         model, corpus = _open(model_db, MODEL, ModelStore, mark), _open(corpus_db, CORPUS, CorpusIndex, mark)
         return cls(model, corpus, databases)
 
+    def __reduce__(self) -> tuple[Callable[..., Shelf], tuple[object, ...]]:
+        """Sent to another process, it opens its stores anew: they are mapped, not copied."""
+        places = [(store.folder, store.manifest.tokenizer) if store else None for store in self._both]
+        return _reopened, (*places, self.databases)
+
+    @property
+    def _both(self) -> tuple[ModelStore | None, CorpusIndex | None]:
+        return self.model, self.corpus
+
     def __str__(self) -> str:
-        stores = [store for store in (self.model, self.corpus) if store]
+        stores = [store for store in self._both if store]
         if stores:
             return " and ".join(f"{store.folder} ({store.manifest.counts['tokens']:,} tokens)" for store in stores)
         if self.databases == "C":
             return "the conversation itself"
         return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
+
+
+def _reopened(model: Place | None, corpus: Place | None, databases: str) -> Shelf:
+    return Shelf(ModelStore(*model) if model else None, CorpusIndex(*corpus) if corpus else None, databases)
 
 
 def _open(
