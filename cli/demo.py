@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +11,6 @@ from hdtool.cli.options import INTERRUPTED
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 
 if TYPE_CHECKING:
-    from hdtool.data.prompts import Prompt
     from hdtool.runtime.stats import Stats
 
 
@@ -28,7 +26,7 @@ def demo(
     """
     from hdtool.cli.answers import LEGEND, quiet_libraries, run, summary
     from hdtool.data import demo as embedded
-    from hdtool.data.prompts import read_prompts
+    from hdtool.data.prompts import of_all_categories, read_prompts
     from hdtool.runtime.answers import Answerer
     from hdtool.runtime.stats import Stats
 
@@ -45,7 +43,7 @@ def demo(
     print(LEGEND)
     totals: dict[str, list[Stats]] = {"plain": [], "hd": []}
     same = 0
-    for prompt in _of_all_kinds(every, prompts):
+    for prompt in of_all_categories(every, prompts):
         (usual,) = plain.answers(prompt)
         for _ in usual:
             pass
@@ -64,14 +62,6 @@ def demo(
     print(f"\nhd: {summary(after)}")
     print("\nThe embedded model is a toy of 7 million parameters; name your own: hdtool generate --model FOLDER")
     return 0 if same == shown else 1
-
-
-def _of_all_kinds(every: Sequence[Prompt], most: int) -> Iterator[Prompt]:
-    """Prompts of all kinds in turn."""
-    kinds = dict.fromkeys(prompt.category for prompt in every)
-    groups = [[prompt for prompt in every if prompt.category == kind] for kind in kinds]
-    rows = (prompt for row in zip(*groups, strict=False) for prompt in row)
-    return (prompt for prompt, _ in zip(rows, range(most), strict=False))
 
 
 def _beside(plain: Stats, drafted: Stats) -> str:

@@ -6,6 +6,7 @@ HdtoolError
 │   └── FamilyError     a model whose kind cannot verify a tree of drafts
 ├── RecordError     an input of a builder cannot be used
 ├── StoreError      a store cannot be opened or written
+├── ResultError     a folder of results cannot be read or written
 └── OptionError     options that do not go together
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
@@ -37,6 +38,10 @@ class RecordError(HdtoolError):
 
 class StoreError(HdtoolError):
     """A store cannot be opened or written."""
+
+
+class ResultError(HdtoolError):
+    """A folder of results cannot be read or written."""
 
 
 class OptionError(HdtoolError):

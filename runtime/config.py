@@ -19,6 +19,12 @@ METHODS = {
     "hd-paper": "Hierarchy Drafting as its paper has it",
     "hd": "context table, model store and corpus index, the likeliest paths of all three",
 }
+PEERS = {
+    "generate": "transformers' own model.generate",
+    "generate-pld": "the same with its prompt lookup",
+    "generate-assisted": "the same with a draft model",
+}
+"""What the methods are measured against, on the same model and device."""
 SOURCE_LETTERS = "CMS"
 """Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
 LARGEST_BUDGET = 64
@@ -108,6 +114,51 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         _require(self.limit >= 1, "limit", self.limit, "1 or more")
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured, how often, and where the results go."""
+
+    methods: tuple[str, ...] | None = None
+    """None means all that can run: `generate-assisted` needs an assistant, `rest` a corpus index."""
+    baseline: str | None = None
+    """What the others are compared with; None means `generate`, or the first method without it."""
+    assistant: str | None = None
+    """The draft model of `generate-assisted`: a folder or a hub name."""
+    limit: int | None = None
+    """Questions at most, of all categories in turn; None means all of them."""
+    rounds: int = 1
+    """How often each question is asked; of several rounds the one of median speed counts."""
+    warm_up: int = 2
+    """Questions of different categories that are asked before, and not counted."""
+    threads: int | None = None
+    """That torch computes with; None leaves it to torch."""
+    out: str = "bench"
+
+    def __post_init__(self) -> None:
+        known = (*PEERS, *METHODS)
+        for method in self.methods or ():
+            _require(method in known, "methods", method, f"names out of {', '.join(known)}, with commas between them")
+        chosen = self.methods
+        _require(chosen is None or 0 < len(chosen) == len(set(chosen)), "methods", chosen, "each method at most once")
+        assisted = "generate-assisted" in (chosen or known)
+        _require(self.assistant is None or assisted, "assistant", self.assistant, "left out without generate-assisted")
+        needed = chosen is not None and assisted
+        _require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
+        fits = self.baseline is None or self.baseline in (chosen or known)
+        _require(fits, "baseline", self.baseline, f"one of {', '.join(chosen or known)}")
+        _require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
+        _require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
+        _require(self.warm_up >= 0, "warm-up", self.warm_up, "0 or more")
+        _require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
+
+    def chosen(self, *, has_corpus: bool) -> tuple[str, ...]:
+        """The methods to measure."""
+        if self.methods is not None:
+            return self.methods
+        lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
+        return tuple(method for method in (*PEERS, *METHODS) if not lacking.get(method))
 
 
 @dataclass(frozen=True)
