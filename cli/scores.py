@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import fill
 from typing import Any
 
 from hdtool.data.results import Results
 from hdtool.runtime.scores import OVERALL, Score, Scores
 
 MISSING = "-"
+WIDTH = 80
+COLUMNS = (19, 9, 10, 10, 11, 10, 10)
 
 
 def record(results: Results, scores: Scores) -> dict[str, Any]:
@@ -25,19 +28,22 @@ def record(results: Results, scores: Scores) -> dict[str, Any]:
 
 
 def table(results: Results, scores: Scores) -> str:
-    """A block for each task, the tasks taken together last, and what it was measured on."""
+    """What was measured on what, then a block for each task, the tasks taken together last."""
     run = results.run
     about = run.surroundings
-    heads = (
+    heads = [
         f"{about['model']} on {about['device']} in {about['dtype']}, {run.questions} questions, "
         f"temperature {run.options['temperature']:g}",
-        f"{about['machine']}, {about['threads']} threads",
-    )
-    blocks = [_block(task, found, scores) for task, found in scores.tasks.items()]
-    return "\n\n".join(["\n".join(heads), *blocks, *_notes(scores)])
+        f"{about['machine']}, threads: {about['threads']}",
+    ]
+    notes = [f"tokens/s: mean over questions; speed-up: against {scores.baseline}", "per step: tokens a forward pass"]
+    if scores.reference:
+        notes.append(f"identical: questions with the very tokens of {scores.reference} in all turns")
+    blocks = [_block(task, found) for task, found in scores.tasks.items()]
+    return "\n\n".join(["\n".join(fill(head, WIDTH) for head in heads), *blocks, "\n".join(notes)])
 
 
-def _block(task: str, found: Mapping[str, Score], scores: Scores) -> str:
+def _block(task: str, found: Mapping[str, Score]) -> str:
     questions = next(iter(found.values())).questions
     whole = task == OVERALL
     columns = ["tokens/s", "speed-up", "per step", "identical"] + whole * ["draft, µs", "pass, ms"]
@@ -58,16 +64,5 @@ def _block(task: str, found: Mapping[str, Score], scores: Scores) -> str:
 
 
 def _line(name: str, cells: list[str]) -> str:
-    return (
-        f"{name:<22}"
-        + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (9, 10, 10, 11, 11, 10), strict=False)).rstrip()
-    )
-
-
-def _notes(scores: Scores) -> list[str]:
-    lines = [
-        f"tokens/s: mean over questions; speed-up: against {scores.baseline}; per step: tokens a forward pass",
-    ]
-    if scores.reference:
-        lines.append(f"identical: questions with the very tokens of {scores.reference} in all turns")
-    return ["\n".join(lines)]
+    columns = zip(cells, COLUMNS[1:], strict=False)
+    return f"{name:<{COLUMNS[0]}}" + "".join(f"{cell:>{width}}" for cell, width in columns)

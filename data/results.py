@@ -43,7 +43,7 @@ class Run:
             if found != FORMAT:
                 raise ResultError(f"{path} has format {found}, this hdtool reads {FORMAT}: {ELSEWHERE}")
             return cls(**{**row, "methods": tuple(row["methods"])})
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise ResultError(f"{path} cannot be read ({error.strerror or error}): choose another --out") from None
