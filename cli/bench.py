@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from hdtool.cli import options
+from hdtool.cli.cost import bench_cost
+from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 
@@ -22,9 +24,9 @@ def bench(
         ),
     ] = None,
     methods: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help=f"Names with commas between them: methods of generate, and {', '.join(PEERS)}. Default: all that can."
+            help=f"Methods of generate, and {', '.join(PEERS)}, separated by commas. Default: all that can run."
         ),
     ] = None,
     baseline: Annotated[
@@ -63,7 +65,14 @@ def bench(
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
     quiet: options.Quiet = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="Measure instead what a forward pass takes, by draft nodes and context.")
+    ] = False,
+    contexts: Annotated[
+        str | None,
+        typer.Option(help="Of --cost: lengths separated by commas. Default: powers of two from 64 to 8192 at most."),
+    ] = None,
+    as_json: options.JsonObject = False,
 ) -> None:
     """Measure on your own device what each method brings.
 
@@ -71,10 +80,14 @@ def bench(
     process. Writes a file of answers for each method, as Spec-Bench's scripts read them, and tells tokens per
     second, speed-up, tokens per step and how many questions got the very same tokens, for each task.
     """
-    chosen = tuple(name.strip() for name in methods.split(",")) if methods is not None else BenchConfig.methods
+    chosen = tuple(name.strip() for listed in methods for name in listed.split(",")) if methods else None
     settings = BenchConfig(chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
     decoding = DecodeConfig(budget=budget, max_new_tokens=max_new_tokens)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
+    loading = ModelConfig(model, device, dtype, trust_remote_code)
+    if cost or contexts is not None:
+        _refuse_beside_cost(cost, questions=questions, methods=methods, baseline=baseline, limit=limit)
+        return bench_cost(loading, contexts, threads, out, quiet, as_json)
     asked = _questions(questions, limit)
 
     from hdtool.builders.progress import bar
@@ -84,7 +97,6 @@ def bench(
     from hdtool.runtime.scores import scores_of
 
     quiet_libraries()
-    loading = ModelConfig(model, device, dtype, trust_remote_code)
     plan = Plan(asked, settings, loading, decoding, sampling, ShelfConfig(model_db, corpus_db), chat)
     with bar(len(asked), "questions", quiet=quiet) as shown:
         results = plan.results(shown.to)
@@ -93,6 +105,14 @@ def bench(
         print(json.dumps(record(results, scores), ensure_ascii=False))
     else:
         print(table(results, scores))
+
+
+def _refuse_beside_cost(cost: bool, **given: object) -> None:
+    if not cost:
+        raise OptionError("--contexts belongs to --cost: give both")
+    for name, value in given.items():
+        if value is not None:
+            raise OptionError(f"--cost asks no questions: leave out --{name}")
 
 
 def _questions(path: Path | None, limit: int | None) -> Sequence[Prompt]:

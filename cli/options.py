@@ -73,6 +73,7 @@ Color = Annotated[
     bool, typer.Option("--color", help="Show each token in the colour of the source that drafted it, with a legend.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object an answer, and nothing else.")]
+JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 Inputs = Annotated[
     list[str],
     typer.Argument(help="Files, folders or globs: ShareGPT JSON, chat or plain JSONL, text, Parquet; .gz on top."),

@@ -6,6 +6,7 @@ HdtoolError
 │   └── FamilyError     a model whose kind cannot verify a tree of drafts
 ├── RecordError     an input of a builder cannot be used
 ├── StoreError      a store cannot be opened or written
+├── CostError       what forward passes cost cannot be read or written
 ├── ResultError     a folder of results cannot be read or written
 └── OptionError     options that do not go together
 
@@ -38,6 +39,10 @@ class RecordError(HdtoolError):
 
 class StoreError(HdtoolError):
     """A store cannot be opened or written."""
+
+
+class CostError(HdtoolError):
+    """What forward passes cost cannot be read or written."""
 
 
 class ResultError(HdtoolError):

@@ -135,6 +135,7 @@ class BenchConfig:
     threads: int | None = None
     """That torch computes with; None leaves it to torch."""
     out: str = "bench"
+    """The folder of the results."""
 
     def __post_init__(self) -> None:
         known = (*PEERS, *METHODS)
@@ -159,6 +160,22 @@ class BenchConfig:
             return self.methods
         lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
         return tuple(method for method in (*PEERS, *METHODS) if not lacking.get(method))
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """Behind which contexts forward passes are timed."""
+
+    contexts: tuple[int, ...] | None = None
+    """Their lengths, the last token included; None means the powers of two that the model takes."""
+    shortest: int = 64
+    longest: int = 8192
+    """Of the powers of two."""
+
+    def __post_init__(self) -> None:
+        for length in self.contexts or ():
+            _require(length >= 2, "contexts", length, "lengths of 2 tokens or more")
+        _require(self.contexts is None or len(self.contexts) > 0, "contexts", "empty", "lengths, as in 128,1024")
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hdtool.data.answered import question_id
 from hdtool.data.prompts import Prompt
 from hdtool.data.results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
@@ -19,7 +17,7 @@ from hdtool.runtime.lineup import Lineup
 from hdtool.runtime.load import load
 from hdtool.runtime.scores import baseline_of
 from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.surroundings import surroundings
+from hdtool.runtime.surroundings import compute_with, surroundings
 
 FREE = ("method", "out", "baseline", "limit", "trust_remote_code")
 """Settings that change no answer and no time; what the limit leaves of the questions counts as the questions."""
@@ -58,8 +56,7 @@ class Plan:
         return read_results(folder)
 
     def _measure(self, folder: Path, told: Callable[[int], None]) -> None:
-        if self.bench.threads is not None:
-            torch.set_num_threads(self.bench.threads)
+        compute_with(self.bench.threads)
         loaded = load(self.model)
         shelf = Shelf.for_tokenizer(loaded.tokenizer, self.shelf)
         methods = self.bench.chosen(has_corpus=shelf.corpus is not None)

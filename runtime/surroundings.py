@@ -48,6 +48,12 @@ def surroundings(loaded: Loaded, shelf: Shelf) -> dict[str, Any]:
     }
 
 
+def compute_with(threads: int | None) -> None:
+    """Let torch compute with so many threads; with None, as many as it chose."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -66,9 +72,15 @@ def machine(device: torch.device | None = None) -> str:
     """In words; of the fastest device, if none is named."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = device_name(device)
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, {versions()}"
-    return f"{_processor()}, {os.cpu_count()} cores, {platform.system()}, {versions()}"
+        return f"{name}, {versions()}"
+    return f"{name}, {os.cpu_count()} cores, {platform.system()}, {versions()}"
+
+
+def device_name(device: torch.device) -> str:
+    """Of a GPU its own, of others that of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 
 def versions() -> str:
