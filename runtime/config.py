@@ -138,21 +138,25 @@ class BenchConfig:
     """The folder of the results."""
 
     def __post_init__(self) -> None:
-        known = (*PEERS, *METHODS)
-        for method in self.methods or ():
-            _require(method in known, "methods", method, f"names out of {', '.join(known)}, with commas between them")
-        chosen = self.methods
-        _require(chosen is None or 0 < len(chosen) == len(set(chosen)), "methods", chosen, "each method at most once")
-        assisted = "generate-assisted" in (chosen or known)
-        _require(self.assistant is None or assisted, "assistant", self.assistant, "left out without generate-assisted")
-        needed = chosen is not None and assisted
-        _require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
-        fits = self.baseline is None or self.baseline in (chosen or known)
-        _require(fits, "baseline", self.baseline, f"one of {', '.join(chosen or known)}")
+        self._check_methods()
         _require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
         _require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
         _require(self.warm_up >= 0, "warm-up", self.warm_up, "0 or more")
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
+
+    def _check_methods(self) -> None:
+        known = (*PEERS, *METHODS)
+        chosen = self.methods if self.methods is not None else known
+        for method in chosen:
+            _require(method in known, "methods", method, f"names out of {', '.join(known)}, with commas between them")
+        told = ",".join(chosen) or "empty"
+        _require(0 < len(chosen) == len(set(chosen)), "methods", told, "each method at most once")
+        assisted = "generate-assisted" in chosen
+        _require(self.assistant is None or assisted, "assistant", self.assistant, "left out without generate-assisted")
+        needed = assisted and self.methods is not None
+        _require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
+        fits = self.baseline is None or self.baseline in chosen
+        _require(fits, "baseline", self.baseline, f"one of {', '.join(chosen)}")
 
     def chosen(self, *, has_corpus: bool) -> tuple[str, ...]:
         """The methods to measure."""

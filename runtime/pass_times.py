@@ -50,7 +50,7 @@ def cost_of_passes(
         taken = target.seconds_of_trees(nodes, TIMES, PATIENCE, length - 1)
         rows.append(tuple(round(1e3 * float(seconds), 5) for seconds in taken))
         told(len(rows))
-    threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
+    threads = f", threads: {torch.get_num_threads()}" if target.device.type == "cpu" else ""
     return CostCurve(
         nodes,
         tuple(rows),

@@ -18,7 +18,7 @@ from hdtool.data.results import ResultFolder, Run, locked, read_results
 from tests.answered import answered, turn_of
 
 METHODS = ("generate", "ar", "hd")
-IDS = [81, 82, "own", 84]
+IDS: list[int | str] = [81, 82, "own", 84]
 RUN = Run(
     options={"temperature": 0.0, "seed": 0, "methods": None, "questions": "a hash"},
     methods=METHODS,
