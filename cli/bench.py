@@ -13,7 +13,15 @@ from hdtool.cli import options
 from hdtool.cli.cost import bench_cost
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
-from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import (
+    METHODS,
+    PEERS,
+    BenchConfig,
+    DecodeConfig,
+    ModelConfig,
+    SamplingConfig,
+    ShelfConfig,
+)
 
 
 def bench(
@@ -26,7 +34,7 @@ def bench(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Methods of generate, and {', '.join(PEERS)}, separated by commas. Default: all that can run."
+            help=f"Separated by commas: {', '.join(METHODS)}; of the library {', '.join(PEERS)}. Default: all that can run."
         ),
     ] = None,
     baseline: Annotated[
