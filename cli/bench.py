@@ -34,7 +34,7 @@ def bench(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Separated by commas: {', '.join(METHODS)}; of the library {', '.join(PEERS)}. Default: all that can run."
+            help=f"Separated by commas: {', '.join(METHODS)}; the library's {', '.join(PEERS)}. Default: all that can."
         ),
     ] = None,
     baseline: Annotated[
