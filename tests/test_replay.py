@@ -365,7 +365,7 @@ def test_conversations_without_answers_are_told(
 @pytest.fixture
 def many(recorded: Path, tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "many.jsonl"
-    path.write_text(recorded.read_text() * 200)
+    path.write_text(recorded.read_text() * 2000)
     yield path
 
 
@@ -387,4 +387,4 @@ def test_ctrl_c_ends_it(workers: str, many: Path, tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert first.startswith(b"drafting from ")
     assert (process.returncode, out) == (130, b"")
-    assert err.decode().splitlines() == ["error: interrupted"]
+    assert err.decode().splitlines()[-1] == "error: interrupted"
