@@ -26,7 +26,7 @@ def demo(
     """
     from hdtool.cli.answers import LEGEND, quiet_libraries, run, summary
     from hdtool.data import demo as embedded
-    from hdtool.data.prompts import of_all_categories, read_prompts
+    from hdtool.data.prompts import read_prompts
     from hdtool.runtime.answers import Answerer
     from hdtool.runtime.stats import Stats
 
@@ -43,7 +43,7 @@ def demo(
     print(LEGEND)
     totals: dict[str, list[Stats]] = {"plain": [], "hd": []}
     same = 0
-    for prompt in of_all_categories(every, prompts):
+    for prompt in every[:prompts]:  # they stand there one of each kind in turn
         (usual,) = plain.answers(prompt)
         for _ in usual:
             pass

@@ -17,7 +17,10 @@ Model = Annotated[
     typer.Option(help="Folder or hub name of a decoder-only transformers model. Default: the embedded demo model."),
 ]
 Method = Annotated[
-    str, typer.Option(help="How tokens are drafted: " + "; ".join(f"{name}, {what}" for name, what in METHODS.items()))
+    str,
+    typer.Option(
+        help="How tokens are drafted: " + "; ".join(f"{name}, {method.description}" for name, method in METHODS.items())
+    ),
 ]
 ModelDb = Annotated[
     str | None,

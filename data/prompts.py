@@ -142,6 +142,16 @@ def _asked(row: dict[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[
 
 def _messages_of(value: Any, where: str) -> tuple[Message, ...]:
     """The conversation up to its last question; a recorded answer to that one is left out."""
+    asked = checked_messages(value, where)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    if not asked:
+        raise PromptError(f"{where}: the conversation holds answers only: a user's message is needed")
+    return tuple(asked)
+
+
+def checked_messages(value: Any, where: str) -> list[Message]:
+    """The messages of a conversation: roles that are known, and texts."""
     if not isinstance(value, list) or not value:
         raise PromptError(f"{where}: `messages` must be a list with at least one message")
     for message in value:
@@ -149,12 +159,7 @@ def _messages_of(value: Any, where: str) -> tuple[Message, ...]:
             raise PromptError(f"{where}: every message needs a `role` and a text as `content`")
         if message.get("role") not in ROLES:
             raise PromptError(f"{where}: unknown role {message.get('role')!r}: expected one of {', '.join(ROLES)}")
-    asked = [{"role": message["role"], "content": message["content"]} for message in value]
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    if not asked:
-        raise PromptError(f"{where}: the conversation holds answers only: a user's message is needed")
-    return tuple(asked)
+    return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
 def _json_name(value: Any) -> str:

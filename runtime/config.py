@@ -6,19 +6,12 @@ The command line and the docs read them from these classes, so nothing heavy is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hdtool.data.errors import OptionError
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-METHODS = {
-    "ar": "plain decoding, nothing is drafted",
-    "pld": "prompt lookup: what followed the last words where they stood before",
-    "lade": "lookahead decoding: guesses refined beside the answer",
-    "rest": "the corpus index alone",
-    "hd-paper": "Hierarchy Drafting as its paper has it",
-    "hd": "context table, model store and corpus index, the likeliest paths of all three",
-}
 PEERS = {
     "generate": "transformers' own model.generate",
     "generate-pld": "the same with its prompt lookup",
@@ -27,9 +20,31 @@ PEERS = {
 """What the methods are measured against, on the same model and device."""
 SOURCE_LETTERS = "CMS"
 """Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
+
+
+class Method(NamedTuple):
+    """A way of drafting."""
+
+    description: str
+    databases: str
+    """The letters of those that it draws on; C is the conversation, however it is looked through."""
+
+
+METHODS = {
+    "ar": Method("plain decoding, nothing is drafted", ""),
+    "pld": Method("prompt lookup: what followed the last words where they stood before", "C"),
+    "lade": Method("lookahead decoding: guesses refined beside the answer", "C"),
+    "rest": Method("the corpus index alone", "S"),
+    "hd-paper": Method("Hierarchy Drafting as its paper has it", SOURCE_LETTERS),
+    "hd": Method("context table, model store and corpus index, the likeliest paths of all three", SOURCE_LETTERS),
+}
 LARGEST_BUDGET = 64
 """Nodes that go into one forward pass at most, the root aside."""
+FIXED_BUDGET = 32
+"""Nodes a step where there is nothing to choose their number by."""
 LOWEST_TEMPERATURE = 1e-5
+NEED_LOGITS = ("lade",)
+"""Methods that draft from what the model computes, not from what it says alone."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +112,14 @@ class DecodeConfig:
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
         largest = LARGEST_BUDGET
         _require(self.budget is None or 0 <= self.budget <= largest, "budget", self.budget, f"from 0 to {largest}")
-        letters = f"letters of {SOURCE_LETTERS}, each at most once"
-        _require(set(self.use) <= set(SOURCE_LETTERS) and len(set(self.use)) == len(self.use), "use", self.use, letters)
+        _require_letters("use", self.use)
         _require(sorted(self.order) == sorted(SOURCE_LETTERS), "order", self.order, f"{SOURCE_LETTERS} in any order")
+
+    @property
+    def databases(self) -> str:
+        """The letters of those that are drafted from; where there is one alone, there is nothing to choose."""
+        all_of_them = METHODS[self.method].databases
+        return "".join(letter for letter in all_of_them if letter in self.use or len(all_of_them) == 1)
 
 
 @dataclass(frozen=True)
@@ -114,6 +134,45 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         _require(self.limit >= 1, "limit", self.limit, "1 or more")
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What is drafted again from recorded conversations, without the model."""
+
+    methods: tuple[str, ...] = ()
+    """None means all that need no logits and find their stores."""
+    budget: int | None = None
+    """Draft nodes a step of ``hd`` and ``rest``; None means 32, or as many as pay where the cost of passes is known."""
+    use: str = DecodeConfig.use
+    order: str = DecodeConfig.order
+    limit: int | None = None
+    """Conversations at most, the first ones."""
+    workers: int | None = None
+    """Processes; None means one for each core, if there is enough to do for them."""
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method in NEED_LOGITS:
+                raise OptionError(
+                    f"method {method} cannot be replayed: it drafts from the model's logits, and recorded text has "
+                    f"none; run the model itself, as in hdtool generate --method {method} --stats"
+                )
+            if self.methods.count(method) > 1:
+                raise OptionError(f"method {method} is given twice: name each method once")
+            self.decoding(method)
+        self.decoding(DecodeConfig.method)
+        _require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
+        _require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")
+
+    def methods_with(self, *, corpus: bool) -> tuple[str, ...]:
+        """The methods, or those that can be replayed with or without a corpus index."""
+        left_out = ("ar", *NEED_LOGITS, *(() if corpus else ("rest",)))
+        return self.methods or tuple(method for method in METHODS if method not in left_out)
+
+    def decoding(self, method: str) -> DecodeConfig:
+        """The settings of a method, as far as they mean something without the model."""
+        return DecodeConfig(method, budget=self.budget, use=self.use, order=self.order, lookahead=False)
 
 
 @dataclass(frozen=True)
@@ -194,7 +253,7 @@ class ShelfConfig:
 class PaperConfig:
     """Hierarchy Drafting as its paper has it."""
 
-    order: str = "CMS"
+    order: str = SOURCE_LETTERS
     """The databases in use, each asked when those before it have brought too little: the (C)ontext table,
     the (M)odel store, the corpus index (S)."""
     sequences: int = 7
@@ -208,9 +267,7 @@ class PaperConfig:
     out sequences that were really said: on the demo's prompts fewer drafts are accepted with them."""
 
     def __post_init__(self) -> None:
-        letters = set(self.order)
-        known = bool(letters) and letters <= set("CMS") and len(letters) == len(self.order)
-        _require(known, "order", self.order, "letters out of C, M and S, each at most once")
+        _require_letters("order", self.order)
         _require(1 <= self.sequences <= 9, "sequences", self.sequences, "from 1 to 9")
         _require(1 <= self.window <= 9, "window", self.window, "from 1 to 9")
 
@@ -237,6 +294,12 @@ class BuildConfig:
         _require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")
         _require(self.top_k >= 1, "top-k", self.top_k, "1 or more")
         _require(self.per_key >= 1, "per-key", self.per_key, "1 or more")
+
+
+def _require_letters(name: str, found: str) -> None:
+    letters = set(found)
+    known = bool(letters) and letters <= set(SOURCE_LETTERS) and len(letters) == len(found)
+    _require(known, name, found or "empty", f"letters of {SOURCE_LETTERS}, each at most once")
 
 
 def _require(holds: bool, name: str, found: object, expected: str) -> None:

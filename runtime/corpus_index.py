@@ -32,12 +32,12 @@ from hdtool.runtime.suffixes import (
     shards_at,
     signposts_in,
 )
+from hdtool.runtime.tree import LARGEST_TREE
 
 KIND = "corpus"
 LONGEST_CONTEXT = 16
 DEPTH = 10
 MATCHES_READ = 128
-LARGEST_TREE = 64
 NODE_TOKEN, NODE_PARENT, NODE_COUNT = range(3)
 WIDE = np.dtype(np.int64)  # numpy takes a dtype four times as fast as a class
 

@@ -84,9 +84,8 @@ class Hierarchy:
 
     def _compile(self) -> None:
         """Have everything compiled, or loaded, before the first step waits for it."""
-        nothing = np.empty(0, np.int64)
-        restart(self._corpus, self._at, nothing)
-        feed(self._corpus, self._at, nothing)
+        self.begin(())
+        feed(self._corpus, self._at, np.empty(0, np.int64))
         grow(self._corpus, self._at, 1)
 
     @property

@@ -133,7 +133,7 @@ def _ask_recycled(
     work: Any, weights: Any, table: Any, node: int, order: int, left_open: float, floor: float, truth: int
 ) -> float:
     """What remains open behind what the target once thought after the same tokens."""
-    row = row_of(table, work.tails[node], order)
+    row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
         return left_open
     tokens, shares = kept_tokens(table)[row], kept_shares(table)[row]

@@ -17,6 +17,7 @@ from transformers import (
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.likeliest import likeliest
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -71,8 +72,8 @@ class Sampler:
     def over(self, logits: torch.Tensor) -> Callable[[int], int]:
         """A function from a row of ``logits`` to the token chosen there, given the context so far."""
         if self._greedy and not self._processors:
-            likeliest = logits.argmax(dim=-1).tolist()
-            return lambda row: int(likeliest[row])
+            chosen = likeliest(logits)
+            return lambda row: int(chosen[row])
         return lambda row: self.choose(self.scores(logits[row]))
 
     def ids(self, device: torch.device) -> torch.LongTensor:
@@ -88,7 +89,7 @@ class Sampler:
     @torch.no_grad()
     def choose(self, scores: torch.Tensor) -> int:
         if self._greedy:
-            return int(scores.argmax())
+            return int(likeliest(scores))
         # The first token whose cumulative probability exceeds the draw; one of no probability never does.
         reached = self.reached(scores)
         token = int(torch.searchsorted(reached, self.draw * reached[-1], right=True))

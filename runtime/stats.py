@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from hdtool.runtime.decode import Finish, Step
+from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.sources import SourceName
 
 
@@ -42,6 +43,16 @@ class Stats:
             self.drafted += drafted
             self.hits += drafted > 0
             self.accepted += np.bincount(step.tree.sources[step.path], minlength=len(SourceName))
+
+    def counted(self, steps: Iterable[Step], drafter: Drafter) -> Iterator[Step]:
+        """The steps, added while they pass; with the last of them what each source has taken."""
+        before = dict(drafter.seconds)
+        try:
+            for step in steps:
+                self.add(step)
+                yield step
+        finally:
+            self.add_seconds(before, drafter.seconds)
 
     def add_seconds(self, before: Mapping[SourceName, float], after: Mapping[SourceName, float]) -> None:
         """What the sources took between two readings of a drafter's clock."""

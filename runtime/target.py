@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from hdtool.data.errors import FamilyError, HdtoolError
+from hdtool.data.errors import FamilyError, HdtoolError, reason_of
 from hdtool.runtime.cache import LayerShape, Memory, StaticRows, layer_shapes
 from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits
 from hdtool.runtime.masks import Mask, reaches_of, tree_mask
@@ -161,8 +161,7 @@ class Target:
         except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # whatever foreign model code trips over
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            kind = self.model.config.model_type
+            kind, reason = self.model.config.model_type, reason_of(error)
             raise FamilyError(
                 f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})"
             ) from error

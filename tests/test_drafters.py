@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.budget import FixedBudget
 from hdtool.runtime.config import PaperConfig, SamplingConfig
-from hdtool.runtime.corpus_index import LARGEST_TREE, CorpusIndex
+from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.hierarchy import Hierarchy
@@ -22,6 +22,7 @@ from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.corpus import CorpusDrafter
 from hdtool.runtime.sources.prompt_lookup import PromptLookup
 from hdtool.runtime.target import Target
+from hdtool.runtime.tree import LARGEST_TREE
 from tests.families import VOCABULARY, model_of
 from tests.oracle import prompt_of
 from tests.test_corpus_index import index_of

@@ -120,5 +120,14 @@ def test_the_same_prompt_starts_the_same_window() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_likeliest_token_is_the_one_that_greedy_sampling_takes(dtype: torch.dtype) -> None:
     logits = torch.randint(-5, 5, (40, 300), generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert likeliest(logits).tolist() == logits.argmax(dim=-1).tolist(), "the first one of many equals"
+    logits[1] = -torch.inf
+    logits[2, [40, 90]] = torch.nan
+    logits[3] = torch.nan
+    logits[4, [7, 8]] = torch.tensor([9, 9 + 9 * torch.finfo(dtype).eps], dtype=dtype)  # the next number there is
+    expected = logits.argmax(dim=-1).tolist()
+    assert expected[1:5] == [0, 40, 0, 8]
+    assert likeliest(logits).tolist() == expected
+    assert [int(likeliest(row)) for row in logits] == expected
     assert likeliest(logits[:0]).tolist() == []
+    choose = Sampler(SamplingConfig(), [1]).over(logits)
+    assert [choose(row) for row in range(len(logits))] == expected

@@ -11,9 +11,8 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget import Budget, FixedBudget
-from hdtool.runtime.corpus_index import LARGEST_TREE
 from hdtool.runtime.sources import SourceName
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.corpus_index import CorpusIndex
@@ -27,6 +26,7 @@ class CorpusDrafter:
         """What the source has taken since this drafter exists."""
         self._index = index
         self._budget = budget or FixedBudget(LARGEST_TREE)
+        index.after(())  # compiled, or loaded, before a step waits for it
 
     def begin(self, prompt: Sequence[int]) -> None:
         pass

@@ -32,6 +32,7 @@ class PromptLookup:
         self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
         self._context = np.empty(0, np.int64)
         self._size = 0
+        first_match(self._context, 0, longest)  # compiled, or loaded, before a step waits for it
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._size = 0

@@ -14,6 +14,7 @@ import torch
 from numba import njit
 
 from hdtool.runtime.memory import array_at
+from hdtool.runtime.model_store import mixed
 
 BEST = 8
 WHOLE = 1000
@@ -109,8 +110,10 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
             continue
         shares = np.exp(scores[node] - scores[node, 0])
         shares *= WHOLE / shares.sum()
+        mark = np.uint64(0)
         for length in range(1, table.longest + 1):
-            row = row_of(table, tails[node], length)
+            mark = mixed(mark, tails[node, -length])
+            row = row_of(table, tails[node, -1], mark, length)
             if row >= 0:
                 all_tokens[row], all_shares[row] = 0, 0
                 for place in range(len(shares)):
@@ -118,18 +121,12 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def row_of(table: Any, tail: Array, length: int) -> int:
-    """Where the table keeps what followed the last tokens of ``tail``, or -1."""
-    last = tail[len(tail) - 1]
+def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
+    """Where the table keeps what followed ``length`` tokens of this hash, the ``last`` of them included; or -1."""
     if length > table.longest or not 0 <= last < table.vocabulary:
         return -1
     if length == 1:
         return int(last)
-    mark = np.uint64(0)
-    for back in range(1, length + 1):
-        # Another hash than the model store's: whatever collides here shall not collide there.
-        mark = (mark ^ np.uint64(tail[len(tail) - back] + 1)) * np.uint64(0x9E3779B97F4A7C15)
-        mark ^= mark >> np.uint64(29)
     return int(table.vocabulary + (length - 2) * HASHED_ROWS + np.int64(mark & np.uint64(HASHED_ROWS - 1)))
 
 

@@ -1,0 +1,96 @@
+"""The methods by their names: drafters that are ready when they are made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from threading import Timer
+from threading import enumerate as threads
+from typing import Any
+
+import pytest
+
+from hdtool.runtime import methods
+from hdtool.runtime.config import DecodeConfig
+from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.methods import drafter_for
+from hdtool.runtime.shelf import Shelf
+
+LATE = """
+import gc
+import torch
+from numba.core.registry import CPUDispatcher
+from hdtool.data import demo
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import DecodeConfig
+from hdtool.runtime.corpus_index import CorpusIndex
+from hdtool.runtime.methods import drafter_for
+from hdtool.runtime.model_store import ModelStore
+from hdtool.runtime.shelf import Shelf
+
+def ready():
+    return {(f, signature) for f in gc.get_objects() if isinstance(f, CPUDispatcher) for signature in f.signatures}
+
+shelf = Shelf(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
+for method in ("pld", "rest", "lade", "hd-paper", "hd"):
+    drafter = drafter_for(DecodeConfig(method, budget=40, recycled=True), None, shelf)
+    before = ready()
+    words = [place % 7 for place in range(40)]
+    drafter.begin(words)
+    drafted = 0
+    for _ in range(4):
+        tree = drafter.draft(words)
+        drafted += len(tree)
+        words.append(words[-7])
+        drafter.observe(Accepted([], words[-1:]), torch.zeros(1 + len(tree), 4096))
+    print(method, drafted > 0, [f.__name__ for f, _ in ready() - before])
+"""
+
+
+def test_no_step_waits_for_the_compiler() -> None:
+    found = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True).stdout
+    assert found.splitlines() == [f"{method} True []" for method in ("pld", "rest", "lade", "hd-paper", "hd")]
+
+
+def made_by(maker: Any, monkeypatch: pytest.MonkeyPatch) -> Drafter:
+    monkeypatch.setitem(methods.MAKERS, "ar", maker)
+    target: Any = None
+    return drafter_for(DecodeConfig("ar"), target, Shelf())
+
+
+def test_whoever_waits_for_a_drafter_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = NoDraft()
+
+    def slow(*_: object) -> Drafter:
+        for thread in threads():
+            if isinstance(thread, Timer):
+                thread.join()
+        return drafter
+
+    monkeypatch.setattr(methods, "PATIENCE", 0.01)
+    assert made_by(slow, monkeypatch) is drafter
+    assert capsys.readouterr().err.startswith("preparing the drafter for this machine; ")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_said_of_a_drafter_that_is_soon_there(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting: list[Timer] = []
+
+    def quick(*_: object) -> Drafter:
+        waiting.extend(thread for thread in threads() if isinstance(thread, Timer))
+        if fails:
+            raise OSError
+        return NoDraft()
+
+    if fails:
+        with pytest.raises(OSError):
+            made_by(quick, monkeypatch)
+    else:
+        made_by(quick, monkeypatch)
+    (note,) = waiting
+    note.join(1.0)
+    assert not note.is_alive() and capsys.readouterr().err == ""
