@@ -280,7 +280,8 @@ def test_an_assistant_of_another_vocabulary_is_refused(embedded: Loaded, tmp_pat
 
 
 def test_a_killed_bench_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "--methods", "ar,pld", "--out", str(tmp_path), *QUICK, "--max-new-tokens", "8"]
+    few = ["--max-new-tokens", "8", "--threads", "1"]
+    arguments = ["bench", "--methods", "ar,pld", "--out", str(tmp_path), *QUICK, *few]
     last = tmp_path / "pld.jsonl"
 
     def size() -> int:
