@@ -47,14 +47,13 @@ def build_corpus_index(
             raise StoreError("the corpus holds no text at all: name files that do")
         _sort_shards(build, shards, end, width, workers or os.cpu_count() or 1)
         np.array(shards, np.int64).tofile(build.path("shards"))
-        shares = file.shares()
         counts = {
             "tokens": sum(shard.suffixes for shard in shards),
-            "documents": sum(share.records for share in shares),
+            "documents": file.documents,
             "shards": len(shards),
         }
         options = {"token_bytes": width.itemsize, "shard_bytes": shard_bytes}
-        return build.commit(Manifest(KIND, tokenizer, counts, options, shares))
+        return build.commit(Manifest(KIND, tokenizer, counts, options, file.shares()))
 
 
 def _write_documents(file: DocumentFile, documents: Iterable[Document], most: int) -> list[ShardPlace]:

@@ -87,7 +87,7 @@ def build_model_store(
         shares = file.shares()
         counts = {
             "tokens": sum(share.tokens for share in shares),
-            "documents": sum(share.records for share in shares),
+            "documents": file.documents,
             "keys": len(arrays["keys"]),
             "continuations": len(arrays["rows"]),
             "phrases": len(arrays["phrases"]),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
 from hdtool.runtime.answers import Answer
 from hdtool.runtime.decode import Finish
+from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.stats import Stats
 
@@ -25,6 +27,12 @@ def painted(text: str, source: SourceName) -> str:
 
 
 LEGEND = "drafted by: " + ", ".join(painted(str(source), source) for source in COLORS) + "; the model's own: plain"
+
+
+def tell_sources(shelf: Shelf) -> None:
+    """Say what is drafted from, if anything is."""
+    if shelf.databases:
+        print(f"drafting from {shelf}", file=sys.stderr)
 
 
 def run(answer: Answer, *, show: bool = True, color: bool = False) -> None:
@@ -59,15 +67,7 @@ def record(answer: Answer) -> dict[str, Any]:
         "verify_ms_per_step": round(stats.verify_ms_per_step, 4),
         "outside_us_per_step": round(stats.outside_us_per_step, 1),
         "finish": stats.finish,
-        "sources": {
-            str(source): {
-                "drafted": int(stats.drafted[source]),
-                "accepted": int(stats.accepted[source]),
-                "hits": int(stats.hits[source]),
-                "microseconds": round(float(stats.source_seconds[source]) * 1e6, 1),
-            }
-            for source in stats.sources
-        },
+        "sources": stats.told_sources(),
     }
 
 

@@ -50,15 +50,14 @@ def generate(
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = _asked(prompt, prompts)
 
-    from hdtool.cli.answers import LEGEND, quiet_libraries, record, run, summary
+    from hdtool.cli.answers import LEGEND, quiet_libraries, record, run, summary, tell_sources
     from hdtool.runtime.answers import Answerer
 
     quiet_libraries()
     shelf = ShelfConfig(model_db, corpus_db)
     answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code), decoding, sampling, chat, shelf)
     answerer.check(asked)
-    if method != "ar":
-        print(f"drafting from {answerer.shelf}", file=sys.stderr)
+    tell_sources(answerer.shelf)
     if color:
         print(LEGEND, file=sys.stderr)
     for number, question in enumerate(asked, start=1):

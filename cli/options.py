@@ -17,7 +17,10 @@ Model = Annotated[
     typer.Option(help="Folder or hub name of a decoder-only transformers model. Default: the embedded demo model."),
 ]
 Method = Annotated[
-    str, typer.Option(help="How tokens are drafted: " + "; ".join(f"{name}, {what}" for name, what in METHODS.items()))
+    str,
+    typer.Option(
+        help="How tokens are drafted: " + "; ".join(f"{name}, {method.description}" for name, method in METHODS.items())
+    ),
 ]
 ModelDb = Annotated[
     str | None,
@@ -73,6 +76,7 @@ Color = Annotated[
     bool, typer.Option("--color", help="Show each token in the colour of the source that drafted it, with a legend.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object an answer, and nothing else.")]
+JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 Inputs = Annotated[
     list[str],
     typer.Argument(help="Files, folders or globs: ShareGPT JSON, chat or plain JSONL, text, Parquet; .gz on top."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +43,7 @@ def verify(
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
     quiet: options.Quiet = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    as_json: options.JsonObject = False,
 ) -> int:
     """Check on your own device that drafting changes no answer.
 
@@ -56,7 +55,7 @@ def verify(
     decoding = DecodeConfig(method, size.max_new_tokens, budget)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
 
-    from hdtool.cli.answers import quiet_libraries
+    from hdtool.cli.answers import quiet_libraries, tell_sources
     from hdtool.data import demo
     from hdtool.runtime.load import load
     from hdtool.runtime.methods import drafter_for
@@ -66,10 +65,9 @@ def verify(
     asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
     quiet_libraries()
     loaded = load(ModelConfig(model, device, dtype, trust_remote_code))
-    shelf = Shelf() if method == "ar" else Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig(model_db, corpus_db))
-    if method != "ar":
-        print(f"drafting from {shelf}", file=sys.stderr)
+    shelf = Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig(model_db, corpus_db), decoding.databases)
     verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, shelf), size.max_new_tokens)
+    tell_sources(shelf)
     checks = _checked(verifier, loaded, asked, chat, quiet)
     explained = verifier.explain([difference for check in checks for difference in check.differences])
     report = _report(loaded, method, verifier.oracles, checks, explained)

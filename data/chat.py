@@ -25,14 +25,37 @@ def encode_conversation(
     ``chat`` None means: through the chat template if the model has one. Without a template (or
     with ``chat`` false) there must be a single message, whose text is taken as it stands.
     """
-    for message in messages:
-        _check_unicode(message["content"])
     if chat is None:
         chat = speaks_chat(tokenizer)
-    ids = _through_template(tokenizer, messages) if chat else _as_it_stands(tokenizer, messages)
+    if not chat and len(messages) != 1:
+        raise PromptError(
+            f"a conversation of {len(messages)} messages needs a chat template: without one, ask with a single text"
+        )
+    ids = encode_text(tokenizer, conversation_text(tokenizer, messages, chat=chat), special=not chat)
     if not ids:
         raise PromptError("the prompt gives no token at all: give some text to answer")
     return ids
+
+
+def conversation_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, chat: bool, answered: bool = False
+) -> str:
+    """A conversation as the model reads it, up to where it answers; ``answered`` if the last message is the answer.
+
+    Without a template a single text is left as it stands, and each of several gets a line of its own.
+    """
+    for message in messages:
+        _check_unicode(message["content"])
+    if chat:
+        return _through_template(tokenizer, messages, answered)
+    texts = [message["content"] for message in messages]
+    return texts[0] if len(texts) == 1 else "".join(f"{text}\n" for text in texts)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
+    """Token ids of a text; ``special`` adds those that a tokenizer opens a text with."""
+    # verbose=False: the length is checked by us, against what the model can really take.
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def _check_unicode(text: str) -> None:
@@ -44,26 +67,13 @@ def _check_unicode(text: str) -> None:
         raise PromptError(f"the prompt is not valid Unicode ({found}): give it as UTF-8 text") from None
 
 
-def _through_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def _through_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answered: bool) -> str:
     from jinja2 import TemplateError
 
     if not speaks_chat(tokenizer):
         raise PromptError("this model's tokenizer has no chat template: leave out --chat, or ask with --raw")
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=False)
     except TemplateError as error:
         raise PromptError(f"the model's chat template refuses the conversation: {error}") from None
-    return _ids(tokenizer, str(text), special=False)
-
-
-def _as_it_stands(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    if len(messages) != 1:
-        raise PromptError(
-            f"a conversation of {len(messages)} messages needs a chat template: without one, ask with a single text"
-        )
-    return _ids(tokenizer, messages[0]["content"], special=True)
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    # verbose=False: the length is checked by us, against what the model can really take.
-    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    return str(text)

@@ -4,13 +4,20 @@ HdtoolError
 ├── PromptError     a prompt or a file of prompts cannot be used
 ├── ModelError      no such model, or none that can be loaded
 │   └── FamilyError     a model whose kind cannot verify a tree of drafts
-├── RecordError     an input of a builder cannot be used
+├── RecordError     an input of a builder, or a recorded conversation, cannot be used
 ├── StoreError      a store cannot be opened or written
+├── CostError       what forward passes cost cannot be read or written
+├── ResultError     a folder of results cannot be read or written
 └── OptionError     options that do not go together
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
 line prints it and exits with ``exit_code``; whoever uses hdtool as a library catches it.
 """
+
+
+def reason_of(error: Exception) -> str:
+    """What foreign code complained of, in one line."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 class HdtoolError(Exception):
@@ -32,11 +39,19 @@ class FamilyError(ModelError):
 
 
 class RecordError(HdtoolError):
-    """An input of a builder cannot be used."""
+    """An input of a builder, or a recorded conversation, cannot be used."""
 
 
 class StoreError(HdtoolError):
     """A store cannot be opened or written."""
+
+
+class CostError(HdtoolError):
+    """What forward passes cost cannot be read or written."""
+
+
+class ResultError(HdtoolError):
+    """A folder of results cannot be read or written."""
 
 
 class OptionError(HdtoolError):

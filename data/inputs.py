@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hdtool.data.errors import RecordError
+from hdtool.data.errors import RecordError, reason_of
 
 FORMATS = {
     "json": (".json",),
@@ -254,5 +254,4 @@ def _parquet_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[
             for index, row in enumerate(rows):
                 yield Row(f"[{index}]", row, size * (index + 1) // count)
         except Exception as error:  # pyarrow, fsspec and datasets raise whatever they like
-            reason = str(error).partition("\n")[0]
-            raise RecordError(f"{path} cannot be read as Parquet ({reason}): fetch it again") from None
+            raise RecordError(f"{path} cannot be read as Parquet ({reason_of(error)}): fetch it again") from None

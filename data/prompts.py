@@ -8,8 +8,9 @@ A file holds one prompt a line, as plain text or as JSON. A JSON object says wha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def read_prompts(path: Path) -> list[Prompt]:
     else:
         rows = ((number, _parse(line, f"{path}:{number}")) for number, line in _lines(text))
     return [_prompt_of(row, f"{path}:{number}", str(number)) for number, row in rows]
+
+
+def of_all_categories(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
+    """The first prompts of every category, in turn."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    rows = (prompt for row in zip_longest(*groups.values()) for prompt in row if prompt is not None)
+    return list(islice(rows, most))
 
 
 def _read_text(path: Path) -> str:
@@ -132,6 +142,16 @@ def _asked(row: dict[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[
 
 def _messages_of(value: Any, where: str) -> tuple[Message, ...]:
     """The conversation up to its last question; a recorded answer to that one is left out."""
+    asked = checked_messages(value, where)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    if not asked:
+        raise PromptError(f"{where}: the conversation holds answers only: a user's message is needed")
+    return tuple(asked)
+
+
+def checked_messages(value: Any, where: str) -> list[Message]:
+    """The messages of a conversation: roles that are known, and texts."""
     if not isinstance(value, list) or not value:
         raise PromptError(f"{where}: `messages` must be a list with at least one message")
     for message in value:
@@ -139,12 +159,7 @@ def _messages_of(value: Any, where: str) -> tuple[Message, ...]:
             raise PromptError(f"{where}: every message needs a `role` and a text as `content`")
         if message.get("role") not in ROLES:
             raise PromptError(f"{where}: unknown role {message.get('role')!r}: expected one of {', '.join(ROLES)}")
-    asked = [{"role": message["role"], "content": message["content"]} for message in value]
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    if not asked:
-        raise PromptError(f"{where}: the conversation holds answers only: a user's message is needed")
-    return tuple(asked)
+    return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
 def _json_name(value: Any) -> str:

@@ -49,14 +49,9 @@ class Answer:
         yield text.end(), SourceName.NONE
 
     def _counted(self) -> Iterator[Step]:
-        before = dict(self._drafter.seconds)
-        try:
-            for step in self._steps:
-                self.output_ids += step.tokens
-                self.stats.add(step)
-                yield step
-        finally:
-            self.stats.add_seconds(before, self._drafter.seconds)
+        for step in self.stats.counted(self._steps, self._drafter):
+            self.output_ids += step.tokens
+            yield step
 
     @property
     def interrupted(self) -> bool:
@@ -83,8 +78,7 @@ class Answerer:
         shelf: ShelfConfig | None = None,
     ) -> None:
         self.loaded = load(model)
-        drafts = decoding.method != "ar"
-        self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig()) if drafts else Shelf()
+        self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig(), decoding.databases)
         self._drafter = drafter_for(decoding, self.loaded.target, self.shelf)
         self._decoding = decoding
         self._sampling = sampling

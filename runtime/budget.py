@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET
+
 if TYPE_CHECKING:
+    from hdtool.runtime.cost import CostCurve
     from hdtool.runtime.target import Target
 
-ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 65)
+ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, LARGEST_BUDGET + 1)
 """Sizes of forward passes that are timed: nodes and the root. What lies between costs as much as the next larger."""
 TIMES, PATIENCE = 4, 1.0
 """Each is timed so often, for about a second; the fastest counts, the others tell how busy the machine was."""
@@ -19,10 +22,13 @@ LEARNING, LEARNING_OF_OTHERS = 0.05, 0.01
 """How far one step of the conversation moves what a pass of its size, and of all others, is thought to cost."""
 SLOWEST, FASTEST = 2.0, 0.5
 """No single step is believed to have been further off."""
+AROUND = 2e-4
+"""Seconds that a step takes besides its forward pass."""
 LONGEST_REST = 64
 """Steps without a draft, at most, where drafting was not worth it before."""
 
 Odds = npt.NDArray[np.floating[Any]]
+Costs = npt.NDArray[np.float64]
 
 
 class Budget(Protocol):
@@ -42,50 +48,63 @@ class Budget(Protocol):
 class FixedBudget:
     """As many nodes as there are, up to a number that somebody chose."""
 
-    most: int = 32
+    most: int = FIXED_BUDGET
 
     def nodes(self, odds: Odds) -> int:
         return min(len(odds), self.most)
 
 
-class MeasuredBudget:
-    """The number of nodes that brings the most tokens for the time, on this machine and this model.
+class CostBudget:
+    """The number of nodes that brings the most tokens for the time, by what passes are known to cost.
 
-    A tree of k nodes brings one token and, on average, the sum of their odds. Its forward pass takes
-    what passes of that size were seen to take; ``around`` is what a step takes besides.
+    Whoever decodes says before each step how long the context is.
     """
 
-    def __init__(self, target: Target, around: float = 2e-4) -> None:
-        self._target = target
-        self._around = around
-        self._costs = target.seconds_of_trees([rows - 1 for rows in ROWS], TIMES, PATIENCE)
-        self._bin = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
-        """For each number of nodes, which of the sizes it costs."""
-        self._most = ROWS[-1] - 1
-        self._sent = 0
-        self._seen = (target.passes, target.seconds_in_model)
-        self._rest = 0
-        self._asleep_until = 0
+    def __init__(self, curve: CostCurve, around: float = AROUND) -> None:
+        self._curve = curve
+        self._choice = _Choice(around)
+        self._steps = 0
+        self.hear(0)
+
+    def hear(self, context: int) -> None:
+        """The next step is drafted behind a context of so many tokens."""
+        self._steps += 1
+        if self._steps == 1 or len(self._curve.contexts) > 1:
+            self._costs = self._curve.of_all_sizes(LARGEST_BUDGET, context)
 
     @property
     def most(self) -> int:
-        return 0 if self._target.passes < self._asleep_until else self._most
+        return self._choice.most(self._steps)
+
+    def nodes(self, odds: Odds) -> int:
+        return self._choice.nodes(odds, self._costs, self._steps)
+
+
+class MeasuredBudget:
+    """The same by what passes were seen to cost on this machine and this model."""
+
+    def __init__(self, target: Target, around: float = AROUND) -> None:
+        self._target = target
+        self._choice = _Choice(around)
+        self._costs = target.seconds_of_trees([rows - 1 for rows in ROWS], TIMES, PATIENCE)
+        self._bin = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
+        """For each number of nodes, which of the sizes it costs."""
+        self._sent = 0
+        self._seen = (target.passes, target.seconds_in_model)
+
+    @property
+    def most(self) -> int:
+        return self._choice.most(self._target.passes)
 
     def nodes(self, odds: Odds) -> int:
         self._learn()
-        gain = np.concatenate([[1.0], 1.0 + np.cumsum(odds[: ROWS[-1] - 1])])
-        rate = gain / (self._costs[self._bin[: len(gain)]] + self._around)
-        best = int(rate.argmax())
-        self._sleep_unless(best > 0)
-        # Nodes that are never sent need not be grown.
-        self._most = min(ROWS[-1] - 1, max(2 * best, self._most - 1, ROWS[3]))
-        self._sent = best
-        return best
+        self._sent = self._choice.nodes(odds, self._costs[self._bin], self._target.passes)
+        return self._sent
 
     def _learn(self) -> None:
         """Correct what a pass is thought to cost by the last one, if it was the only one since then."""
         passes, seconds = self._target.passes, self._target.seconds_in_model
-        if passes == self._seen[0] + 1 and self._asleep_until <= passes:
+        if passes == self._seen[0] + 1 and self._choice.most(passes):
             size = self._bin[self._sent]
             off = np.clip((seconds - self._seen[1]) / self._costs[size], FASTEST, SLOWEST)
             # A longer context slows passes of all sizes, but most of an error is this size's own.
@@ -93,7 +112,31 @@ class MeasuredBudget:
             self._costs[size] *= 1 + LEARNING * (off - 1)
         self._seen = (passes, seconds)
 
-    def _sleep_unless(self, worth_it: bool) -> None:
-        """Where drafting does not pay even its own time is saved, for longer each time."""
-        self._rest = 0 if worth_it else min(max(1, 2 * self._rest), LONGEST_REST)
-        self._asleep_until = self._target.passes + 1 + self._rest if self._rest > 2 else 0
+
+class _Choice:
+    """How many nodes pay, given what passes cost.
+
+    A tree of k nodes brings one token and, on average, the sum of their odds; ``around`` is what a step
+    takes besides its forward pass. Where drafting does not pay even its own time is saved, for longer each
+    time; a step is known by its number.
+    """
+
+    def __init__(self, around: float) -> None:
+        self._around = around
+        self._most = LARGEST_BUDGET
+        self._rest = 0
+        self._asleep_until = 0
+
+    def most(self, step: int) -> int:
+        return 0 if step < self._asleep_until else self._most
+
+    def nodes(self, odds: Odds, costs: Costs, step: int) -> int:
+        """The best number of nodes; ``costs`` are the seconds of a pass with 0, 1, 2 … of them."""
+        gain = np.concatenate([[1.0], 1.0 + np.cumsum(odds[:LARGEST_BUDGET])])
+        rate = gain / (costs[: len(gain)] + self._around)
+        best = int(rate.argmax())
+        self._rest = 0 if best else min(max(1, 2 * self._rest), LONGEST_REST)
+        self._asleep_until = step + 1 + self._rest if self._rest > 2 else 0
+        # Nodes that are never sent need not be grown.
+        self._most = min(LARGEST_BUDGET, max(2 * best, self._most - 1, ROWS[3]))
+        return best

@@ -50,7 +50,7 @@ class StaticLayer(CacheLayerMixin):
     is_sliding = False  # old rows stay; sliding windows are applied in the masks
     supports_early_init = False
 
-    def __init__(self, cache: StaticRows, index: int) -> None:
+    def __init__(self, cache: StaticRows | SeatedRows, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._index = index
@@ -73,27 +73,66 @@ class StaticLayer(CacheLayerMixin):
         return self._cache.capacity
 
 
-class StaticRows(Cache):
-    """A ``transformers`` cache over one tensor ``[keys and values of all layers, batch, heads, rows, width]``.
+Views = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One tensor ``[keys and values of all layers, batch, heads, rows, width]``, and each layer's views on it.
 
     Models whose layers differ in shape, or live on several devices, get one tensor for each shape.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], capacity: int, batch: int = 1) -> None:
-        super().__init__(layers=[StaticLayer(self, index) for index in range(len(shapes))])
-        self.capacity = -(-capacity // GROWTH) * GROWTH
-        self.length = 0
-        """Rows of accepted tokens; whatever lies behind them is not part of the context."""
-        self._tensors, self._layers = _lay_out(shapes, self.capacity, batch)
+    tensors: list[torch.Tensor]
+    layers: list[Views]
+    capacity: int
+
+    @classmethod
+    def for_layers(cls, shapes: Sequence[LayerShape], capacity: int, batch: int = 1) -> Memory:
+        capacity = -(-capacity // GROWTH) * GROWTH
+        rows = [shape for layer in shapes if layer for shape in layer]
+        tensors = {
+            shape: torch.zeros(
+                (rows.count(shape), batch, shape.heads, capacity, shape.width), dtype=shape.dtype, device=shape.device
+            )
+            for shape in dict.fromkeys(rows)
+        }
+        free = {shape: iter(tensor) for shape, tensor in tensors.items()}
+        nothing = torch.empty(0)
+        views = [(next(free[layer[0]]), next(free[layer[1]])) if layer else (nothing, nothing) for layer in shapes]
+        return cls(list(tensors.values()), views, capacity)
+
+    def of_seat(self, seat: int) -> Memory:
+        """The part of one conversation of the batch."""
+
+        def part(view: torch.Tensor) -> torch.Tensor:
+            return view.narrow(0, seat, 1) if view.numel() else view
+
+        views = [(part(keys), part(values)) for keys, values in self.layers]
+        return Memory([tensor.narrow(1, seat, 1) for tensor in self.tensors], views, self.capacity)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class StaticRows(Cache):
+    """The ``transformers`` cache of one conversation, over memory that is laid out once."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(layers=[StaticLayer(self, index) for index in range(len(memory.layers))])
+        self.memory = memory
+        self.length = 0
+        """Rows of accepted tokens; whatever lies behind them is not part of the context."""
+
+    @property
+    def capacity(self) -> int:
+        return self.memory.capacity
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._layers[layer_idx]
+    ) -> Views:
+        keys, values = self.memory.layers[layer_idx]
         new = key_states.shape[2]
         end = self.length + new
         keys.narrow(2, self.length, new).copy_(key_states)
@@ -105,25 +144,36 @@ class StaticRows(Cache):
         start = self.length + fixed
         if any(offset != place for place, offset in enumerate(path)):
             rows = [start + offset for offset in path]
-            for tensor in self._tensors:
+            for tensor in self.memory.tensors:
                 chosen = tensor.index_select(3, torch.tensor(rows, device=tensor.device))
                 tensor.narrow(3, start, len(path)).copy_(chosen)
         self.length = start + len(path)
 
+    def copy_from(self, other: StaticRows) -> None:
+        """Become another conversation, of the same memory or of one that was too small."""
+        self.length = other.length
+        for mine, theirs in zip(self.memory.tensors, other.memory.tensors, strict=True):
+            mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
 
-Views = tuple[torch.Tensor, torch.Tensor]
 
+class SeatedRows(Cache):
+    """The cache of several conversations at once: row by row of a batch, each behind its own context."""
 
-def _lay_out(shapes: Sequence[LayerShape], capacity: int, batch: int) -> tuple[list[torch.Tensor], list[Views]]:
-    """The tensors, one for each shape of row, and every layer's views on them."""
-    rows = [shape for layer in shapes if layer for shape in layer]
-    tensors = {
-        shape: torch.zeros(
-            (rows.count(shape), batch, shape.heads, capacity, shape.width), dtype=shape.dtype, device=shape.device
-        )
-        for shape in dict.fromkeys(rows)
-    }
-    free = {shape: iter(tensor) for shape, tensor in tensors.items()}
-    nothing = torch.empty(0)
-    views = [(next(free[layer[0]]), next(free[layer[1]])) if layer else (nothing, nothing) for layer in shapes]
-    return list(tensors.values()), views
+    def __init__(self, memory: Memory, lengths: Sequence[int], rows: int) -> None:
+        """``rows`` are new in each of the first conversations of ``memory``, behind ``lengths`` old ones."""
+        super().__init__(layers=[StaticLayer(self, index) for index in range(len(memory.layers))])
+        self.capacity = memory.capacity
+        self.length = max(lengths)
+        self._memory = memory
+        self._seats = torch.arange(len(lengths))[:, None]
+        self._places = torch.tensor(lengths)[:, None] + torch.arange(rows)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Views:
+        keys, values = self._memory.layers[layer_idx]
+        end = self.length + key_states.shape[2]
+        for rows, new in ((keys, key_states), (values, value_states)):
+            seats, places = self._seats.to(rows.device), self._places.to(rows.device)
+            rows[seats, :, places] = new.transpose(1, 2)
+        return keys[: len(self._seats), :, :end], values[: len(self._seats), :, :end]

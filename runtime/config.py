@@ -6,24 +6,45 @@ The command line and the docs read them from these classes, so nothing heavy is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hdtool.data.errors import OptionError
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-METHODS = {
-    "ar": "plain decoding, nothing is drafted",
-    "pld": "prompt lookup: what followed the last words where they stood before",
-    "lade": "lookahead decoding: guesses refined beside the answer",
-    "rest": "the corpus index alone",
-    "hd-paper": "Hierarchy Drafting as its paper has it",
-    "hd": "context table, model store and corpus index, the likeliest paths of all three",
+PEERS = {
+    "generate": "transformers' own model.generate",
+    "generate-pld": "the same with its prompt lookup",
+    "generate-assisted": "the same with a draft model",
 }
+"""What the methods are measured against, on the same model and device."""
 SOURCE_LETTERS = "CMS"
 """Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
+
+
+class Method(NamedTuple):
+    """A way of drafting."""
+
+    description: str
+    databases: str
+    """The letters of those that it draws on; C is the conversation, however it is looked through."""
+
+
+METHODS = {
+    "ar": Method("plain decoding, nothing is drafted", ""),
+    "pld": Method("prompt lookup: what followed the last words where they stood before", "C"),
+    "lade": Method("lookahead decoding: guesses refined beside the answer", "C"),
+    "rest": Method("the corpus index alone", "S"),
+    "hd-paper": Method("Hierarchy Drafting as its paper has it", SOURCE_LETTERS),
+    "hd": Method("context table, model store and corpus index, the likeliest paths of all three", SOURCE_LETTERS),
+}
 LARGEST_BUDGET = 64
 """Nodes that go into one forward pass at most, the root aside."""
+FIXED_BUDGET = 32
+"""Nodes a step where there is nothing to choose their number by."""
 LOWEST_TEMPERATURE = 1e-5
+NEED_LOGITS = ("lade",)
+"""Methods that draft from what the model computes, not from what it says alone."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +115,12 @@ class DecodeConfig:
         _require_letters("use", self.use)
         _require(sorted(self.order) == sorted(SOURCE_LETTERS), "order", self.order, f"{SOURCE_LETTERS} in any order")
 
+    @property
+    def databases(self) -> str:
+        """The letters of those that are drafted from; where there is one alone, there is nothing to choose."""
+        all_of_them = METHODS[self.method].databases
+        return "".join(letter for letter in all_of_them if letter in self.use or len(all_of_them) == 1)
+
 
 @dataclass(frozen=True)
 class VerifyConfig:
@@ -107,6 +134,111 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         _require(self.limit >= 1, "limit", self.limit, "1 or more")
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What is drafted again from recorded conversations, without the model."""
+
+    methods: tuple[str, ...] = ()
+    """None means all that need no logits and find their stores."""
+    budget: int | None = None
+    """Draft nodes a step of ``hd`` and ``rest``; None means 32, or as many as pay where the cost of passes is known."""
+    use: str = DecodeConfig.use
+    order: str = DecodeConfig.order
+    limit: int | None = None
+    """Conversations at most, the first ones."""
+    workers: int | None = None
+    """Processes; None means one for each core, if there is enough to do for them."""
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method in NEED_LOGITS:
+                raise OptionError(
+                    f"method {method} cannot be replayed: it drafts from the model's logits, and recorded text has "
+                    f"none; run the model itself, as in hdtool generate --method {method} --stats"
+                )
+            if self.methods.count(method) > 1:
+                raise OptionError(f"method {method} is given twice: name each method once")
+            self.decoding(method)
+        self.decoding(DecodeConfig.method)
+        _require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
+        _require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")
+
+    def methods_with(self, *, corpus: bool) -> tuple[str, ...]:
+        """The methods, or those that can be replayed with or without a corpus index."""
+        left_out = ("ar", *NEED_LOGITS, *(() if corpus else ("rest",)))
+        return self.methods or tuple(method for method in METHODS if method not in left_out)
+
+    def decoding(self, method: str) -> DecodeConfig:
+        """The settings of a method, as far as they mean something without the model."""
+        return DecodeConfig(method, budget=self.budget, use=self.use, order=self.order, lookahead=False)
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured, how often, and where the results go."""
+
+    methods: tuple[str, ...] | None = None
+    """None means all that can run: `generate-assisted` needs an assistant, `rest` a corpus index."""
+    baseline: str | None = None
+    """What the others are compared with; None means `generate`, or the first method without it."""
+    assistant: str | None = None
+    """The draft model of `generate-assisted`: a folder or a hub name."""
+    limit: int | None = None
+    """Questions at most, of all categories in turn; None means all of them."""
+    rounds: int = 1
+    """How often each question is asked; of several rounds the one of median speed counts."""
+    warm_up: int = 2
+    """Questions of different categories that are asked before, and not counted."""
+    threads: int | None = None
+    """That torch computes with; None leaves it to torch."""
+    out: str = "bench"
+    """The folder of the results."""
+
+    def __post_init__(self) -> None:
+        self._check_methods()
+        _require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
+        _require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
+        _require(self.warm_up >= 0, "warm-up", self.warm_up, "0 or more")
+        _require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
+
+    def _check_methods(self) -> None:
+        known = (*PEERS, *METHODS)
+        chosen = self.methods if self.methods is not None else known
+        for method in chosen:
+            _require(method in known, "methods", method, f"names out of {', '.join(known)}, with commas between them")
+        told = ",".join(chosen) or "empty"
+        _require(0 < len(chosen) == len(set(chosen)), "methods", told, "each method at most once")
+        assisted = "generate-assisted" in chosen
+        _require(self.assistant is None or assisted, "assistant", self.assistant, "left out without generate-assisted")
+        needed = assisted and self.methods is not None
+        _require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
+        fits = self.baseline is None or self.baseline in chosen
+        _require(fits, "baseline", self.baseline, f"one of {', '.join(chosen)}")
+
+    def chosen(self, *, has_corpus: bool) -> tuple[str, ...]:
+        """The methods to measure."""
+        if self.methods is not None:
+            return self.methods
+        lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
+        return tuple(method for method in (*PEERS, *METHODS) if not lacking.get(method))
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """Behind which contexts forward passes are timed."""
+
+    contexts: tuple[int, ...] | None = None
+    """Their lengths, the last token included; None means the powers of two that the model takes."""
+    shortest: int = 64
+    longest: int = 8192
+    """Of the powers of two."""
+
+    def __post_init__(self) -> None:
+        for length in self.contexts or ():
+            _require(length >= 2, "contexts", length, "lengths of 2 tokens or more")
+        _require(self.contexts is None or len(self.contexts) > 0, "contexts", "empty", "lengths, as in 128,1024")
 
 
 @dataclass(frozen=True)

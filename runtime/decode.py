@@ -7,8 +7,10 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
+
 from hdtool.data.errors import PromptError
-from hdtool.runtime.accept import accept
+from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.sources import SourceName
@@ -49,6 +51,48 @@ class Step:
         return [*(SourceName(source) for source in self.tree.sources[self.path].tolist()), SourceName.NONE]
 
 
+class Turn:
+    """One answer while it is made: what is decided between two passes of the target."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompt: Sequence[int],
+        sampler: Sampler,
+        *,
+        max_new_tokens: int,
+        stops: Container[int] = (),
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.prompt = prompt
+        self.room, self._at_the_end = room_for(target, prompt, max_new_tokens)
+        self._sampler, self._stops, self._drafter = sampler, stops, drafter or NoDraft()
+        self._tree = DraftTree.bare(prompt[-1])
+        self._clock = _Clock(target)
+
+    def begin(self) -> None:
+        """Before the prompt is read; it is the first step, has no drafts and brings one token."""
+        self._clock.start()
+        self._drafter.begin(self.prompt)
+        self._clock.drafted()
+
+    def draft(self) -> DraftTree:
+        self._clock.start()
+        # A node deeper than this could only be accepted past the end.
+        self._tree = self._drafter.draft(self._sampler.context).clipped(self.room - 1)
+        self._clock.drafted()
+        return self._tree
+
+    def accept(self, logits: torch.Tensor) -> Accepted:
+        return accept(self._tree, logits, self._sampler, stops=self._stops, most=self.room)
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> Step:
+        self._drafter.observe(accepted, logits)
+        self.room -= len(accepted.tokens)
+        finish = Finish.STOP if accepted.stopped else self._at_the_end if not self.room else None
+        return Step(accepted.tokens, self._tree, accepted.path, *self._clock.lap(), finish)
+
+
 def decode(
     target: Target,
     prompt: Sequence[int],
@@ -58,30 +102,18 @@ def decode(
     stops: Container[int] = (),
     drafter: Drafter | None = None,
 ) -> Iterator[Step]:
-    """Answer a prompt, one step after another.
-
-    The first step is the prompt's own forward pass; it has no drafts and brings one token.
-    """
-    drafter = drafter or NoDraft()
-    room, at_the_end = room_for(target, prompt, max_new_tokens)
-    clock = _Clock(target)
-    tree = DraftTree.bare(prompt[-1])
-    drafter.begin(prompt)
-    clock.drafted()
-    logits = target.prefill(prompt, room)
+    """Answer a prompt, one step after another."""
+    turn = Turn(target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
+    turn.begin()
+    logits = target.prefill(turn.prompt, turn.room)
     while True:
-        accepted = accept(tree, logits, sampler, stops=stops, most=room)
+        accepted = turn.accept(logits)
         target.keep(accepted.path)
-        drafter.observe(accepted, logits)
-        room -= len(accepted.tokens)
-        finish = Finish.STOP if accepted.stopped else at_the_end if not room else None
-        yield Step(accepted.tokens, tree, accepted.path, *clock.lap(), finish)
-        if finish:
+        step = turn.observe(accepted, logits)
+        yield step
+        if step.finish:
             return
-        clock.start()
-        # A node deeper than this could only be accepted past the end.
-        tree = drafter.draft(sampler.context).clipped(room - 1)
-        clock.drafted()
+        tree = turn.draft()
         logits = target.verify(tree)
 
 

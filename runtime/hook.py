@@ -71,7 +71,7 @@ class Generator:
     ) -> Generator:
         """One that drafts as ``hdtool generate`` does: by a method, from the stores that fit the tokenizer."""
         config = decoding or DecodeConfig()
-        stores = Shelf.for_tokenizer(tokenizer, shelf or ShelfConfig())
+        stores = Shelf.for_tokenizer(tokenizer, shelf or ShelfConfig(), config.databases)
         return cls(lambda target: drafter_for(config, target, stores), seed=seed)
 
     def __call__(
@@ -114,16 +114,11 @@ class Generator:
     ) -> Iterator[list[int]]:
         target = self._target_for(model)
         self.stats = Stats()
-        before = dict(self._drafter.seconds)
         steps = decode(
             target, request.prompt, sampler, max_new_tokens=request.most, stops=criteria, drafter=self._drafter
         )
-        try:
-            for step in steps:
-                self.stats.add(step)
-                yield step.tokens
-        finally:
-            self.stats.add_seconds(before, self._drafter.seconds)
+        for step in self.stats.counted(steps, self._drafter):
+            yield step.tokens
         if self.stats.finish is Finish.CONTEXT:
             warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
 

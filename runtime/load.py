@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
@@ -18,7 +19,7 @@ from hdtool.runtime.layout import lay_out_for_few_rows
 from hdtool.runtime.target import Target
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -37,10 +38,7 @@ class Loaded:
     @property
     def stops(self) -> frozenset[int]:
         """Tokens that end an answer: those of the model's generation settings, else its tokenizer's."""
-        ends = self.target.model.generation_config.eos_token_id
-        if ends is None:
-            ends = self.tokenizer.eos_token_id
-        return frozenset([ends] if isinstance(ends, int) else ends or ())
+        return _stops(self.target.model.generation_config.eos_token_id, self.tokenizer)
 
 
 def load(config: ModelConfig) -> Loaded:
@@ -51,12 +49,19 @@ def load(config: ModelConfig) -> Loaded:
     settings = _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, **trust))
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
-    dtype = pick_dtype(config.dtype, device)
-    model = _attempt(name, "its weights", lambda: _whole_model(name, dtype=dtype, **trust))
+    model = _weights(config, device)
     if device.type == "cpu":
         lay_out_for_few_rows(model)
     target = _attempt(name, f"on {device}", lambda: Target(model.to(device)))
     return Loaded(config.model or demo.NAME, target, tokenizer)
+
+
+def load_stock(config: ModelConfig) -> PreTrainedModel:
+    """A model as its users load it, for what is compared with ours: no weight is laid out anew."""
+    device = pick_device(config.device)
+    model = _weights(config, device)
+    moved: PreTrainedModel = _attempt(_place(config.model), f"on {device}", lambda: model.to(device).eval())
+    return moved
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -68,6 +73,30 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code),
     )
     return tokenizer
+
+
+def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a model's answers, as far as they can be told without the model."""
+    name = _place(config.model, TOKENIZER_FILES)
+    ends = None
+    for kind in (AutoConfig, GenerationConfig):  # what the second one says counts
+        with suppress(OSError, ValueError):
+            settings = kind.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            found = getattr(settings, "eos_token_id", None)
+            ends = ends if found is None else found
+    return _stops(ends, tokenizer)
+
+
+def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _weights(config: ModelConfig, device: torch.device) -> Any:
+    name = _place(config.model)
+    options = {"dtype": pick_dtype(config.dtype, device), "trust_remote_code": config.trust_remote_code}
+    return _attempt(name, "its weights", lambda: _whole_model(name, **options))
 
 
 def _whole_model(name: str, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,27 @@ def tree_mask(tree: DraftTree, length: int, reaches: list[Reach], dtype: torch.d
     if not len(tree) and all(reach.sees_all(length + 1) for reach in reaches):
         return {reach.kind: _nothing_hidden(length, dtype, device) for reach in reaches} if len(reaches) > 1 else None
     masks = {reach.kind: _additive(tree, length, reach, dtype, device) for reach in reaches}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def seated_mask(
+    trees: Sequence[DraftTree], lengths: Sequence[int], reaches: list[Reach], dtype: torch.dtype, device: torch.device
+) -> Mask:
+    """The mask ``[trees, 1, rows, longest + rows]`` for trees behind contexts of different ``lengths``.
+
+    Trees are filled up to the size of the largest: what is said of these rows nobody reads, but they must
+    see something, so they see the first token.
+    """
+    rows = max(map(len, trees)) + 1
+    hidden_at = torch.finfo(dtype).min
+    masks = {}
+    for reach in reaches:
+        mask = torch.full((len(trees), 1, rows, max(lengths) + rows), hidden_at, dtype=dtype, device=device)
+        mask[..., 0] = 0.0
+        for seat, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
+            own = len(tree) + 1
+            mask[seat, :, :own, : length + own] = _additive(tree, length, reach, dtype, device)[0]
+        masks[reach.kind] = mask
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

@@ -11,7 +11,7 @@ from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, PaperConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.paper import PaperDrafter
+from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources.corpus import CorpusDrafter
 from hdtool.runtime.sources.prompt_lookup import PromptLookup
@@ -20,11 +20,21 @@ from hdtool.runtime.target import Target
 PATIENCE = 2.0
 """Seconds after which a user is told what takes so long."""
 
-Maker = Callable[[DecodeConfig, Target, Shelf], Drafter]
+BudgetMaker = Callable[[], Budget]
+Maker = Callable[[DecodeConfig, Shelf, BudgetMaker], Drafter]
 
 
 def drafter_for(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
-    """The drafter of a method; it may be kept for as long as the target, and learns over conversations.
+    """The drafter of a method; it may be kept for as long as the target, and learns over conversations."""
+
+    def budget() -> Budget:
+        return MeasuredBudget(target) if config.budget is None else FixedBudget(config.budget)
+
+    return drafter_within(budget, config, shelf)
+
+
+def drafter_within(budget: BudgetMaker, config: DecodeConfig, shelf: Shelf) -> Drafter:
+    """The drafter of a method with a budget of somebody's own, which is made only if the method takes one.
 
     Drafters compile themselves when they are made, so that no answer waits for it.
     """
@@ -32,50 +42,46 @@ def drafter_for(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
     note = Timer(PATIENCE, print, [told], {"file": sys.stderr})
     note.start()
     try:
-        return MAKERS[config.method](config, target, shelf)
+        return MAKERS[config.method](config, shelf, budget)
     finally:
         note.cancel()
 
 
-def _plain(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+def _plain(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
     return NoDraft()
 
 
-def _prompt_lookup(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+def _prompt_lookup(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
     return PromptLookup()
 
 
-def _lookahead(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
-    return PaperDrafter(PaperConfig(order="C"))
+def _lookahead(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
+    return lookahead_decoding()
 
 
-def _corpus(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+def _corpus(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
     if not shelf.corpus:
         raise StoreError(
             "method rest drafts from a corpus index, and there is none for this model's tokenizer: "
             "build one with hdtool build-corpus-db, or name one with --corpus-db"
         )
-    return CorpusDrafter(shelf.corpus, _budget(config, target))
+    return CorpusDrafter(shelf.corpus, budget())
 
 
-def _paper(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+def _paper(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
     order = "".join(letter for letter in config.order if letter in config.use)
     settings = PaperConfig(order=order, lookahead=config.lookahead)
     return PaperDrafter(settings, model_store=shelf.model, corpus_index=shelf.corpus)
 
 
-def _hierarchy(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
     return Hierarchy(
         shelf.model if "M" in config.use else None,
         shelf.corpus if "S" in config.use else None,
         context="C" in config.use,
-        budget=_budget(config, target),
+        budget=budget(),
         recycled=config.recycled,
     )
-
-
-def _budget(config: DecodeConfig, target: Target) -> Budget:
-    return MeasuredBudget(target) if config.budget is None else FixedBudget(config.budget)
 
 
 MAKERS: dict[str, Maker] = {

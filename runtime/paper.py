@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from hdtool.runtime.model_store import ModelStore
 
 SOURCE_OF = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
-
-Ints = npt.NDArray[Any]
 
 
 class PaperDrafter:
@@ -69,7 +66,7 @@ class PaperDrafter:
         """Have everything compiled, or loaded, before the first step waits for it; ``begin`` forgets what this was."""
         words = [0] * (LENGTH + 1)
         self.begin(words)
-        self._add(np.zeros((1, LENGTH), np.int32), SourceName.NONE, 1)
+        self._trie.add(np.zeros((1, LENGTH), np.int32), SourceName.NONE, wanted=1)
         for _, ask in self._asked:
             ask(words, 1)
         tree = self.draft(words)
@@ -123,16 +120,13 @@ class PaperDrafter:
                     self._table.add_text(fresh)
                     self._read = len(context) - LENGTH
 
-    def _add(self, sequences: Ints, source: SourceName, wanted: int) -> int:
-        return self._trie.add(sequences, source, wanted=wanted)
-
     def _ask_context(self, context: Sequence[int], wanted: int) -> int:
-        return self._add(self._table.after(context[-1]), SourceName.CONTEXT, wanted)
+        return self._trie.add(self._table.after(context[-1]), SourceName.CONTEXT, wanted=wanted)
 
     def _ask_model(self, context: Sequence[int], wanted: int) -> int:
         assert self._store
         phrases, _ = self._store.phrases_after(context[-1], self.config.sequences)
-        return self._add(phrases, SourceName.MODEL, wanted)
+        return self._trie.add(phrases, SourceName.MODEL, wanted=wanted)
 
     def _ask_corpus(self, context: Sequence[int], wanted: int) -> int:
         """The continuations of the last two tokens, then those of the last one."""
@@ -141,7 +135,7 @@ class PaperDrafter:
         for length in (2, 1):
             found = self._index.after(context[-length:])
             sequences = sequences_of(found.tokens, found.parents, LENGTH, self.config.sequences)
-            brought += self._add(sequences, SourceName.CORPUS, wanted - brought)
+            brought += self._trie.add(sequences, SourceName.CORPUS, wanted=wanted - brought)
             if brought == wanted or found.matched < length:  # the index fell back to one token by itself
                 break
         return brought

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hdtool.data import demo
 from hdtool.data.home import store_at_home
 from hdtool.data.store import MANIFEST, TokenizerMark, read_manifest
-from hdtool.runtime.config import ShelfConfig
+from hdtool.runtime.config import SOURCE_LETTERS, ShelfConfig
 from hdtool.runtime.corpus_index import KIND as CORPUS
 from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.model_store import KIND as MODEL
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NONE = "none"
 EMBEDDED = {MODEL: demo.MODEL_STORE, CORPUS: demo.CORPUS_INDEX}
 
+Place = tuple[Path, TokenizerMark]
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 
@@ -31,19 +32,42 @@ class Shelf:
 
     model: ModelStore | None = None
     corpus: CorpusIndex | None = None
+    databases: str = SOURCE_LETTERS
+    """The letters of those that are drafted from; for others no store is opened."""
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, config: ShelfConfig) -> Shelf:
+    def for_tokenizer(
+        cls, tokenizer: PreTrainedTokenizerBase, config: ShelfConfig, databases: str = SOURCE_LETTERS
+    ) -> Shelf:
         """The stores that ``config`` names; a store of another tokenizer is refused."""
-        if config.model_db == config.corpus_db == NONE:
-            return cls()
+        model_db = config.model_db if "M" in databases else NONE
+        corpus_db = config.corpus_db if "S" in databases else NONE
+        if model_db == corpus_db == NONE:
+            return cls(databases=databases)
         mark = TokenizerMark.of(tokenizer)
-        return cls(_open(config.model_db, MODEL, ModelStore, mark), _open(config.corpus_db, CORPUS, CorpusIndex, mark))
+        model, corpus = _open(model_db, MODEL, ModelStore, mark), _open(corpus_db, CORPUS, CorpusIndex, mark)
+        return cls(model, corpus, databases)
+
+    def __reduce__(self) -> tuple[Callable[..., Shelf], tuple[object, ...]]:
+        """Sent to another process, it opens its stores anew: they are mapped, not copied."""
+        places = [(store.folder, store.manifest.tokenizer) if store else None for store in self._both]
+        return _reopened, (*places, self.databases)
+
+    @property
+    def _both(self) -> tuple[ModelStore | None, CorpusIndex | None]:
+        return self.model, self.corpus
 
     def __str__(self) -> str:
-        stores = [store for store in (self.model, self.corpus) if store]
-        named = (f"{store.folder} ({store.manifest.counts['tokens']:,} tokens)" for store in stores)
-        return " and ".join(named) or "no stores, only the conversation itself"
+        stores = [store for store in self._both if store]
+        if stores:
+            return " and ".join(f"{store.folder} ({store.manifest.counts['tokens']:,} tokens)" for store in stores)
+        if self.databases == "C":
+            return "the conversation itself"
+        return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
+
+
+def _reopened(model: Place | None, corpus: Place | None, databases: str) -> Shelf:
+    return Shelf(ModelStore(*model) if model else None, CorpusIndex(*corpus) if corpus else None, databases)
 
 
 def _open(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from hdtool.runtime.decode import Finish, Step
+from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.sources import SourceName
 
 
@@ -43,6 +44,16 @@ class Stats:
             self.hits += drafted > 0
             self.accepted += np.bincount(step.tree.sources[step.path], minlength=len(SourceName))
 
+    def counted(self, steps: Iterable[Step], drafter: Drafter) -> Iterator[Step]:
+        """The steps, added while they pass; with the last of them what each source has taken."""
+        before = dict(drafter.seconds)
+        try:
+            for step in steps:
+                self.add(step)
+                yield step
+        finally:
+            self.add_seconds(before, drafter.seconds)
+
     def add_seconds(self, before: Mapping[SourceName, float], after: Mapping[SourceName, float]) -> None:
         """What the sources took between two readings of a drafter's clock."""
         for source, seconds in after.items():
@@ -68,6 +79,18 @@ class Stats:
         """Those that drafted anything or took any time."""
         found = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
         return [source for source in found if source]
+
+    def told_sources(self) -> dict[str, dict[str, float]]:
+        """By the names that users see; these stay as they are once they have shipped."""
+        return {
+            str(source): {
+                "drafted": int(self.drafted[source]),
+                "accepted": int(self.accepted[source]),
+                "hits": int(self.hits[source]),
+                "microseconds": round(float(self.source_seconds[source]) * 1e6, 1),
+            }
+            for source in self.sources
+        }
 
     @property
     def tokens_per_step(self) -> float:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
-from hdtool.data.errors import FamilyError, HdtoolError
-from hdtool.runtime.cache import LayerShape, StaticRows, layer_shapes
+from hdtool.data.errors import FamilyError, HdtoolError, reason_of
+from hdtool.runtime.cache import LayerShape, Memory, StaticRows, layer_shapes
 from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits
 from hdtool.runtime.masks import Mask, reaches_of, tree_mask
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -43,9 +43,9 @@ class Target:
         """Time spent inside the model's own forward pass since this target exists."""
         self.passes = 0
         """Forward passes that it was spent in."""
-        self._rows = StaticRows([], 0)
         self._shapes: list[LayerShape] = []
-        self._reaches = reaches_of(self.config)
+        self._rows = self.rows(0)
+        self.reaches = reaches_of(self.config)
         self._prefill_options = {"logits_to_keep": 1} if _keeps_logits(model) else {}
         self._pending = 0
         self._prove_trees()
@@ -58,61 +58,75 @@ class Target:
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)
 
-    @torch.inference_mode()
     def prefill(self, context: Sequence[int], room: int = 0) -> torch.Tensor:
         """Read a whole context and return the logits ``[1, vocabulary]`` that follow it.
 
         ``room`` says how many more tokens the conversation may grow to.
         """
-        needed = len(context) + room + LARGEST_TREE + 1
+        needed = rows_needed(context, room)
         if self._rows.capacity < needed:
-            self._rows = StaticRows(self._shapes, needed)
-        self._rows.length = 0
+            self._rows = self.rows(needed)
         self._pending = len(context)
-        # No mask: the model makes its own, or better, leaves it to a causal kernel.
-        return self._forward(list(context), range(len(context)), None, **self._prefill_options)[-1:]
+        return self.read(context, self._rows)
 
     @torch.inference_mode()
     def verify(self, tree: DraftTree) -> torch.Tensor:
         """Check all drafts in one pass: logits ``[1 + nodes, vocabulary]`` after the root and each node."""
         self._pending = 1
-        mask = tree_mask(tree, self.length, self._reaches, self.dtype, self.device)
-        if not len(tree):
-            return self._forward([tree.root], [self.length], mask)
-        return self._forward([tree.root, *tree.tokens.tolist()], (self.length + tree.depths).tolist(), mask)
+        mask = tree_mask(tree, self.length, self.reaches, self.dtype, self.device)
+        return self.forward([tree.all_tokens], [(self.length + tree.depths).tolist()], mask, self._rows)[0]
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
         """Make the root and the nodes of ``path`` part of the context, forget the rest of the tree."""
         self._rows.keep(self._pending, path)
 
-    def _forward(self, tokens: list[int], positions: Sequence[int], mask: Mask, **options: int) -> torch.Tensor:
-        ids = torch.tensor([tokens], device=self.device)
-        places = torch.tensor([positions], device=self.device)
+    def rows(self, capacity: int) -> StaticRows:
+        """Memory for a conversation of this model."""
+        return StaticRows(self.memory(capacity))
+
+    def memory(self, capacity: int, batch: int = 1) -> Memory:
+        return Memory.for_layers(self._shapes, capacity, batch)
+
+    @torch.inference_mode()
+    def read(self, context: Sequence[int], rows: StaticRows) -> torch.Tensor:
+        """Read a whole context into ``rows`` and return the logits ``[1, vocabulary]`` that follow it."""
+        rows.length = 0
+        # No mask: the model makes its own, or better, leaves it to a causal kernel.
+        return self.forward([list(context)], [range(len(context))], None, rows, **self._prefill_options)[0, -1:]
+
+    def forward(
+        self, tokens: list[list[int]], positions: Sequence[Sequence[int]], mask: Mask, rows: Cache, **options: int
+    ) -> torch.Tensor:
+        """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
+        ids = torch.tensor(tokens, device=self.device)
+        places = torch.tensor(positions, device=self.device)
         started = time.perf_counter()
         logits: torch.Tensor = self.model(
             input_ids=ids,
             position_ids=places,
             attention_mask=mask,
-            past_key_values=self._rows,
+            past_key_values=rows,
             use_cache=True,
             return_dict=True,
             **options,
-        ).logits[0]
+        ).logits
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds_in_model += time.perf_counter() - started
         self.passes += 1
         return logits
 
-    def seconds_of_trees(self, sizes: Sequence[int], times: int, patience: float) -> npt.NDArray[np.float64]:
-        """What a forward pass takes for trees of so many nodes, behind a short context; forgets the conversation.
+    def seconds_of_trees(
+        self, sizes: Sequence[int], times: int, patience: float, length: int = 4
+    ) -> npt.NDArray[np.float64]:
+        """What a forward pass takes for trees of so many nodes, behind a context; forgets the conversation.
 
-        The fastest of several ``times`` counts, of fewer when ``patience``, in seconds, is over.
+        ``length`` is that of the context without the root. The fastest of several ``times`` counts, of fewer
+        when ``patience``, in seconds, is over.
         """
         began = time.perf_counter()
-        context, _, _ = _small_tree(self.config.vocab_size)
-        self.prefill(context, max(sizes))
+        self.prefill(_some_context(length, self.config.vocab_size), max(sizes))
         self.keep([])
         taken = np.full(len(sizes), np.inf)
         for _ in range(times):
@@ -140,15 +154,14 @@ class Target:
                 use_cache=True,
             ).logits
             self._shapes = layer_shapes(used)
-            self._rows = StaticRows(self._shapes, len(context) + len(tree) + 1)
+            self._rows = self.rows(len(context) + len(tree) + 1)
             self.prefill(context[:-1])
             self.keep([])
             of_tree = self.verify(tree)
         except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # whatever foreign model code trips over
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            kind = self.model.config.model_type
+            kind, reason = self.model.config.model_type, reason_of(error)
             raise FamilyError(
                 f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})"
             ) from error
@@ -164,13 +177,22 @@ def use_masked_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
+def rows_needed(context: Sequence[int], room: int) -> int:
+    """By a conversation that may grow by ``room`` tokens, the largest tree behind it included."""
+    return len(context) + room + LARGEST_TREE + 1
+
+
 def _keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
+def _some_context(length: int, vocabulary: int) -> list[int]:
+    return [(7 * place + 3) % vocabulary for place in range(length)]
+
+
 def _small_tree(vocabulary: int) -> tuple[list[int], DraftTree, list[list[int]]]:
     """A context and five paths of three tokens below it; wrong masks or positions spoil four of them."""
-    context = [(7 * place + 3) % vocabulary for place in range(4)]
+    context = _some_context(4, vocabulary)
     paths = [[(31 * path + 11 * depth + 5) % vocabulary for depth in range(3)] for path in range(5)]
     tokens = [token for path in paths for token in path]
     parents = [node - 1 if node % 3 else -1 for node in range(len(tokens))]

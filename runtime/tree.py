@@ -44,6 +44,11 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def all_tokens(self) -> list[int]:
+        """The root's and the nodes', row by row."""
+        return [self.root, *self.tokens.tolist()] if len(self) else [self.root]
+
     @cached_property
     def lineage(self) -> npt.NDArray[np.bool_]:
         """Row by row, which rows each one descends from, itself included; row 0 is the root."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import HdtoolError, reason_of
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode, room_for
 from hdtool.runtime.drafter import Drafter, NoDraft
@@ -120,8 +120,8 @@ class Verifier:
         try:
             precise = self._precisely(places) if places else []
         except (HdtoolError, RuntimeError, TypeError) as error:  # no higher type, or code that knows only its own
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            return [Explanation(difference, reason=f"it cannot be recomputed: {reason}") for difference in open_ones]
+            reason = f"it cannot be recomputed: {reason_of(error)}"
+            return [Explanation(difference, reason=reason) for difference in open_ones]
         return [self._explained(*case) for case in zip(open_ones, working, precise, strict=True)]
 
     def _decoded(self, ids: list[int], drafter: Drafter) -> tuple[list[int], int]:

@@ -19,11 +19,14 @@ import torch
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.runtime.config import METHODS, ModelConfig
+from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.load import load
+from hdtool.runtime.model_store import ModelStore
 from tests.oracle import generated
 
 HDTOOL = [sys.executable, "-m", "hdtool.cli"]
 SHORT = ["--max-new-tokens", "8"]
+NO_STORES = ["--model-db", "none", "--corpus-db", "none"]
 
 
 def hdtool(*arguments: str, stdin: str | bytes | None = None) -> subprocess.CompletedProcess[bytes]:
@@ -100,9 +103,49 @@ def test_each_token_has_the_colour_of_its_source(capfd: pytest.CaptureFixture[st
     assert re.sub(r"\033\[\d+m", "", coloured.out) == plain.out
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["ar"], ""),
+        (["pld"], "drafting from the conversation itself\n"),
+        (["lade"], "drafting from the conversation itself\n"),
+        (["rest"], "drafting from {corpus}\n"),
+        (["rest", "--use", "C"], "drafting from {corpus}\n"),
+        (["hd"], "drafting from {model} and {corpus}\n"),
+        (["hd-paper"], "drafting from {model} and {corpus}\n"),
+        (["hd", "--use", "SC"], "drafting from {corpus}\n"),
+        (["hd-paper", "--use", "M"], "drafting from {model}\n"),
+        (["hd", "--use", "C"], "drafting from the conversation itself\n"),
+        (["hd", "--use", "MS", *NO_STORES], "drafting from no stores\n"),
+        (["hd", *NO_STORES], "drafting from no stores, only the conversation itself\n"),
+    ],
+)
+def test_a_method_opens_the_stores_that_it_draws_on(
+    options: list[str],
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    opened = []
+    for kind, store in (("model", ModelStore), ("corpus", CorpusIndex)):
+
+        def note(self: Any, folder: Path, *rest: Any, kind: str = kind, really: Any = store.__init__) -> None:
+            opened.append(kind)
+            really(self, folder, *rest)
+
+        monkeypatch.setattr(store, "__init__", note)
+    stores = {"model": f"{demo.MODEL_STORE} (", "corpus": f"{demo.CORPUS_INDEX} ("}
+    assert run(["generate", "--prompt", "What?", *SHORT, "--method", *options]) == 0
+    told = re.sub(r"\([\d,]+ tokens\)", "(", capfd.readouterr().err)
+    assert told == said.format(**stores)
+    assert opened == [kind for kind in stores if f"{{{kind}}}" in said]
+
+
 def test_stores_may_be_named_or_left_out(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     asked = ["generate", "--prompt", "What?", *SHORT]
-    assert run([*asked, "--model-db", "none", "--corpus-db", "none"]) == 0
+    assert run([*asked, *NO_STORES]) == 0
     assert "no stores, only the conversation itself" in capfd.readouterr().err
     assert "holds no store" in complaint(capfd, [*asked, "--corpus-db", str(tmp_path)])
     assert "a corpus store is needed" in complaint(capfd, [*asked, "--corpus-db", str(demo.MODEL_STORE)])

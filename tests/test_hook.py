@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -24,8 +25,8 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from hdtool.data.errors import FamilyError, OptionError, PromptError
-from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.hook import Generator
@@ -405,6 +406,19 @@ def test_a_call_that_fails_spoils_nothing() -> None:
     with pytest.raises(InterruptedError):
         ask(model, custom_generate=generator, streamer=Failing())
     assert ask(model, custom_generate=generator).tolist() == ask(model).tolist()
+
+
+def test_it_drafts_by_any_method_from_the_stores_of_that_method(tmp_path: Path) -> None:
+    loaded = load(ModelConfig())
+    model: Any = loaded.target.model
+    prompt = loaded.tokenizer("The built-in `map` takes a function and")["input_ids"]
+    nowhere = ShelfConfig(str(tmp_path), str(tmp_path))
+    for config, shelf in ((DecodeConfig(budget=16), None), (DecodeConfig("pld"), nowhere)):
+        generator = Generator.drafting(loaded.tokenizer, config, shelf)
+        assert ask(model, prompt, custom_generate=generator).tolist() == ask(model, prompt).tolist()
+        assert generator.stats.accepted.sum() > 0
+    with pytest.raises(StoreError, match="holds no store"):
+        Generator.drafting(loaded.tokenizer, DecodeConfig("hd"), nowhere)
 
 
 # What it refuses -------------------------------------------------------------------------------

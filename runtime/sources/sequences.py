@@ -29,6 +29,10 @@ class SequenceTable:
         self._rows = np.empty((KEYS_AT_FIRST, per_key, LENGTH), np.int32)
         self._filled = np.empty(KEYS_AT_FIRST, np.int32)
 
+    @property
+    def nbytes(self) -> int:
+        return self._row_of.nbytes + self._rows.nbytes + self._filled.nbytes
+
     def clear(self) -> None:
         self._row_of.fill(-1)
         self._used = 0

@@ -25,7 +25,7 @@ from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.answers import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.stats import Stats
-from tests.benchmarks.machine import machine
+from hdtool.runtime.surroundings import machine
 from tests.oracle import generated
 
 MOST = 160

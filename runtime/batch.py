@@ -1,0 +1,133 @@
+"""Several answers at once: one pass checks the trees of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from hdtool.runtime.cache import SeatedRows, StaticRows
+from hdtool.runtime.decode import Step, Turn
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.masks import seated_mask
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.target import Target, rows_needed
+from hdtool.runtime.tree import DraftTree
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Request(Generic[Key]):
+    """A prompt that waits for a seat."""
+
+    key: Key
+    """Whose it is, for whoever asked."""
+    prompt: Sequence[int]
+    sampler: Sampler
+
+
+class Seats:
+    """The target's memory of several conversations, the taken seats in front."""
+
+    def __init__(self, target: Target, size: int) -> None:
+        self._target = target
+        self._size = size
+        self._rows: list[StaticRows] = []
+        self._pending: list[int] = []
+        self._lay_out(0)
+
+    def prefill(self, seat: int, context: Sequence[int], room: int) -> torch.Tensor:
+        """Read a whole context in a seat and return the logits ``[1, vocabulary]`` that follow it."""
+        if (needed := rows_needed(context, room)) > self._memory.capacity:
+            self._lay_out(needed)
+        self._pending[seat] = len(context)
+        return self._target.read(context, self._rows[seat])
+
+    @torch.inference_mode()
+    def verify(self, trees: Sequence[DraftTree]) -> list[torch.Tensor]:
+        """Check a tree in each of the first seats: logits ``[1 + nodes, vocabulary]`` of each."""
+        target = self._target
+        lengths = [rows.length for rows, _ in zip(self._rows, trees, strict=False)]
+        most = max(map(len, trees)) + 1
+        tokens = [tree.all_tokens + [tree.root] * (most - 1 - len(tree)) for tree in trees]
+        positions = [
+            (length + tree.depths).tolist() + [length] * (most - 1 - len(tree))
+            for tree, length in zip(trees, lengths, strict=True)
+        ]
+        mask = seated_mask(trees, lengths, target.reaches, target.dtype, target.device)
+        logits = target.forward(tokens, positions, mask, SeatedRows(self._memory, lengths, most))
+        self._pending[: len(trees)] = [1] * len(trees)
+        return [logits[seat, : len(tree) + 1] for seat, tree in enumerate(trees)]
+
+    @torch.inference_mode()
+    def keep(self, seat: int, path: Sequence[int]) -> None:
+        """Make the root and the nodes of ``path`` part of a seat's context."""
+        self._rows[seat].keep(self._pending[seat], path)
+
+    @torch.inference_mode()
+    def move(self, seat: int, to: int) -> None:
+        self._rows[to].copy_from(self._rows[seat])
+
+    @torch.inference_mode()
+    def _lay_out(self, capacity: int) -> None:
+        """Take memory for conversations of ``capacity`` tokens, and those that are going on into it."""
+        self._memory = self._target.memory(capacity, self._size)
+        rows = [StaticRows(self._memory.of_seat(seat)) for seat in range(self._size)]
+        for new, old in zip(rows, self._rows, strict=False):
+            new.copy_from(old)
+        self._rows, self._pending = rows, [0] * self._size
+
+
+def decode_batch(
+    target: Target,
+    requests: Iterator[Request[Key]],
+    drafters: Sequence[Drafter],
+    *,
+    max_new_tokens: int,
+    stops: Container[int] = (),
+) -> Iterator[tuple[Request[Key], Step]]:
+    """Answer prompts, as many at once as there are drafters; who is done makes place for the next.
+
+    Whenever a seat is free the next request is asked for, so requests may depend on answers before.
+    """
+    seats, free = Seats(target, len(drafters)), list(drafters)
+    taken: list[tuple[Request[Key], Turn, Drafter]] = []
+    while True:
+        while free and (request := next(requests, None)) is not None:
+            turn = Turn(
+                target,
+                request.prompt,
+                request.sampler,
+                max_new_tokens=max_new_tokens,
+                stops=stops,
+                drafter=(drafter := free.pop()),
+            )
+            turn.begin()
+            step = _answered(seats, len(taken), turn, seats.prefill(len(taken), turn.prompt, turn.room))
+            yield request, step
+            if step.finish:
+                free.append(drafter)
+            else:
+                taken.append((request, turn, drafter))
+        if not taken:
+            return
+        logits = seats.verify([turn.draft() for _, turn, _ in taken])
+        steps = [_answered(seats, seat, turn, logits[seat]) for seat, (_, turn, _) in enumerate(taken)]
+        for (request, _, _), step in zip(taken, steps, strict=True):
+            yield request, step
+        for seat in range(len(taken) - 1, -1, -1):
+            if steps[seat].finish:
+                free.append(taken[seat][2])
+                last = taken.pop()
+                if seat < len(taken):
+                    seats.move(len(taken), to=seat)
+                    taken[seat] = last
+
+
+def _answered(seats: Seats, seat: int, turn: Turn, logits: torch.Tensor) -> Step:
+    accepted = turn.accept(logits)
+    seats.keep(seat, accepted.path)
+    return turn.observe(accepted, logits)

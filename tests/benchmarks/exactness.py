@@ -1,0 +1,101 @@
+"""All methods against plain decoding, answer by answer: ``python -m tests.benchmarks.exactness``.
+
+The embedded model answers its held-out prompts with its embedded stores, in every way of choosing tokens;
+plain decoding answers once, then each method, and where nothing is drawn plain decoding is held to
+``model.generate`` too. Ends with an error if one answer differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.prompts import read_prompts
+from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.load import Loaded, load
+from hdtool.runtime.methods import drafter_for
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.surroundings import machine
+from tests.oracle import generated
+
+SAMPLINGS = {
+    "greedy": [SamplingConfig()],
+    "greedy, penalty 1.2": [SamplingConfig(repetition_penalty=1.2)],
+    "T 0.7": [SamplingConfig(temperature=0.7, seed=seed) for seed in range(3)],
+    "T 1.0": [SamplingConfig(temperature=1.0, seed=seed) for seed in range(3)],
+    "T 1.0, top-p 0.9, penalty 1.2": [
+        SamplingConfig(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=seed) for seed in range(3)
+    ],
+}
+"""With the seeds that share out the prompts among them."""
+
+Ids = list[int]
+
+
+def answer(loaded: Loaded, ids: Ids, sampling: SamplingConfig, most: int, drafter: Drafter) -> tuple[Ids, int]:
+    sampler = Sampler(sampling, ids, loaded.target.model.generation_config)
+    steps = list(
+        decode(loaded.target, ids, sampler, max_new_tokens=most, stops=loaded.stops, drafter=drafter),
+    )
+    return [token for step in steps for token in step.tokens], len(steps)
+
+
+def drafters(loaded: Loaded, names: list[str]) -> dict[str, Drafter]:
+    """One for each method, and the default with recycled logits; each lives through all answers."""
+    shelf = Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig())
+    made = {name: drafter_for(DecodeConfig(name), loaded.target, shelf) for name in names}
+    if "hd" in names:
+        made["hd --recycle"] = drafter_for(DecodeConfig(recycled=True), loaded.target, shelf)
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=[name for name in METHODS if name != "ar"])
+    parser.add_argument("--samplings", nargs="+", default=list(SAMPLINGS), choices=SAMPLINGS)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=128)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    loaded = load(ModelConfig(device="cpu", dtype="float32"))
+    prompts = [encode_conversation(loaded.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)]
+    prompts = prompts[: options.prompts]
+    methods = drafters(loaded, options.methods)
+    print(f"{machine()}; {len(prompts)} prompts, up to {options.tokens} tokens each, float32\n")
+    print("| identical answers (tokens per step) | plain = generate | " + " | ".join(methods) + " | minutes |")
+    print("|---" * (len(methods) + 3) + "|")
+    wrong = 0
+    for name in options.samplings:
+        started = time.monotonic()
+        equal, steps, tokens, library = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0), 0, 0
+        for number, ids in enumerate(prompts):
+            sampling = SAMPLINGS[name][number % len(SAMPLINGS[name])]
+            plain, _ = answer(loaded, ids, sampling, options.tokens, NoDraft())
+            tokens += len(plain)
+            if sampling.is_greedy:
+                penalty = {"repetition_penalty": sampling.repetition_penalty} if sampling.repetition_penalty else {}
+                library += generated(loaded.target.model, ids, options.tokens, **penalty) == plain
+            for method, drafter in methods.items():
+                drafted, taken = answer(loaded, ids, sampling, options.tokens, drafter)
+                equal[method] += drafted == plain
+                steps[method] += taken
+                if drafted != plain:
+                    print(f"{method}, {name}, prompt {number}: {plain} became {drafted}", file=sys.stderr)
+        told = str(library) if SAMPLINGS[name][0].is_greedy else "drawn otherwise"
+        cells = [f"{equal[method]} ({tokens / steps[method]:.2f})" for method in methods]
+        minutes = (time.monotonic() - started) / 60
+        print(f"| {name} | {told} | " + " | ".join(cells) + f" | {minutes:.1f} |", flush=True)
+        wrong += sum(len(prompts) - count for count in equal.values())
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What passes cost: read, written, refused, and drawn as a line through what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdtool.data.errors import CostError
+from hdtool.runtime.budget import AROUND, CostBudget
+from hdtool.runtime.config import LARGEST_BUDGET
+from hdtool.runtime.cost import CostCurve
+
+CURVE = CostCurve((0, 8, 32), ((20.0, 22.0, 24.0), (30.0, 32.0, 46.0)), (0, 1000), "a device", "a model", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "context", "milliseconds"),
+    [
+        (0, 0, 20),
+        (4, 0, 21),
+        (32, 0, 24),
+        (44, 0, 25),  # on with the last slope
+        (0, 500, 25),
+        (32, 250, 29.5),
+        (8, 1500, 37),
+    ],
+)
+def test_what_lies_between_is_on_the_line(nodes: int, context: int, milliseconds: float) -> None:
+    assert CURVE.seconds(nodes, context) == pytest.approx(milliseconds / 1e3)
+
+
+def test_beyond_what_was_measured_nothing_gets_cheaper() -> None:
+    falling = CostCurve((0, 8, 16), ((5.0, 7.0, 6.0), (4.0, 6.0, 5.0)), (10, 20))
+    assert falling.seconds(64, 10) == falling.seconds(16, 10) == pytest.approx(6e-3)
+    assert falling.seconds(0, 100) == falling.seconds(0, 20) == pytest.approx(4e-3)
+    assert falling.seconds(0, 1) == falling.seconds(0, 10)
+
+
+@given(st.lists(st.tuples(st.integers(0, 80), st.integers(0, 3000)), min_size=1, max_size=20))
+def test_many_passes_cost_what_each_does(passes: list[tuple[int, int]]) -> None:
+    nodes, contexts = zip(*passes, strict=True)
+    assert CURVE.of_passes(nodes, contexts).tolist() == [CURVE.seconds(*one) for one in passes]
+
+
+def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    CURVE.write(path)
+    assert json.loads(path.read_text()) == {
+        "format": 1,
+        "model": "a model",
+        "device": "a device",
+        "dtype": "bfloat16",
+        "contexts": [0, 1000],
+        "nodes": [0, 8, 32],
+        "milliseconds": [[20.0, 22.0, 24.0], [30.0, 32.0, 46.0]],
+    }
+    assert CostCurve.read(path) == CostCurve.given(str(path)) == CURVE
+    with pytest.raises(CostError, match="cannot be written"):
+        CURVE.write(tmp_path / "none" / "cost.json")
+
+
+def test_what_is_typed() -> None:
+    assert CostCurve.given("8:20.9, 0:20.1,32:24") == CostCurve((0, 8, 32), ((20.1, 20.9, 24.0),))
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("0:20,8", "'8' is no cost of a pass: give nodes:milliseconds pairs"),
+        ("0:20,8:x", "'8:x' is no cost"),
+        ("0:20,8:21,8:22", "8 nodes is given twice"),
+        ("8:20,32:22", "a pass without draft nodes and at least one with some"),
+        ("0:20", "a pass without draft nodes and at least one with some"),
+        ("0:20,8:0", "takes more than 0 ms (found: 0.0)"),
+        ("0:20,8:nan", "takes more than 0 ms (found: nan)"),
+        ("0:20,8:inf", "takes more than 0 ms (found: inf)"),
+        ("none.json", "none.json cannot be read (No such file or directory)"),
+        ("", "cannot be read"),
+    ],
+)
+def test_what_is_no_cost(typed: str, said: str) -> None:
+    with pytest.raises(CostError) as caught:
+        CostCurve.given(typed)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "in format 1 (found: 2)"),
+        ({"nodes": None}, "is damaged ('nodes' is not there)"),
+        ({"nodes": 7}, "is damaged"),
+        ({"nodes": [0, 8.5, 32]}, "8.5 is no whole number"),
+        ({"nodes": [0, 32, 8]}, "numbers of nodes must increase, and be 0 or more (found: 0, 32, 8)"),
+        ({"contexts": [0]}, "1 rows of 3 times belong to it (found: [3, 3])"),
+        ({"contexts": [], "milliseconds": []}, "contexts must increase, and be 0 or more (found: none)"),
+        ({"milliseconds": [[1, 2, 3], [1, 2]]}, "2 rows of 3 times belong to it (found: [3, 2])"),
+        ({"milliseconds": [[1, 2, 3], [1, 2, "x"]]}, "is damaged"),
+        ({"milliseconds": [[1, 2, 3], [1, 2, -3]]}, "(found: -3.0)"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "cost.json"
+    CURVE.write(path)
+    row = {name: value for name, value in {**json.loads(path.read_text()), **change}.items() if value is not None}
+    path.write_text(json.dumps(row))
+    with pytest.raises(CostError) as caught:
+        CostCurve.read(path)
+    assert said in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\udcff"])
+def test_files_that_are_something_else(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "cost.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(CostError, match=r"is not JSON|in format 1 \(found: None\)"):
+        CostCurve.read(path)
+
+
+# A budget over a curve ------------------------------------------------------------------------
+
+
+def slowest_choice(odds: list[float], curve: CostCurve, context: int) -> int:
+    rates = [
+        (1 + sum(odds[:size])) / (curve.seconds(size, context) + AROUND)
+        for size in range(min(len(odds), LARGEST_BUDGET) + 1)
+    ]
+    return rates.index(max(rates))
+
+
+@given(st.lists(st.floats(0, 1), max_size=80), st.integers(0, 2000), st.floats(0, 5))
+def test_as_many_nodes_as_pay(odds: list[float], context: int, slope: float) -> None:
+    odds = sorted(odds, reverse=True)
+    curve = CostCurve((0, 1), ((1.0, 1.0 + slope), (2.0, 2.0 + 2 * slope)), (0, 1000))
+    budget = CostBudget(curve)
+    budget.hear(context)
+    assert budget.nodes(np.array(odds)) == slowest_choice(odds, curve, context)
+
+
+def test_where_nothing_pays_drafting_rests() -> None:
+    budget = CostBudget(CostCurve((0, 1), ((1.0, 3.0),)))
+    asked = 0
+    for step in range(300):
+        budget.hear(step)
+        if budget.most:
+            asked += 1
+            assert budget.nodes(np.array([0.5, 0.5])) == 0
+    assert 3 < asked < 30
