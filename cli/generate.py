@@ -25,7 +25,6 @@ def generate(
     use: options.Use = DecodeConfig.use,
     order: options.Order = DecodeConfig.order,
     lookahead: options.Lookahead = DecodeConfig.lookahead,
-    recycled: options.Recycled = DecodeConfig.recycled,
     max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
     temperature: options.Temperature = SamplingConfig.temperature,
     top_k: options.TopK = SamplingConfig.top_k,
@@ -46,7 +45,7 @@ def generate(
     Whatever the method, the answer is that of plain decoding; drafting only makes it come sooner.
     """
     # Everything that can be wrong with what was typed is found before a model is loaded.
-    decoding = DecodeConfig(method, max_new_tokens, budget, use, order, lookahead, recycled)
+    decoding = DecodeConfig(method, max_new_tokens, budget, use, order, lookahead)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = _asked(prompt, prompts)
 

@@ -35,9 +35,9 @@ Array = npt.NDArray[Any]
 class Hierarchy:
     """Drafts from the context, the model store and the corpus index, as far as they are there.
 
-    What it learns of the sources' worth it keeps from one generation to the next. ``recycled`` also
-    drafts what the target thought likely after the same token in an earlier tree, ``discarded`` after
-    the same two or three tokens.
+    And from what the target thought likely: ``last`` in place of the root, ``copied`` where it last said the
+    same tokens, ``recycled`` at nodes of earlier trees, whether it took them or not. What is learned of the
+    sources' worth, and what is copied and recycled, is kept from one generation to the next.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Hierarchy:
         context: bool = True,
         budget: Budget | None = None,
         last: bool = False,
-        copied: int = 0,
-        recycled: int = 0,
+        copied: bool = False,
+        recycled: bool = False,
     ) -> None:
         self.budget = budget or FixedBudget()
         self.table = ContextTable()
@@ -57,7 +57,7 @@ class Hierarchy:
         self._shards = corpus.shards if corpus else no_shards()
         self._corpus = self._shards.tokens
         ranges, self._places = range_record(self._shards)
-        self._rankings = Rankings(last, copied, recycled)
+        self._rankings = Rankings(last=last, copied=copied, recycled=recycled)
         work, learned = np.zeros(1, WORK), new_weights()
         self._memory = Memory(work, learned, self.table.memory, model_record(model), ranges, *self._rankings.memories)
         self._at = self._memory.addresses()
@@ -92,6 +92,11 @@ class Hierarchy:
     def weights(self) -> Any:
         """How far each level is trusted by now, by kind of evidence; see ``runtime/weights.py``."""
         return self._memory.weights["weight"][0]
+
+    @property
+    def rates(self) -> Any:
+        """What each kind of candidate of the last logit is worth by now."""
+        return self._memory.weights["rates"][0]
 
     @property
     def seconds(self) -> dict[SourceName, float]:

@@ -11,7 +11,7 @@ from numba import njit
 
 BLOCK = 64
 """Logits that are compared with the least of the best at once."""
-NO_LOGIT = -np.inf
+NO_TOKEN, NO_LOGIT = -1, -np.inf
 
 Array = npt.NDArray[Any]
 
@@ -30,12 +30,12 @@ def likeliest(logits: torch.Tensor) -> npt.NDArray[np.int64]:
 
 @torch.inference_mode()
 def ranked(logits: torch.Tensor, most: int) -> tuple[Array, Array]:
-    """The ``most`` likeliest tokens of each row, best first, and their logits; -inf where a row has no more."""
-    tokens = np.zeros((len(logits), most), np.int64)
+    """The ``most`` likeliest tokens of each row, best first, and their logits; -1 and -inf where a row has no more."""
+    tokens = np.full((len(logits), most), NO_TOKEN, np.int64)
     scores = np.full((len(logits), most), NO_LOGIT, np.float32)
     if logits.device.type == "cpu":
         # Torch takes ten times as long for this on a CPU.
-        _rank(logits.float().numpy(), tokens, scores)
+        _rank(logits.detach().float().numpy(), tokens, scores)
     else:
         best = logits.float().topk(min(most, logits.shape[-1]))
         # Both in one transfer: each costs a wait for the device.

@@ -22,16 +22,12 @@ from hdtool.runtime.sources.corpus_levels import (
     tally,
 )
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
-from hdtool.runtime.sources.recycled import WHOLE, kept_shares, kept_tags, kept_tokens, row_of, tag_of
+from hdtool.runtime.sources.recycled import WHOLE, rankings_of, row_of, tag_of
 from hdtool.runtime.weights import (
     CONTEXT_LEVELS,
     COPIED_LEVELS,
     CORPUS_LEVELS,
-    GROUP_OF,
-    LAST_LEVEL,
     MODEL_LEVELS,
-    ONE,
-    RANKED,
     RECYCLED_LEVELS,
     SIZES,
     bucket_of,
@@ -44,6 +40,8 @@ COPIED, LAST = SourceName.COPIED.value, SourceName.LAST.value
 NO_TRUTH = -1
 WORTH_A_SEARCH = 5.0
 """The corpus costs the most, and is asked only where so many times the least that matters is open."""
+MOST_OF_THE_REST = 0.9
+"""Of what no level has explained, the candidates of the last logit get at most this part."""
 
 Ints = npt.NDArray[Any]
 
@@ -96,7 +94,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
             if left_open < least:
                 break
     if node == 0 and last.count > 0 and left_open >= least:
-        left_open = _rank(work, weights, LAST, LAST_LEVEL, last.tokens[: last.count], last.sureness, left_open, floor, truth)
+        _ask_last(work, weights, last, left_open, floor, truth)
         lap(work, LAST)
     if node > 0:
         memory.ranges[0].lowest[node] = lowest
@@ -107,6 +105,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
 @njit(cache=True, nogil=True)
 def _start(work: Any, node: int) -> None:
     work.size = work.asked = work.known[node] = 0
+    work.last_open = work.last_part = 0.0
     work.round += 1
     mark = np.uint64(0)
     for length in range(1, LONGEST_MATCH + 1):
@@ -163,47 +162,35 @@ def _ask_kept(
 ) -> float:
     """What remains open behind what the target once thought after the same tokens."""
     row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
-    if row < 0 or kept_shares(table)[row, 0] == 0 or kept_tags(table)[row] != tag_of(work.marks[order]):
+    if row < 0:
         return left_open
+    all_tokens, all_shares, tags = rankings_of(table)
+    if all_shares[row, 0] == 0 or tags[row] != tag_of(work.marks[order]):
+        return left_open
+    tokens, shares = all_tokens[row], all_shares[row]
+    # How sure it was takes the place of how much evidence there is.
     level = (COPIED_LEVELS if source == COPIED else RECYCLED_LEVELS) + order - 1
-    tokens, shares = kept_tokens(table)[row], kept_shares(table)[row]
     sure: Any = SIZES * np.int64(shares[0]) // WHOLE
     sureness = np.int64(1) << min(SIZES - 1, sure)
     return _weigh(work, weights, source, level, (tokens, shares), WHOLE, sureness, 1, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
-def _rank(
-    work: Any,
-    weights: Any,
-    source: int,
-    level: int,
-    tokens: Ints,
-    sure: int,
-    left_open: float,
-    floor: float,
-    truth: int,
-) -> float:
-    """Give each token of a ranking its part of what is open, and return what stays open."""
-    bucket = 3 * sure + ONE
-    weight = weights.weight[level, bucket]
-    shares = weights.rank_shares[level - RANKED, sure]
-    if truth == NO_TRUTH:
-        unit = left_open * weight
-        for rank in range(len(tokens)):
-            part = unit * shares[GROUP_OF[rank]]
-            if part >= floor and 0 <= tokens[rank] < work.vocabulary:
-                _put(work, source, np.int64(tokens[rank]), part)
-    else:
-        share, group = 0.0, -1
-        for rank in range(len(tokens)):
-            if tokens[rank] == truth:
-                group = GROUP_OF[rank]
-                share = shares[group]
-        work.levels[work.asked], work.buckets[work.asked], work.shares[work.asked] = level, bucket, share
-        work.groups[work.asked] = group
-        work.asked += 1
-    return left_open * (1 - weight)  # type: ignore[no-any-return]
+def _ask_last(work: Any, weights: Any, last: Any, left_open: float, floor: float, truth: int) -> None:
+    """Give each candidate of the last logit its part of what no level has explained."""
+    whole = 0.0
+    for place in range(last.count):
+        whole += weights.rates[last.kinds[place]]
+    unit = left_open / max(1.0, whole / MOST_OF_THE_REST)
+    work.last_open = left_open
+    for place in range(last.count):
+        token, kind = last.tokens[place], last.kinds[place]
+        part = unit * weights.rates[kind]
+        if truth == NO_TRUTH:
+            if part >= floor and 0 <= token < work.vocabulary:
+                _put(work, LAST, token, part)
+        elif token == truth:
+            work.last_part, work.last_kind = part, kind
 
 
 @njit(cache=True, nogil=True)
@@ -279,7 +266,6 @@ def _weigh(
                 count: Any = np.int64(counts[at])
                 share = max(0, min(count, read)) / read
         work.levels[work.asked], work.buckets[work.asked], work.shares[work.asked] = level, bucket, share
-        work.groups[work.asked] = -1
         work.asked += 1
     return left_open * (1 - weight)  # type: ignore[no-any-return]
 

@@ -22,7 +22,8 @@ from hdtool.runtime.model_store import LONGEST_PREFIX
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH
 from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE
-from hdtool.runtime.sources.recycled import LONGEST_NODE, SURENESSES
+from hdtool.runtime.sources.last_logit import KINDS
+from hdtool.runtime.sources.recycled import LONGEST_NODE
 
 CONTEXT_LEVELS = 0
 """Where the levels of a source begin; the one that knows a single token comes first."""
@@ -30,20 +31,12 @@ MODEL_LEVELS = CONTEXT_LEVELS + LONGEST_MATCH
 CORPUS_LEVELS = MODEL_LEVELS + LONGEST_PREFIX
 COPIED_LEVELS = CORPUS_LEVELS + LONGEST_RANGE
 RECYCLED_LEVELS = COPIED_LEVELS + LONGEST_NODE
-LAST_LEVEL = RECYCLED_LEVELS + LONGEST_NODE
-LEVELS = LAST_LEVEL + 1
-RANKED = COPIED_LEVELS
-"""From here on levels know no counts, only which tokens come first."""
+LEVELS = RECYCLED_LEVELS + LONGEST_NODE
 
 SIZES = 8
 ONE, FEW, MANY = range(3)
 """How far the evidence spreads: one token, at most a quarter as many tokens as places, or more."""
 BUCKETS = SIZES * 3
-
-GROUPS = 8
-GROUP_OF = np.array([min(rank, 2 + max(rank, 1).bit_length()) if rank > 3 else rank for rank in range(64)], np.int64)
-"""Of a rank: the first four stand alone, then come groups of four, eight, sixteen and the rest."""
-GROUP_SIZES = np.array([1, 1, 1, 1, 4, 8, 16, 28], np.float64)
 
 STRENGTH = 20.0
 """Observations that the prior is worth."""
@@ -58,9 +51,10 @@ WEIGHTS = np.dtype(
         ("weight", np.float64, (LEVELS, BUCKETS)),
         ("credit", np.float64, (LEVELS, BUCKETS)),
         ("asked", np.float64, (LEVELS, BUCKETS)),
-        # Of levels with ranks, by sureness and group: credit, and the share of one token.
-        ("ranks", np.float64, (LEVELS - RANKED, SURENESSES, GROUPS)),
-        ("rank_shares", np.float64, (LEVELS - RANKED, SURENESSES, GROUPS)),
+        # Of what no level explains, the part of one candidate of the last logit, by its kind.
+        ("rates", np.float64, KINDS),
+        ("rate_credit", np.float64, KINDS),
+        ("rate_asked", np.float64, KINDS),
     ],
     align=True,
 )
@@ -73,9 +67,9 @@ PRIOR = {
     SourceName.MODEL: (MODEL_LEVELS, CORPUS_LEVELS, 0.9, 0.75, 0.4, 0.05),
     SourceName.CORPUS: (CORPUS_LEVELS, COPIED_LEVELS, 0.9, 0.75, 0.35, 0.12),
     SourceName.COPIED: (COPIED_LEVELS, RECYCLED_LEVELS, 0.9, 0.9, 0.3, 0.3),
-    SourceName.RECYCLED: (RECYCLED_LEVELS, LAST_LEVEL, 0.9, 0.9, 0.3, 0.3),
-    SourceName.LAST: (LAST_LEVEL, LEVELS, 0.8, 1.0, 0.2, 0.2),
+    SourceName.RECYCLED: (RECYCLED_LEVELS, LEVELS, 0.9, 0.9, 0.3, 0.3),
 }
+RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
 
 
 def new_weights() -> Memory:
@@ -87,20 +81,10 @@ def new_weights() -> Memory:
             weight[first:stop, 3 * size : 3 * size + 3] = 1 - doubt * fading**size, few, many
     memory["credit"] = weight * STRENGTH
     memory["asked"] = STRENGTH
-    _rank_prior(memory)
+    memory["rates"] = RATES
+    memory["rate_credit"] = memory["rates"] * STRENGTH
+    memory["rate_asked"] = STRENGTH
     return memory
-
-
-def _rank_prior(memory: Memory) -> None:
-    for level in range(LEVELS - RANKED):
-        for sure in range(SURENESSES):
-            if level == LAST_LEVEL - RANKED:
-                part = np.array([0.12, 0.08, 0.06, 0.06, 0.17, 0.17, 0.17, 0.17])
-            else:
-                first = (sure + 1) / (SURENESSES + 1)
-                part = np.array([first, *((1 - first) * np.array([0.4, 0.2, 0.15, 0.25, 0, 0, 0]))])
-            memory["ranks"][0, level, sure] = STRENGTH * part
-            memory["rank_shares"][0, level, sure] = part / GROUP_SIZES
 
 
 @njit(cache=True, nogil=True)
@@ -115,7 +99,7 @@ def bucket_of(total: Any, distinct: Any) -> int:
 
 
 @njit(cache=True, nogil=True)
-def learn(weights: Any, work: Any) -> None:
+def learn(weights: Any, work: Any, last: Any) -> None:
     """Credit the levels that were asked, with the shares that they gave to the token that came."""
     left_open, heard = 1.0, 0.0
     for turn in range(work.asked):
@@ -123,7 +107,7 @@ def learn(weights: Any, work: Any) -> None:
         work.explained[turn] = left_open * weight * work.shares[turn]
         heard += work.explained[turn]
         left_open *= 1 - weight
-    heard += left_open * UNHEARD
+    heard += work.last_part + left_open * UNHEARD
     left = 1.0
     for turn in range(work.asked):
         level, bucket = work.levels[turn], work.buckets[turn]
@@ -132,19 +116,22 @@ def learn(weights: Any, work: Any) -> None:
         weights.credit[level, bucket] = weights.credit[level, bucket] * fading + credit
         weights.asked[level, bucket] = weights.asked[level, bucket] * fading + left
         weights.weight[level, bucket] = weights.credit[level, bucket] / weights.asked[level, bucket]
-        if level >= RANKED and work.groups[turn] >= 0:
-            _learn_rank(weights, level - RANKED, bucket // 3, work.groups[turn], credit)
         left -= credit
         if left < NOTHING_LEFT:
             break
+    if work.last_open > 0:
+        _learn_last(weights, work, last, work.last_part / heard)
 
 
 @njit(cache=True, nogil=True)
-def _learn_rank(weights: Any, level: int, sure: int, group: int, credit: float) -> None:
-    credits, shares = weights.ranks[level, sure], weights.rank_shares[level, sure]
-    fading = min(1.0, MEMORY / credits.sum())
-    credits *= fading
-    credits[group] += credit
-    whole = credits.sum()
-    for each in range(GROUPS):
-        shares[each] = credits[each] / whole / GROUP_SIZES[each]
+def _learn_last(weights: Any, work: Any, last: Any, credit: float) -> None:
+    """Asked is counted by what was open before: few candidates are ever right, and the odds must say how few."""
+    for place in range(last.count):
+        kind = last.kinds[place]
+        fading = min(1.0, MEMORY / weights.rate_asked[kind])
+        weights.rate_asked[kind] = weights.rate_asked[kind] * fading + work.last_open
+        weights.rate_credit[kind] *= fading
+    if work.last_part > 0:
+        weights.rate_credit[work.last_kind] += credit
+    for kind in range(KINDS):
+        weights.rates[kind] = weights.rate_credit[kind] / weights.rate_asked[kind]

@@ -62,8 +62,10 @@ WORK = np.dtype(
         ("levels", np.int64, LEVELS),
         ("buckets", np.int64, LEVELS),
         ("shares", np.float64, LEVELS),
-        ("groups", np.int64, LEVELS),  # of ranks, or -1
         ("explained", np.float64, LEVELS),
+        ("last_open", np.float64),  # to the candidates of the last logit; 0 if they were not asked
+        ("last_part", np.float64),  # of it, the token's
+        ("last_kind", np.int64),
         # Which sources there are.
         ("vocabulary", np.int64),  # no source may give a token that is not in it
         ("has", np.int64, len(SourceName)),
@@ -88,9 +90,9 @@ class Memory(NamedTuple):
     table: Array
     model: Array
     ranges: Array
-    recycled: Array
-    copied: Array
     last: Array
+    copied: Array
+    recycled: Array
 
     def addresses(self) -> Array:
         """Where the records are, for ``memory_at``; they must outlive it."""
@@ -107,7 +109,7 @@ def memory_at(at: Array) -> Memory:
         array_at(at[2], 1, TABLE),
         array_at(at[3], 1, MODEL),
         array_at(at[4], 1, RANGES),
-        array_at(at[5], 1, RECYCLED),
+        array_at(at[5], 1, LAST),
         array_at(at[6], 1, RECYCLED),
-        array_at(at[7], 1, LAST),
+        array_at(at[7], 1, RECYCLED),
     )

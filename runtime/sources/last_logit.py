@@ -1,4 +1,4 @@
-"""The last logit: what else the target might have said instead of the root is what it may well say next."""
+"""The last logit: what the target might have said instead of the root is what it may well say next."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.sources.recycled import sureness
-
 MOST_CANDIDATES = 60
+KINDS = 8
+"""Candidates are told apart by their probability: a half or more, a quarter or more, and so on."""
 
 LAST = np.dtype(
     [
-        ("count", np.int64),  # 0 where nothing is known of the root
-        ("sureness", np.int64),
-        ("tokens", np.int64, MOST_CANDIDATES),  # best first
+        ("count", np.int64),  # of candidates; 0 where nothing is known of the root
+        ("tokens", np.int64, MOST_CANDIDATES),  # likeliest first
+        ("kinds", np.int64, MOST_CANDIDATES),
     ],
     align=True,
 )
@@ -26,16 +26,20 @@ Array = npt.NDArray[Any]
 
 @njit(cache=True, nogil=True)
 def remember(memory: Array, root: int, tokens: Array, scores: Array) -> None:
-    """Take the ranking that the root was chosen from; the root itself is left out."""
+    """Take the likeliest tokens that the root was chosen from, and their logits; the root itself is left out."""
     last = memory[0]
     last.count = 0
-    last.sureness = sureness(scores)
+    if not np.isfinite(scores[0]):
+        return
+    chances = np.exp(scores - scores[0])
+    chances /= chances.sum()
     for place in range(len(tokens)):
-        if tokens[place] != root and np.isfinite(scores[place]) and last.count < MOST_CANDIDATES:
+        if tokens[place] != root and chances[place] > 0 and last.count < MOST_CANDIDATES:
             last.tokens[last.count] = tokens[place]
+            last.kinds[last.count] = min(KINDS - 1, int(-np.log2(chances[place])))
             last.count += 1
 
 
 @njit(cache=True, nogil=True)
-def forget(memory: Array) -> None:
-    memory[0].count = 0
+def forget(last: Any) -> None:
+    last.count = 0
