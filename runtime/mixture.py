@@ -22,12 +22,15 @@ from hdtool.runtime.sources.corpus_levels import (
     tally,
 )
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
-from hdtool.runtime.sources.recycled import WHOLE, rankings_of, row_of, tag_of
+from hdtool.runtime.sources.recycled import LONG_RUN, WHOLE, rankings_of, row_of, tag_of
 from hdtool.runtime.weights import (
     CONTEXT_LEVELS,
     COPIED_LEVELS,
     CORPUS_LEVELS,
+    FEW,
+    MANY,
     MODEL_LEVELS,
+    ONE,
     RECYCLED_LEVELS,
     SIZES,
     bucket_of,
@@ -128,8 +131,8 @@ def _ask_context(
     if work.total == 0:
         return left_open
     said = work.evidence[: work.distinct], work.counts[: work.distinct]
-    level = CONTEXT_LEVELS + order - 1
-    return _weigh(work, weights, CONTEXT, level, said, work.total, work.total, work.distinct, left_open, floor, truth)
+    level, bucket = CONTEXT_LEVELS + order - 1, bucket_of(work.total, work.distinct)
+    return _weigh(work, weights, CONTEXT, level, said, work.total, bucket, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
@@ -164,15 +167,16 @@ def _ask_kept(
     row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
         return left_open
-    all_tokens, all_shares, tags = rankings_of(table)
+    all_tokens, all_shares, tags, runs = rankings_of(table)
     if all_shares[row, 0] == 0 or tags[row] != tag_of(work.marks[order]):
         return left_open
-    tokens, shares = all_tokens[row], all_shares[row]
-    # How sure it was takes the place of how much evidence there is.
+    said = all_tokens[row], all_shares[row]
     level = (COPIED_LEVELS if source == COPIED else RECYCLED_LEVELS) + order - 1
-    sure: Any = SIZES * np.int64(shares[0]) // WHOLE
-    sureness = np.int64(1) << min(SIZES - 1, sure)
-    return _weigh(work, weights, source, level, (tokens, shares), WHOLE, sureness, 1, left_open, floor, truth)
+    # How sure it was, and how often it would have said the same, take the place of how much evidence there is.
+    sure: Any = SIZES * np.int64(all_shares[row, 0]) // WHOLE
+    spread = ONE if runs[row] >= LONG_RUN else FEW if runs[row] > 0 else MANY
+    bucket = 3 * min(SIZES - 1, sure) + spread
+    return _weigh(work, weights, source, level, said, WHOLE, bucket, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
@@ -205,7 +209,7 @@ def _ask_model(
     rows = rows_of(model)[first:stop]
     said = rows[:, 0], rows[:, 1]
     level = MODEL_LEVELS + order - 1
-    return _weigh(work, weights, MODEL, level, said, total, total, distinct, left_open, floor, truth)
+    return _weigh(work, weights, MODEL, level, said, total, bucket_of(total, distinct), left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
@@ -228,7 +232,8 @@ def _ask_corpus(
         return left_open
     said = work.corpus_evidence[:distinct], work.corpus_counts[:distinct]
     read, level = ranges.read[node, order], CORPUS_LEVELS + order - 1
-    return _weigh(work, memory.weights[0], CORPUS, level, said, read, found, distinct, left_open, floor, truth)
+    bucket = bucket_of(found, distinct)
+    return _weigh(work, memory.weights[0], CORPUS, level, said, read, bucket, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
@@ -239,18 +244,16 @@ def _weigh(
     level: int,
     said: tuple[Ints, Ints],
     read: int,
-    total: int,
-    distinct: int,
+    bucket: int,
     left_open: float,
     floor: float,
     truth: int,
 ) -> float:
     """Give each token of a level its part of what is open, and return what stays open.
 
-    ``said`` are tokens and counts, of ``read`` places in all; the level knows of ``total``.
+    ``said`` are tokens and counts, of ``read`` places in all; ``bucket`` is the kind of evidence.
     """
     tokens, counts = said
-    bucket = bucket_of(total, distinct)
     weight = weights.weight[level, bucket]
     if truth == NO_TRUTH:
         unit = left_open * weight / read

@@ -26,12 +26,15 @@ WHOLE = 1000
 """Shares are in thousandths."""
 SHARPNESS = 1.5
 """Shares are of chances raised to this power: the choice falls on the likeliest more often than that is likely."""
+LONG_RUN = 4
+"""Rankings whose best token was the same so many times in a row are trusted the most."""
 
 RECYCLED = np.dtype(
     [
         ("tokens", np.int64),  # address of the tokens by row, best first; 0 before anything is kept
         ("shares", np.int64),  # in thousandths
         ("tags", np.int64),  # other halves of the hashes
+        ("runs", np.int64),  # how often in a row the best token was the same
         ("vocabulary", np.int64),  # rows for a single token
         ("longest", np.int64),  # last tokens that rows are kept by; 0 before anything is kept
     ],
@@ -59,8 +62,13 @@ class Recycled:
 
     def _allocate(self, vocabulary: int) -> None:
         rows = vocabulary + (LONGEST_NODE - 1) * HASHED_ROWS
-        self._arrays = np.zeros((rows, BEST), np.int32), np.zeros((rows, BEST), np.int16), np.zeros(rows, np.uint32)
-        for field, array in zip(("tokens", "shares", "tags"), self._arrays, strict=True):
+        self._arrays = (
+            np.zeros((rows, BEST), np.int32),
+            np.zeros((rows, BEST), np.int16),
+            np.zeros(rows, np.uint32),
+            np.zeros(rows, np.uint8),
+        )
+        for field, array in zip(("tokens", "shares", "tags", "runs"), self._arrays, strict=True):
             self.memory[field] = array.ctypes.data
         self.memory["vocabulary"], self.memory["longest"] = vocabulary, LONGEST_NODE
 
@@ -68,7 +76,7 @@ class Recycled:
 @njit(cache=True, nogil=True)
 def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
     table = memory[0]
-    kept_tokens, kept_shares, tags = rankings_of(table)
+    kept_tokens, kept_shares, tags, runs = rankings_of(table)
     shares = np.empty(BEST)
     for node in range(len(tails) - 1, -1, -1):  # the likeliest last: its ranking is the one that stays
         if not np.isfinite(scores[node, 0]):
@@ -81,7 +89,8 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
             mark = mixed(mark, tails[node, -length])
             row = row_of(table, tails[node, -1], mark, length)
             if row >= 0:
-                tags[row] = tag_of(mark)
+                again = tags[row] == tag_of(mark) and kept_tokens[row, 0] == tokens[node, 0]
+                tags[row], runs[row] = tag_of(mark), min(runs[row] + 1, LONG_RUN) if again else 0
                 for place in range(BEST):
                     kept_tokens[row, place], kept_shares[row, place] = tokens[node, place], int(shares[place])
 
@@ -103,11 +112,12 @@ def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def rankings_of(table: Any) -> tuple[Array, Array, Array]:
-    """The tokens, shares and tags of all rows."""
+def rankings_of(table: Any) -> tuple[Array, Array, Array, Array]:
+    """The tokens, shares, tags and runs of all rows."""
     rows = table.vocabulary + (table.longest - 1) * HASHED_ROWS
     return (
         array_at(table.tokens, (rows, BEST), np.int32),
         array_at(table.shares, (rows, BEST), np.int16),
         array_at(table.tags, rows, np.uint32),
+        array_at(table.runs, rows, np.uint8),
     )
