@@ -110,8 +110,9 @@ class DecodeConfig:
     max_new_tokens: int = 256
     budget: int | None = None
     """Draft nodes a step at most; none means as many as pay, by what forward passes of each size take here."""
-    use: str = SOURCE_LETTERS + LOGIT_LETTERS
-    """Of the sources that ``hd``, ``hd-paper`` and ``hd+logitspec`` know, those that they draft from."""
+    use: str = SOURCE_LETTERS + "LR"
+    """Of the sources that ``hd``, ``hd-paper`` and ``hd+logitspec`` know, those that they draft from. Copied logits
+    are left out: beside recycled ones they bring nothing."""
     order: str = SOURCE_LETTERS
     """In which ``hd-paper`` asks them."""
     lookahead: bool = True

@@ -247,7 +247,7 @@ def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
     after = hierarchy.draft([1])
     check(after, hierarchy.odds, 500, 32)
     below = after.tokens[after.parents == -1].tolist()
-    assert set(below[1:]) <= set(logits[verified].float().topk(8).indices.tolist())
+    assert set(below) - {2} <= set(logits[verified].float().topk(8).indices.tolist())
     assert SourceName.RECYCLED in after.sources
 
 

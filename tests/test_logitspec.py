@@ -142,7 +142,7 @@ def test_rows_that_are_not_numbers_have_no_ranks() -> None:
 
 def test_sources_that_a_method_does_not_know_are_refused() -> None:
     assert DecodeConfig("hd+logitspec", use="R").sources == "R"
-    assert DecodeConfig("hd+logitspec").sources == "CMSLKR" and DecodeConfig().sources == "CMS"
+    assert DecodeConfig("hd+logitspec").sources == "CMSLR" and DecodeConfig().sources == "CMS"
     assert DecodeConfig("logitspec", use="M").sources == "C"
     with pytest.raises(OptionError, match="use is LR with method hd: it must be letters of which some are in CMS"):
         DecodeConfig("hd", use="LR")
