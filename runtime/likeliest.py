@@ -13,7 +13,7 @@ class Logits(torch.Tensor):
     """Logits of a step that has looked for the likeliest tokens already."""
 
     # What is computed from them is a plain tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     likeliest: npt.NDArray[np.int64]
 

@@ -79,7 +79,8 @@ class StaticSteps:
         extent = min(extent_for(rows.length + size), rows.capacity)
         self._input.fill(tree, size, rows.length)
         if (size, extent) not in self._steps:
-            # Runs while it is recorded: rows that were moved once must not be moved again.
+            # It runs while it is recorded, and writes where the rows of the kept path still lie.
+            self.settle(rows)
             self._input.send(size)
             self._steps[size, extent] = self._recorded(rows.memory, size, extent)
         if self._moves:
