@@ -77,9 +77,7 @@ def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: 
     check()
 
 
-@pytest.mark.parametrize(
-    "size", sorted({0, 1, 3, 4, 63, 64} | {rows - 1 for rows in ROWS} | set(ROWS[:-1]))
-)
+@pytest.mark.parametrize("size", sorted({0, 1, 3, 4, 63, 64} | {rows - 1 for rows in ROWS} | set(ROWS[:-1])))
 def test_sizes_at_the_borders_of_the_fixed_ones(size: int) -> None:
     model = model_of("mistral")
     target = Target(model, direct)
