@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -149,28 +147,6 @@ class Target:
         self.passes += 1
         return logits
 
-    def seconds_of_trees(
-        self, sizes: Sequence[int], times: int, patience: float, length: int = 4
-    ) -> npt.NDArray[np.float64]:
-        """What a forward pass takes for trees of so many nodes, behind a context; forgets the conversation.
-
-        ``length`` is that of the context without the root. The fastest of several ``times`` counts, of fewer
-        when ``patience``, in seconds, is over.
-        """
-        began = time.perf_counter()
-        self.prefill(_some_context(length, self.config.vocab_size), max(sizes))
-        self.keep([])
-        taken = np.full(len(sizes), np.inf)
-        for _ in range(times):
-            for place, size in enumerate(sizes):
-                tree = DraftTree.of(0, [1] * size, [-1] * size)
-                before = self.seconds_in_model
-                self.verify(tree)
-                taken[place] = min(taken[place], self.seconds_in_model - before)
-            if time.perf_counter() - began > patience:
-                break
-        return taken
-
     @torch.inference_mode()
     def _prove_trees(self) -> None:
         """Check on a small tree that this model, whatever its family, can do what the loop relies on.
@@ -244,13 +220,14 @@ def _keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def _some_context(length: int, vocabulary: int) -> list[int]:
+def some_context(length: int, vocabulary: int) -> list[int]:
+    """Tokens for a model to read where it does not matter which."""
     return [(7 * place + 3) % vocabulary for place in range(length)]
 
 
 def _small_tree(vocabulary: int) -> tuple[list[int], DraftTree, list[list[int]]]:
     """A context and five paths of three tokens below it; wrong masks or positions spoil four of them."""
-    context = _some_context(4, vocabulary)
+    context = some_context(4, vocabulary)
     paths = [[(31 * path + 11 * depth + 5) % vocabulary for depth in range(3)] for path in range(5)]
     tokens = [token for path in paths for token in path]
     parents = [node - 1 if node % 3 else -1 for node in range(len(tokens))]
