@@ -30,11 +30,11 @@ def bench_cost(
     from hdtool.cli.answers import quiet_libraries
     from hdtool.runtime.load import load
     from hdtool.runtime.pass_times import cost_of_passes, keep_at_home, lengths_for, write_curve
-    from hdtool.runtime.surroundings import compute_with
+    from hdtool.runtime.threads import settle_threads
 
     quiet_libraries()
-    compute_with(threads)
     loaded = load(model)
+    settle_threads(loaded.target, threads)
     lengths = lengths_for(loaded, config)
     with bar(len(lengths), "contexts", quiet=quiet) as shown:
         curve = cost_of_passes(loaded, lengths, shown.to)

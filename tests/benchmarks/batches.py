@@ -48,7 +48,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     prompts = list(read_prompts(demo.PROMPTS))[: options.prompts]
     print(f"{machine()}; {options.threads} threads, {len(prompts)} prompts\n")
-    print("| batch | plain, tokens/s | hd, tokens/s | speed-up | hd, tokens per step | plain against batch 1 | differ |")
+    print(
+        "| batch | plain, tokens/s | hd, tokens/s | speed-up | hd, tokens per step | plain against batch 1 | differ |"
+    )
     print("|---|---|---|---|---|---|---|")
     alone: list[list[int]] = []
     first = 0.0
