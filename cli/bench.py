@@ -106,8 +106,8 @@ def bench(
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     loading = ModelConfig(model, device, dtype, trust_remote_code)
     if cost or contexts is not None:
-        _refuse_beside_cost(cost, questions=questions, methods=methods, baseline=baseline, limit=limit)
-        return bench_cost(loading, contexts, threads, out, quiet, as_json)
+        _refuse_beside_cost(cost, questions=questions, methods=methods, baseline=baseline, limit=limit, traces=traces)
+        return bench_cost(loading, shape, contexts, threads, out, quiet, as_json)
     if shape is not None:
         _refuse_beside_shape(questions=questions, baseline=baseline, assistant=assistant)
         timed = ShapeConfig(shape, chosen or ShapeConfig.methods, limit)
