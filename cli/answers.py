@@ -67,15 +67,7 @@ def record(answer: Answer) -> dict[str, Any]:
         "verify_ms_per_step": round(stats.verify_ms_per_step, 4),
         "outside_us_per_step": round(stats.outside_us_per_step, 1),
         "finish": stats.finish,
-        "sources": {
-            str(source): {
-                "drafted": int(stats.drafted[source]),
-                "accepted": int(stats.accepted[source]),
-                "hits": int(stats.hits[source]),
-                "microseconds": round(float(stats.source_seconds[source]) * 1e6, 1),
-            }
-            for source in stats.sources
-        },
+        "sources": stats.told_sources(),
     }
 
 

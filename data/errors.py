@@ -7,6 +7,7 @@ HdtoolError
 ├── RecordError     an input of a builder, or a recorded conversation, cannot be used
 ├── StoreError      a store cannot be opened or written
 ├── CostError       what forward passes cost cannot be read or written
+├── ResultError     a folder of results cannot be read or written
 └── OptionError     options that do not go together
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
@@ -47,6 +48,10 @@ class StoreError(HdtoolError):
 
 class CostError(HdtoolError):
     """What forward passes cost cannot be read or written."""
+
+
+class ResultError(HdtoolError):
+    """A folder of results cannot be read or written."""
 
 
 class OptionError(HdtoolError):

@@ -8,8 +8,9 @@ A file holds one prompt a line, as plain text or as JSON. A JSON object says wha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def read_prompts(path: Path) -> list[Prompt]:
     else:
         rows = ((number, _parse(line, f"{path}:{number}")) for number, line in _lines(text))
     return [_prompt_of(row, f"{path}:{number}", str(number)) for number, row in rows]
+
+
+def of_all_categories(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
+    """The first prompts of every category, in turn."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    rows = (prompt for row in zip_longest(*groups.values()) for prompt in row if prompt is not None)
+    return list(islice(rows, most))
 
 
 def _read_text(path: Path) -> str:

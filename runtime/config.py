@@ -12,6 +12,12 @@ from hdtool.data.errors import OptionError
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+PEERS = {
+    "generate": "transformers' own model.generate",
+    "generate-pld": "the same with its prompt lookup",
+    "generate-assisted": "the same with a draft model",
+}
+"""What the methods are measured against, on the same model and device."""
 SOURCE_LETTERS = "CMS"
 """Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
 
@@ -167,6 +173,72 @@ class ReplayConfig:
     def decoding(self, method: str) -> DecodeConfig:
         """The settings of a method, as far as they mean something without the model."""
         return DecodeConfig(method, budget=self.budget, use=self.use, order=self.order, lookahead=False)
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured, how often, and where the results go."""
+
+    methods: tuple[str, ...] | None = None
+    """None means all that can run: `generate-assisted` needs an assistant, `rest` a corpus index."""
+    baseline: str | None = None
+    """What the others are compared with; None means `generate`, or the first method without it."""
+    assistant: str | None = None
+    """The draft model of `generate-assisted`: a folder or a hub name."""
+    limit: int | None = None
+    """Questions at most, of all categories in turn; None means all of them."""
+    rounds: int = 1
+    """How often each question is asked; of several rounds the one of median speed counts."""
+    warm_up: int = 2
+    """Questions of different categories that are asked before, and not counted."""
+    threads: int | None = None
+    """That torch computes with; None leaves it to torch."""
+    out: str = "bench"
+    """The folder of the results."""
+
+    def __post_init__(self) -> None:
+        self._check_methods()
+        _require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
+        _require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
+        _require(self.warm_up >= 0, "warm-up", self.warm_up, "0 or more")
+        _require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
+
+    def _check_methods(self) -> None:
+        known = (*PEERS, *METHODS)
+        chosen = self.methods if self.methods is not None else known
+        for method in chosen:
+            _require(method in known, "methods", method, f"names out of {', '.join(known)}, with commas between them")
+        told = ",".join(chosen) or "empty"
+        _require(0 < len(chosen) == len(set(chosen)), "methods", told, "each method at most once")
+        assisted = "generate-assisted" in chosen
+        _require(self.assistant is None or assisted, "assistant", self.assistant, "left out without generate-assisted")
+        needed = assisted and self.methods is not None
+        _require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
+        fits = self.baseline is None or self.baseline in chosen
+        _require(fits, "baseline", self.baseline, f"one of {', '.join(chosen)}")
+
+    def chosen(self, *, has_corpus: bool) -> tuple[str, ...]:
+        """The methods to measure."""
+        if self.methods is not None:
+            return self.methods
+        lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
+        return tuple(method for method in (*PEERS, *METHODS) if not lacking.get(method))
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """Behind which contexts forward passes are timed."""
+
+    contexts: tuple[int, ...] | None = None
+    """Their lengths, the last token included; None means the powers of two that the model takes."""
+    shortest: int = 64
+    longest: int = 8192
+    """Of the powers of two."""
+
+    def __post_init__(self) -> None:
+        for length in self.contexts or ():
+            _require(length >= 2, "contexts", length, "lengths of 2 tokens or more")
+        _require(self.contexts is None or len(self.contexts) > 0, "contexts", "empty", "lengths, as in 128,1024")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,12 @@ def lay_out_for_few_rows(model: torch.nn.Module) -> None:
                 BlockedLinear.convert(layer)
 
 
+def was_laid_out(model: torch.nn.Module) -> bool:
+    """Whether any weights lie otherwise than the checkpoint has them."""
+    layers = (module for module in model.modules() if isinstance(module, Linear))
+    return any(type(layer) is BlockedLinear or not layer.weight.is_contiguous() for layer in layers)
+
+
 def _blocks_are_faster(layer: Linear) -> bool:
     """Try it: whether blocks are there at all, and help, depends on the build of torch and on the CPU."""
     if layer.weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():

@@ -19,7 +19,7 @@ from hdtool.runtime.layout import lay_out_for_few_rows
 from hdtool.runtime.target import Target
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -49,12 +49,19 @@ def load(config: ModelConfig) -> Loaded:
     settings = _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, **trust))
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
-    dtype = pick_dtype(config.dtype, device)
-    model = _attempt(name, "its weights", lambda: _whole_model(name, dtype=dtype, **trust))
+    model = _weights(config, device)
     if device.type == "cpu":
         lay_out_for_few_rows(model)
     target = _attempt(name, f"on {device}", lambda: Target(model.to(device)))
     return Loaded(config.model or demo.NAME, target, tokenizer)
+
+
+def load_stock(config: ModelConfig) -> PreTrainedModel:
+    """A model as its users load it, for what is compared with ours: no weight is laid out anew."""
+    device = pick_device(config.device)
+    model = _weights(config, device)
+    moved: PreTrainedModel = _attempt(_place(config.model), f"on {device}", lambda: model.to(device).eval())
+    return moved
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -84,6 +91,12 @@ def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase)
     if ends is None:
         ends = tokenizer.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _weights(config: ModelConfig, device: torch.device) -> Any:
+    name = _place(config.model)
+    options = {"dtype": pick_dtype(config.dtype, device), "trust_remote_code": config.trust_remote_code}
+    return _attempt(name, "its weights", lambda: _whole_model(name, **options))
 
 
 def _whole_model(name: str, **options: Any) -> Any:

@@ -131,7 +131,7 @@ class _GrowingIds:
 
 def processors_of(config: SamplingConfig, generation: GenerationConfig | None) -> LogitsProcessorList:
     """The processors of ``generate``, in its order; settings that are None are the model's own."""
-    penalty = _first(config.repetition_penalty, getattr(generation, "repetition_penalty", None), 1.0)
+    penalty = first_given(config.repetition_penalty, getattr(generation, "repetition_penalty", None), 1.0)
     chosen = LogitsProcessorList()
     if penalty != 1.0:
         chosen.append(RepetitionPenaltyLogitsProcessor(penalty))
@@ -139,12 +139,13 @@ def processors_of(config: SamplingConfig, generation: GenerationConfig | None) -
         return chosen
     if config.temperature != 1.0:
         chosen.append(TemperatureLogitsWarper(config.temperature))
-    if top_k := int(_first(config.top_k, getattr(generation, "top_k", None), 0)):
+    if top_k := int(first_given(config.top_k, getattr(generation, "top_k", None), 0)):
         chosen.append(TopKLogitsWarper(top_k))
-    if (top_p := _first(config.top_p, getattr(generation, "top_p", None), 1.0)) < 1.0:
+    if (top_p := first_given(config.top_p, getattr(generation, "top_p", None), 1.0)) < 1.0:
         chosen.append(TopPLogitsWarper(top_p))
     return chosen
 
 
-def _first(*settings: float | None) -> float:
+def first_given(*settings: float | None) -> float:
+    """A setting: what was asked for, else the model's own, else the usual."""
     return next(setting for setting in settings if setting is not None)

@@ -76,6 +76,18 @@ class Stats:
         found = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
         return [source for source in found if source]
 
+    def told_sources(self) -> dict[str, dict[str, float]]:
+        """By the names that users see; these stay as they are once they have shipped."""
+        return {
+            str(source): {
+                "drafted": int(self.drafted[source]),
+                "accepted": int(self.accepted[source]),
+                "hits": int(self.hits[source]),
+                "microseconds": round(float(self.source_seconds[source]) * 1e6, 1),
+            }
+            for source in self.sources
+        }
+
     @property
     def tokens_per_step(self) -> float:
         return self.tokens / self.steps if self.steps else 0.0

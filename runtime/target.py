@@ -117,14 +117,16 @@ class Target:
         self.passes += 1
         return logits
 
-    def seconds_of_trees(self, sizes: Sequence[int], times: int, patience: float) -> npt.NDArray[np.float64]:
-        """What a forward pass takes for trees of so many nodes, behind a short context; forgets the conversation.
+    def seconds_of_trees(
+        self, sizes: Sequence[int], times: int, patience: float, length: int = 4
+    ) -> npt.NDArray[np.float64]:
+        """What a forward pass takes for trees of so many nodes, behind a context; forgets the conversation.
 
-        The fastest of several ``times`` counts, of fewer when ``patience``, in seconds, is over.
+        ``length`` is that of the context without the root. The fastest of several ``times`` counts, of fewer
+        when ``patience``, in seconds, is over.
         """
         began = time.perf_counter()
-        context, _, _ = _small_tree(self.config.vocab_size)
-        self.prefill(context, max(sizes))
+        self.prefill(_some_context(length, self.config.vocab_size), max(sizes))
         self.keep([])
         taken = np.full(len(sizes), np.inf)
         for _ in range(times):
@@ -184,9 +186,13 @@ def _keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
+def _some_context(length: int, vocabulary: int) -> list[int]:
+    return [(7 * place + 3) % vocabulary for place in range(length)]
+
+
 def _small_tree(vocabulary: int) -> tuple[list[int], DraftTree, list[list[int]]]:
     """A context and five paths of three tokens below it; wrong masks or positions spoil four of them."""
-    context = [(7 * place + 3) % vocabulary for place in range(4)]
+    context = _some_context(4, vocabulary)
     paths = [[(31 * path + 11 * depth + 5) % vocabulary for depth in range(3)] for path in range(5)]
     tokens = [token for path in paths for token in path]
     parents = [node - 1 if node % 3 else -1 for node in range(len(tokens))]

@@ -7,12 +7,19 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "tokenizers", "numpy", "rich", "jinja2")
+HEAVY = ("torch", "transformers", "tokenizers", "numpy", "rich", "jinja2", "matplotlib")
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["generate", "--help"], ["demo", "--help"], ["generate", "--top-p", "7"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["demo", "--help"],
+        ["generate", "--top-p", "7"],
+        ["bench", "--limit", "0"],
+    ],
 )
 def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
     program = (

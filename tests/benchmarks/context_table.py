@@ -14,7 +14,7 @@ import numpy as np
 from hdtool.runtime.config import PaperConfig
 from hdtool.runtime.sources.context_table import ContextTable
 from hdtool.runtime.sources.sequences import LENGTH, SequenceTable
-from tests.benchmarks.machine import machine
+from hdtool.runtime.surroundings import machine
 
 TOKENS, VOCABULARY, PIECE = 32_000, 32_000, 8
 COMMON = 4_000

@@ -33,7 +33,7 @@ from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.load import load_tokenizer
 from hdtool.runtime.stores import latency_of
 from hdtool.runtime.suffixes import find_longest, shards_at
-from tests.benchmarks.machine import machine
+from hdtool.runtime.surroundings import machine
 
 JUMP_EVERY = 20
 Tokens = npt.NDArray[Any]

@@ -23,7 +23,7 @@ from hdtool.runtime.load import Loaded, load
 from hdtool.runtime.methods import drafter_for
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
-from tests.benchmarks.machine import machine
+from hdtool.runtime.surroundings import machine
 from tests.oracle import generated
 
 SAMPLINGS = {

@@ -24,7 +24,7 @@ from hdtool.runtime.decode import decode
 from hdtool.runtime.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
-from tests.benchmarks.machine import machine
+from hdtool.runtime.surroundings import machine
 from tests.oracle import generated
 
 Answer = Callable[[list[int], int], list[int]]

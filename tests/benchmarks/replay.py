@@ -42,8 +42,8 @@ from hdtool.runtime.model_store import ModelStore
 from hdtool.runtime.paper import PaperDrafter
 from hdtool.runtime.sources.corpus import CorpusDrafter
 from hdtool.runtime.sources.prompt_lookup import PromptLookup
+from hdtool.runtime.surroundings import machine
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.benchmarks.machine import machine
 
 WARM_UP = 100
 """Steps whose times are left out: the first ones compile."""

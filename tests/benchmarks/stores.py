@@ -30,7 +30,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.load import load_tokenizer
 from hdtool.runtime.model_store import ModelStore
-from tests.benchmarks.machine import machine
+from hdtool.runtime.surroundings import machine
 
 WARM_UP = 200
 

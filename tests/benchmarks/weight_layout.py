@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from tests.benchmarks.machine import machine
+from hdtool.runtime.surroundings import machine
 
 LAYER = ((256, 256), (128, 256), (128, 256), (256, 256), (1024, 256), (1024, 256), (256, 1024))
 MODELS = {"in cache (28 MB)": LAYER * 6 + ((4096, 256),), "from memory (200 MB)": ((1024, 1024),) * 47}

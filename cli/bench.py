@@ -1,0 +1,130 @@
+"""``hdtool bench``: all methods and the library's own, on one model, question by question."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hdtool.cli import options
+from hdtool.cli.cost import bench_cost
+from hdtool.data.errors import OptionError
+from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
+from hdtool.runtime.config import (
+    METHODS,
+    PEERS,
+    BenchConfig,
+    DecodeConfig,
+    ModelConfig,
+    SamplingConfig,
+    ShelfConfig,
+)
+
+
+def bench(
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            help="Spec-Bench's question.jsonl, or prompts as generate takes them. Default: the embedded ones."
+        ),
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Separated by commas: {', '.join(METHODS)}; the library's {', '.join(PEERS)}. Default: all that can."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="What the others are compared with. Default: generate, else the first method.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder of the results; run the same command again to go on after a kill.")
+    ] = Path(BenchConfig.out),
+    limit: Annotated[
+        int | None, typer.Option(help="Questions at most, of all categories in turn.")
+    ] = BenchConfig.limit,
+    rounds: Annotated[
+        int, typer.Option(help="How often each question is asked; the round of median speed counts.")
+    ] = BenchConfig.rounds,
+    warm_up: Annotated[
+        int, typer.Option(help="Questions of different categories asked before, and not counted.")
+    ] = BenchConfig.warm_up,
+    model: options.Model = ModelConfig.model,
+    assistant: Annotated[
+        str | None, typer.Option(help="The draft model of generate-assisted: a folder or a hub name.")
+    ] = BenchConfig.assistant,
+    model_db: options.ModelDb = ShelfConfig.model_db,
+    corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
+    budget: options.Budget = DecodeConfig.budget,
+    max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
+    temperature: options.Temperature = SamplingConfig.temperature,
+    top_k: options.TopK = SamplingConfig.top_k,
+    top_p: options.TopP = SamplingConfig.top_p,
+    repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
+    seed: options.Seed = SamplingConfig.seed,
+    device: options.Device = ModelConfig.device,
+    dtype: options.DType = ModelConfig.dtype,
+    threads: Annotated[
+        int | None, typer.Option(help="That torch computes with on a CPU. Default: as torch has it.")
+    ] = BenchConfig.threads,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    chat: options.Chat = None,
+    quiet: options.Quiet = False,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="Measure instead what a forward pass takes, by draft nodes and context.")
+    ] = False,
+    contexts: Annotated[
+        str | None,
+        typer.Option(help="Of --cost: lengths separated by commas. Default: powers of two from 64 to 8192 at most."),
+    ] = None,
+    as_json: options.JsonObject = False,
+) -> None:
+    """Measure on your own device what each method brings.
+
+    Every question is answered by all methods in turn, and by transformers' own generate, on one model in one
+    process. Writes a file of answers for each method, as Spec-Bench's scripts read them, and tells tokens per
+    second, speed-up, tokens per step and how many questions got the very same tokens, for each task.
+    """
+    chosen = tuple(name.strip() for listed in methods for name in listed.split(",")) if methods else None
+    settings = BenchConfig(chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
+    decoding = DecodeConfig(budget=budget, max_new_tokens=max_new_tokens)
+    sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
+    loading = ModelConfig(model, device, dtype, trust_remote_code)
+    if cost or contexts is not None:
+        _refuse_beside_cost(cost, questions=questions, methods=methods, baseline=baseline, limit=limit)
+        return bench_cost(loading, contexts, threads, out, quiet, as_json)
+    asked = _questions(questions, limit)
+
+    from hdtool.builders.progress import bar
+    from hdtool.cli.answers import quiet_libraries
+    from hdtool.cli.scores import record, table
+    from hdtool.runtime.plan import Plan
+    from hdtool.runtime.scores import scores_of
+
+    quiet_libraries()
+    plan = Plan(asked, settings, loading, decoding, sampling, ShelfConfig(model_db, corpus_db), chat)
+    with bar(len(asked), "questions", quiet=quiet) as shown:
+        results = plan.results(shown.to)
+    scores = scores_of(results, baseline)
+    if as_json:
+        print(json.dumps(record(results, scores), ensure_ascii=False))
+    else:
+        print(table(results, scores))
+
+
+def _refuse_beside_cost(cost: bool, **given: object) -> None:
+    if not cost:
+        raise OptionError("--contexts belongs to --cost: give both")
+    for name, value in given.items():
+        if value is not None:
+            raise OptionError(f"--cost asks no questions: leave out --{name}")
+
+
+def _questions(path: Path | None, limit: int | None) -> Sequence[Prompt]:
+    from hdtool.data import demo
+
+    every = read_prompts(path or demo.PROMPTS)
+    return every if limit is None else of_all_categories(every, limit)

@@ -1,0 +1,70 @@
+"""``hdtool bench --cost``: what a forward pass takes, by draft nodes and context."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hdtool.data.errors import OptionError
+from hdtool.runtime.config import BenchConfig, CostConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from hdtool.runtime.cost import CostCurve
+
+AT_ONCE = 8
+"""Contexts beside each other in a terminal."""
+
+
+def bench_cost(
+    model: ModelConfig, contexts: str | None, threads: int | None, out: Path, quiet: bool, as_json: bool
+) -> None:
+    """Measure, print, and write `cost.json` and `cost.png`."""
+    config = CostConfig(_lengths(contexts))
+    BenchConfig(threads=threads)
+
+    from hdtool.builders.cost_plot import draw_cost
+    from hdtool.builders.progress import bar
+    from hdtool.cli.answers import quiet_libraries
+    from hdtool.runtime.load import load
+    from hdtool.runtime.pass_times import cost_of_passes, keep_at_home, lengths_for, write_curve
+    from hdtool.runtime.surroundings import compute_with
+
+    quiet_libraries()
+    compute_with(threads)
+    loaded = load(model)
+    lengths = lengths_for(loaded, config)
+    with bar(len(lengths), "contexts", quiet=quiet) as shown:
+        curve = cost_of_passes(loaded, lengths, shown.to)
+    write_curve(curve, out / "cost.json")
+    draw_cost(curve, out / "cost.png")
+    keep_at_home(loaded, curve)
+    print(json.dumps(asdict(curve)) if as_json else table(curve))
+
+
+def table(curve: CostCurve) -> str:
+    """Milliseconds, a line for each number of nodes."""
+    blocks = [f"{curve.model} in {curve.dtype} on {curve.device}\nmilliseconds of a forward pass"]
+    for first in range(0, len(curve.contexts), AT_ONCE):
+        shown = range(first, min(first + AT_ONCE, len(curve.contexts)))
+        lines = [_line("context", [f"{curve.contexts[place]:,}" for place in shown])]
+        for column, nodes in enumerate(curve.nodes):
+            name = f"{nodes} node" + "s" * (nodes != 1)
+            lines.append(_line(name, [f"{curve.milliseconds[place][column]:.2f}" for place in shown]))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _line(name: str, cells: Sequence[str]) -> str:
+    return f"{name:<8}" + "".join(f"{cell:>9}" for cell in cells)
+
+
+def _lengths(contexts: str | None) -> tuple[int, ...] | None:
+    if contexts is None:
+        return None
+    try:
+        return tuple(int(length) for length in contexts.split(","))
+    except ValueError:
+        raise OptionError(f"contexts is {contexts!r}: it must be lengths separated by commas, as in 128,1024") from None

@@ -1,0 +1,189 @@
+"""What is measured against each other: our methods, and what the library itself offers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from hdtool.data.answered import AnsweredTurn
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import Finish, Step, decode, room_for
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.load import Loaded
+from hdtool.runtime.sampler import Sampler, first_given
+from hdtool.runtime.stats import Stats
+from hdtool.runtime.text import text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+
+class Contender(Protocol):
+    """Answers a prompt, and says what it took."""
+
+    def answer(self, prompt: list[int]) -> AnsweredTurn: ...
+
+
+class Drafting:
+    """One of our methods."""
+
+    def __init__(self, loaded: Loaded, drafter: Drafter, sampling: SamplingConfig, max_new_tokens: int) -> None:
+        self._loaded = loaded
+        self._drafter = drafter
+        self._sampling = sampling
+        self._most = max_new_tokens
+
+    def answer(self, prompt: list[int]) -> AnsweredTurn:
+        before = dict(self._drafter.seconds)
+        steps, seconds = timed(self._loaded.target.device, lambda: list(self._steps(prompt)))
+        stats = Stats()
+        for step in steps:
+            stats.add(step)
+        stats.add_seconds(before, self._drafter.seconds)
+        output_ids = [token for step in steps for token in step.tokens]
+        return AnsweredTurn(
+            text_of(self._loaded.tokenizer, output_ids),
+            output_ids,
+            [len(step.tokens) for step in steps],
+            seconds,
+            finish=str(steps[-1].finish),
+            nodes=sum(len(step.tree) for step in steps),
+            draft_seconds=stats.draft_seconds,
+            model_seconds=stats.verify_seconds,
+            drafted_by=[int(source) for step in steps for source in step.sources],
+            sources=stats.told_sources(),
+        )
+
+    def _steps(self, prompt: list[int]) -> Iterator[Step]:
+        target = self._loaded.target
+        sampler = Sampler(self._sampling, prompt, target.model.generation_config)
+        return decode(
+            target,
+            prompt,
+            sampler,
+            max_new_tokens=self._most,
+            stops=self._loaded.stops,
+            drafter=self._drafter,
+        )
+
+
+class Generating:
+    """The library's ``generate`` with a model as its users load it: same ends, same length, same temperature.
+
+    Greedy answers are those of plain decoding. Sampled ones are not: the library draws in its own way.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        model: PreTrainedModel,
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        **drafting: Any,
+    ) -> None:
+        """``drafting`` is what ``generate`` is told about drafts: nothing means that it makes none."""
+        self._loaded = loaded
+        self._model: Any = model
+        self._seed = sampling.seed
+        self._most = max_new_tokens
+        self._drafting = drafting
+        self._options = _generate_options(loaded, model, sampling)
+
+    def answer(self, prompt: list[int]) -> AnsweredTurn:
+        room, at_the_end = room_for(self._loaded.target, prompt, self._most)
+        torch.manual_seed(self._seed % 2**63)
+        passes = _Passes(len(prompt))
+        # A plain pass brings one token; who needs no counting goes without.
+        with passes.counted(self._model, wanted=bool(self._drafting)):
+            output_ids, seconds = timed(self._model.device, lambda: self._generate(prompt, room))
+        ended = output_ids[-1] in self._loaded.stops
+        return AnsweredTurn(
+            text_of(self._loaded.tokenizer, output_ids),
+            output_ids,
+            passes.tokens(len(output_ids)) if self._drafting else [1] * len(output_ids),
+            seconds,
+            finish=str(Finish.STOP if ended else at_the_end),
+            nodes=passes.drafted,
+        )
+
+    def _generate(self, prompt: list[int], room: int) -> list[int]:
+        asked = torch.tensor([prompt], device=self._model.device)
+        said = self._model.generate(
+            asked,
+            attention_mask=torch.ones_like(asked),
+            max_new_tokens=room,
+            **self._options,
+            **self._drafting,
+        )
+        answer: list[int] = said[0, len(prompt) :].tolist()
+        return answer
+
+
+class _Passes:
+    """What forward passes inside ``generate`` were given, from which follows what each of them brought."""
+
+    def __init__(self, prompt_length: int) -> None:
+        self._known = [prompt_length]
+        """Tokens of the conversation at the start of each pass, and at last at the end."""
+        self.drafted = 0
+        self._first = True
+
+    @contextmanager
+    def counted(self, model: PreTrainedModel, *, wanted: bool) -> Iterator[None]:
+        hook = model.register_forward_pre_hook(self._note, with_kwargs=True) if wanted else None
+        try:
+            yield
+        finally:
+            if hook:
+                hook.remove()
+
+    def tokens(self, answered: int) -> list[int]:
+        """The tokens that each pass brought, of so many in all."""
+        ends = [*self._known[1:], self._known[0] + answered]
+        return [end - start for start, end in zip(self._known, ends, strict=True)]
+
+    def _note(self, model: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        rows = options["input_ids"].shape[1]
+        if self._first:
+            self._first = False
+            self.drafted += rows - self._known[0]
+        else:
+            # The last token said is not in the cache yet: it is the first row of the pass.
+            self._known.append(options["past_key_values"].get_seq_length() + 1)
+            self.drafted += rows - 1
+
+
+def _generate_options(loaded: Loaded, model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]:
+    """What tells ``generate`` to choose its tokens as our sampler does, drawing apart."""
+    own = model.generation_config
+    options: dict[str, Any] = {"do_sample": not sampling.is_greedy}
+    if loaded.stops:
+        options["eos_token_id"] = sorted(loaded.stops)
+        options["pad_token_id"] = own.pad_token_id if own.pad_token_id is not None else min(loaded.stops)
+    if sampling.repetition_penalty is not None:
+        options["repetition_penalty"] = sampling.repetition_penalty
+    if not sampling.is_greedy:
+        options["temperature"] = sampling.temperature
+        options["top_k"] = int(first_given(sampling.top_k, own.top_k, 0))
+        options["top_p"] = first_given(sampling.top_p, own.top_p, 1.0)
+    return options
+
+
+def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
+    """What an action gives, and its seconds, with all work of the device done before and after."""
+    _settle(device)
+    started = time.perf_counter()
+    found = action()
+    _settle(device)
+    return found, time.perf_counter() - started
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

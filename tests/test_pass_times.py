@@ -1,0 +1,155 @@
+"""``hdtool bench --cost``: forward passes timed, told, drawn, and kept where they are found again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hdtool.builders.cost_plot import draw_cost
+from hdtool.cli.app import run
+from hdtool.cli.cost import table
+from hdtool.data.errors import CostError, OptionError
+from hdtool.data.home import cost_at_home
+from hdtool.runtime import pass_times
+from hdtool.runtime.config import LARGEST_BUDGET, CostConfig, ModelConfig
+from hdtool.runtime.cost import CostCurve
+from hdtool.runtime.load import Loaded, load
+from hdtool.runtime.pass_times import cost_of_passes, keep_at_home, lengths_for, write_curve
+from hdtool.runtime.surroundings import device_name, fingerprint
+from hdtool.runtime.target import Target
+from hdtool.runtime.tree import DraftTree
+
+PNG = b"\x89PNG\r\n\x1a\n"
+CURVE = CostCurve((0, 8, 64), ((1.0, 2.0, 3.0), (1.5, 2.5, 9.0)), (64, 512), "a device", "toy", "float32")
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Loaded:
+    return load(ModelConfig())
+
+
+@pytest.fixture(autouse=True)
+def quick_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_times, "TIMES", 1)
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+
+
+def test_contexts_are_powers_of_two_that_the_model_takes(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert embedded.target.context_limit(1) == 1024
+    assert lengths_for(embedded, CostConfig()) == (64, 128, 256, 512)  # a draft needs a place as well
+    assert lengths_for(embedded, CostConfig((300, 7, 300, 1023))) == (7, 300, 1023)
+    with pytest.raises(OptionError, match="contexts holds 1,024, but the context of hdtool-demo ends at 1,024 tokens"):
+        lengths_for(embedded, CostConfig((64, 1024)))
+    monkeypatch.setattr(Target, "context_limit", lambda target, length: 48)
+    assert lengths_for(embedded, CostConfig()) == (32,)
+    monkeypatch.setattr(Target, "context_limit", lambda target, length: None)
+    assert lengths_for(embedded, CostConfig()) == (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def test_passes_are_timed_behind_contexts_of_their_length(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    verify = Target.verify
+
+    def noted(target: Target, tree: DraftTree) -> torch.Tensor:
+        seen.append((target.length + 1, len(tree)))
+        return verify(target, tree)
+
+    monkeypatch.setattr(Target, "verify", noted)
+    told: list[int] = []
+    curve = cost_of_passes(embedded, [5, 33], told.append)
+    assert curve.nodes[0] == 0 and curve.nodes[-1] == LARGEST_BUDGET
+    assert seen == [(length, size) for length in (5, 33) for size in curve.nodes]
+    assert (curve.contexts, curve.model, curve.dtype) == ((5, 33), embedded.name, "float32")
+    assert told == [1, 2]
+
+
+def test_the_longest_context_leaves_room_for_a_draft(embedded: Loaded) -> None:
+    (times,) = cost_of_passes(embedded, [1023]).milliseconds
+    assert min(times) > 0
+
+
+def test_a_curve_is_found_again_at_home(embedded: Loaded) -> None:
+    curve = cost_of_passes(embedded, [8])
+    keep_at_home(embedded, curve)
+    target = embedded.target
+    path = cost_at_home(fingerprint(target.model), device_name(target.device), "float32", torch.get_num_threads())
+    assert CostCurve.read(path) == curve
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_places_at_home_differ_by_all_that_costs_differ_by() -> None:
+    named = [("a", "GPU 1", "float32", 1), ("b", "GPU 1", "float32", 1), ("a", "GPU 2", "float32", 1)]
+    named += [("a", "GPU 1", "float16", 1), ("a", "GPU 1", "float32", 2)]
+    assert len({cost_at_home(*names) for names in named}) == 5
+    assert cost_at_home("a", "AMD EPYC (family 25)/x", "float32", 2).name == "AMD-EPYC-family-25-x-float32-2.json"
+
+
+def test_models_are_told_apart_by_their_weights(embedded: Loaded) -> None:
+    model = load(ModelConfig()).target.model
+    assert fingerprint(model) == fingerprint(embedded.target.model)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1
+    assert fingerprint(model) != fingerprint(embedded.target.model)
+
+
+def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["bench", "--cost", "--contexts", "16, 8", "--out", str(tmp_path / "out"), "--quiet"]
+    assert run([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    curve = CostCurve.read(tmp_path / "out" / "cost.json")
+    assert told["contexts"] == [8, 16] == list(curve.contexts)
+    assert told["milliseconds"] == [list(row) for row in curve.milliseconds]
+    assert (tmp_path / "out" / "cost.png").read_bytes().startswith(PNG)
+    assert run(asked) == 0
+    shown = capsys.readouterr().out
+    assert "context         8       16\n0 nodes " in shown and "\n1 node " in shown and "\n64 nodes " in shown
+
+
+def test_the_table_fits_a_terminal() -> None:
+    contexts = tuple(2**power for power in range(6, 15))
+    curve = CostCurve((0, 64), ((1000.0, 99999.99),) * 9, contexts, "a device", "toy", "float32")
+    shown = table(curve)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("\n64 nodes ") == 2 and " 8,192\n" in shown and "context    16,384\n" in shown
+
+
+def test_a_picture_has_a_line_for_each_context(tmp_path: Path) -> None:
+    draw_cost(CURVE, tmp_path / "cost.png")
+    two = (tmp_path / "cost.png").read_bytes()
+    assert two.startswith(PNG)
+    one = CostCurve(CURVE.nodes, CURVE.milliseconds[:1], CURVE.contexts[:1], CURVE.device, CURVE.model, CURVE.dtype)
+    draw_cost(one, tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").read_bytes() != two
+
+
+def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CostError, match=r"cost\.json cannot be written"):
+        write_curve(CURVE, tmp_path / "file" / "cost.json")
+    with pytest.raises(CostError, match=r"cost\.png cannot be written"):
+        draw_cost(CURVE, tmp_path / "nowhere" / "cost.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cost", "--contexts", "a"], "contexts is 'a': it must be lengths separated by commas"),
+        (["--cost", "--contexts", "1"], "contexts is 1: it must be lengths of 2 tokens or more"),
+        (["--cost", "--threads", "0"], "threads is 0: it must be 1 or more"),
+        (["--contexts", "64"], "--contexts belongs to --cost"),
+        (["--cost", "--methods", "ar"], "--cost asks no questions: leave out --methods"),
+        (["--cost", "--limit", "2"], "--cost asks no questions: leave out --limit"),
+        (["--cost", "--contexts", "5000"], "contexts holds 5,000, but the context of hdtool-demo"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert run(["bench", "--out", str(tmp_path / "out"), *arguments]) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert said in line
