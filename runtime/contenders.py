@@ -40,12 +40,9 @@ class Drafting:
         self._most = max_new_tokens
 
     def answer(self, prompt: list[int]) -> AnsweredTurn:
-        before = dict(self._drafter.seconds)
-        steps, seconds = timed(self._loaded.target.device, lambda: list(self._steps(prompt)))
         stats = Stats()
-        for step in steps:
-            stats.add(step)
-        stats.add_seconds(before, self._drafter.seconds)
+        counted = stats.counted(self._steps(prompt), self._drafter)
+        steps, seconds = timed(self._loaded.target.device, lambda: list(counted))
         output_ids = [token for step in steps for token in step.tokens]
         return AnsweredTurn(
             text_of(self._loaded.tokenizer, output_ids),
