@@ -18,7 +18,7 @@ from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET, ModelConfig, Rep
 if TYPE_CHECKING:
     from hdtool.data.traces import Trace
     from hdtool.runtime.played import Played
-    from hdtool.runtime.turns import Turn, TurnReader
+    from hdtool.runtime.turns import RecordedTurn, TurnReader
 
 NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs the model"
 
@@ -131,7 +131,7 @@ def _answered(traces: list[Trace]) -> list[Trace]:
     return kept
 
 
-def _turns(reader: TurnReader, traces: list[Trace], quiet: bool) -> list[list[Turn]]:
+def _turns(reader: TurnReader, traces: list[Trace], quiet: bool) -> list[list[RecordedTurn]]:
     from hdtool.builders.progress import bar
 
     conversations = []

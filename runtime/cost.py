@@ -59,8 +59,7 @@ class CostCurve:
     @classmethod
     def given(cls, text: str) -> CostCurve:
         """As an option names it: a file, or the figures themselves."""
-        path = Path(text).expanduser()
-        return cls.read(path) if path.suffix or path.exists() or ":" not in text else cls.parse(text)
+        return cls.parse(text) if text.partition(":")[0].strip().isdigit() else cls.read(Path(text).expanduser())
 
     @classmethod
     def parse(cls, text: str) -> CostCurve:

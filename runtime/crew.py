@@ -25,23 +25,23 @@ from hdtool.runtime.methods import drafter_within
 from hdtool.runtime.played import Played
 from hdtool.runtime.replay import Contender, play
 from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.turns import Turn
+from hdtool.runtime.turns import RecordedTurn
 
 PART = 128
 """Conversations that one drafter lives through."""
-WORTH_A_CREW = 400_000
+WORTH_A_CREW = 250_000
 """Tokens to be played, over all contenders, that take longer than processes take to start."""
 LOOK_EVERY = 0.1
 """Seconds."""
 
-Conversation = Sequence[Turn]
+Conversation = Sequence[RecordedTurn]
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Job:
     contender: Contender
-    turns: list[Turn]
+    turns: list[RecordedTurn]
 
 
 def replay(

@@ -12,7 +12,7 @@ from hdtool.data.answered import question_id
 from hdtool.data.prompts import Prompt
 from hdtool.data.results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
 from hdtool.runtime.bench import Bench, hash_of
-from hdtool.runtime.config import BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import METHODS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.lineup import Lineup
 from hdtool.runtime.load import load
 from hdtool.runtime.scores import baseline_of
@@ -61,10 +61,15 @@ class Plan:
             self._measure(folder, told)
         return read_results(folder)
 
+    def _databases(self) -> str:
+        """The letters of those that any of the methods draws on."""
+        ours = [name for name in self.bench.methods or METHODS if name in METHODS]
+        return "".join({letter for name in ours for letter in METHODS[name].databases})
+
     def _measure(self, folder: Path, told: Callable[[int], None]) -> None:
         compute_with(self.bench.threads)
         loaded = load(self.model)
-        shelf = Shelf.for_tokenizer(loaded.tokenizer, self.shelf)
+        shelf = Shelf.for_tokenizer(loaded.tokenizer, self.shelf, self._databases())
         methods = self.bench.chosen(has_corpus=shelf.corpus is not None)
         baseline_of(methods, self.bench.baseline)
         run = Run(

@@ -24,7 +24,7 @@ from hdtool.runtime.played import Played, PlayedTurn
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.turns import Turn
+from hdtool.runtime.turns import RecordedTurn
 
 WARM_UP = 1000
 """Tokens, about, that are played once in vain, so that what is compiled or loaded at first use is in no time."""
@@ -47,7 +47,9 @@ class Contender:
         return FixedBudget(FIXED_BUDGET if self.config.budget is None else self.config.budget)
 
 
-def play(contender: Contender, turns: Sequence[Turn], shelf: Shelf, told: Callable[[], None] | None = None) -> Played:
+def play(
+    contender: Contender, turns: Sequence[RecordedTurn], shelf: Shelf, told: Callable[[], None] | None = None
+) -> Played:
     """Let a fresh drafter guess at recorded answers, one after another; ``told`` is called after each."""
     for _ in _played(contender, _start(turns), shelf)[0]:
         pass
@@ -60,7 +62,7 @@ def play(contender: Contender, turns: Sequence[Turn], shelf: Shelf, told: Callab
     return Played(contender.name, tuple(done), dict(drafter.seconds))
 
 
-def _start(turns: Sequence[Turn]) -> Iterator[Turn]:
+def _start(turns: Sequence[RecordedTurn]) -> Iterator[RecordedTurn]:
     """As many of the first turns as make a warm-up."""
     tokens = 0
     for turn in turns:
@@ -70,14 +72,14 @@ def _start(turns: Sequence[Turn]) -> Iterator[Turn]:
         tokens += len(turn.answer)
 
 
-def _played(contender: Contender, turns: Iterable[Turn], shelf: Shelf) -> tuple[Iterator[PlayedTurn], Drafter]:
+def _played(contender: Contender, turns: Iterable[RecordedTurn], shelf: Shelf) -> tuple[Iterator[PlayedTurn], Drafter]:
     budget = contender.budget()
     drafter = drafter_within(lambda: budget, contender.config, shelf)
     hear = budget.hear if isinstance(budget, CostBudget) else lambda context: None
     return (_play_turn(drafter, turn, hear) for turn in turns), drafter
 
 
-def _play_turn(drafter: Drafter, turn: Turn, hear: Callable[[int], None]) -> PlayedTurn:
+def _play_turn(drafter: Drafter, turn: RecordedTurn, hear: Callable[[int], None]) -> PlayedTurn:
     clock, truth = time.perf_counter, turn.answer
     drafter.begin(turn.prompt)
     context = [*turn.prompt, truth[0]]
@@ -120,7 +122,7 @@ def follow(tree: DraftTree, truth: Sequence[int]) -> Accepted:
 
 
 def _told(
-    turn: Turn, trees: Sequence[DraftTree], paths: Sequence[list[int]], seconds: Sequence[tuple[float, float]]
+    turn: RecordedTurn, trees: Sequence[DraftTree], paths: Sequence[list[int]], seconds: Sequence[tuple[float, float]]
 ) -> PlayedTurn:
     drafted = np.array([np.bincount(tree.sources, minlength=len(SourceName)) for tree in trees])
     origins = [[*tree.sources[path].tolist(), int(SourceName.NONE)] for tree, path in zip(trees, paths, strict=True)]

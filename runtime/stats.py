@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,8 +52,12 @@ class Stats:
                 self.add(step)
                 yield step
         finally:
-            for source, seconds in drafter.seconds.items():
-                self.source_seconds[source] += seconds - before.get(source, 0.0)
+            self.add_seconds(before, drafter.seconds)
+
+    def add_seconds(self, before: Mapping[SourceName, float], after: Mapping[SourceName, float]) -> None:
+        """What the sources took between two readings of a drafter's clock."""
+        for source, seconds in after.items():
+            self.source_seconds[source] += seconds - before.get(source, 0.0)
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RecordedTurn:
     """One recorded answer and the context that it was given in."""
 
     conversation: str
@@ -42,13 +42,13 @@ class TurnReader:
         self._end = end
         self._chat = speaks_chat(tokenizer) if chat is None else chat
 
-    def turns(self, trace: Trace) -> list[Turn]:
+    def turns(self, trace: Trace) -> list[RecordedTurn]:
         try:
             return [self._turn(trace, number, answer) for number, answer in enumerate(trace.answers)]
         except PromptError as error:
             raise RecordError(f"{trace.where}: {error}") from None
 
-    def _turn(self, trace: Trace, number: int, recorded: Recorded) -> Turn:
+    def _turn(self, trace: Trace, number: int, recorded: Recorded) -> RecordedTurn:
         asked = conversation_text(self._tokenizer, trace.messages[: recorded.place], chat=self._chat)
         prompt = self._ids(asked)
         if not prompt:
@@ -57,7 +57,7 @@ class TurnReader:
             answer, most = self._answer(asked, prompt, trace.messages[: recorded.place + 1]), None
         else:
             answer, most = self._checked(recorded.ids, trace.messages[recorded.place]["content"]), recorded.most
-        return Turn(trace.id, trace.category, number, prompt, answer, most)
+        return RecordedTurn(trace.id, trace.category, number, prompt, answer, most)
 
     def _answer(self, asked: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
         """The tokens of an answer that is known as text, which is taken to have ended by itself."""

@@ -38,7 +38,7 @@ from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.text import text_of
-from hdtool.runtime.turns import Turn, TurnReader
+from hdtool.runtime.turns import RecordedTurn, TurnReader
 from tests.trees import tokens_to, trees
 
 SHELF = ShelfConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
@@ -107,14 +107,14 @@ def recorded(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def conversations(loaded: Loaded, recorded: Path) -> list[list[Turn]]:
+def conversations(loaded: Loaded, recorded: Path) -> list[list[RecordedTurn]]:
     reader = TurnReader(loaded.tokenizer, loaded.stops, loaded.tokenizer.eos_token_id)
     return [reader.turns(trace) for trace in read_traces([recorded])]
 
 
 @pytest.mark.parametrize(("method", "budget"), [("ar", 0), *((method, 32) for method in REPLAYED), ("hd", 5)])
 def test_a_replay_is_a_real_run_step_by_step(
-    method: str, budget: int, loaded: Loaded, shelf: Shelf, conversations: list[list[Turn]]
+    method: str, budget: int, loaded: Loaded, shelf: Shelf, conversations: list[list[RecordedTurn]]
 ) -> None:
     config = DecodeConfig(method, budget=budget, lookahead=False)
     drafter = drafter_for(config, loaded.target, shelf)
@@ -143,7 +143,7 @@ def test_every_method_is_replayed_or_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def played(shelf: Shelf, conversations: list[list[Turn]]) -> dict[str, Played]:
+def played(shelf: Shelf, conversations: list[list[RecordedTurn]]) -> dict[str, Played]:
     return replay(contenders(), conversations, shelf, workers=1)
 
 
@@ -164,7 +164,7 @@ def test_sums_are_those_of_the_turns(played: dict[str, Played]) -> None:
     assert one.nodes_per_step <= 8 and 0 < one.draft_us(50) <= one.draft_us(99)
 
 
-def test_contexts_grow_by_what_was_accepted(played: dict[str, Played], conversations: list[list[Turn]]) -> None:
+def test_contexts_grow_by_what_was_accepted(played: dict[str, Played], conversations: list[list[RecordedTurn]]) -> None:
     for one, turn in zip(played["hd"].turns, (turn for turns in conversations for turn in turns), strict=True):
         behind = np.concatenate([[0], np.cumsum(one.accept_lengths)[:-1]]) + len(turn.prompt)
         assert one.contexts.tolist() == behind.tolist()
@@ -185,7 +185,7 @@ def test_tokens_per_second_follow_from_the_cost_of_passes(played: dict[str, Play
     assert not one.predict(CostCurve((0, 8), ((1.0, 30.0),))).pays
 
 
-def test_the_cost_chooses_the_nodes_where_no_budget_does(shelf: Shelf, conversations: list[list[Turn]]) -> None:
+def test_the_cost_chooses_the_nodes_where_no_budget_does(shelf: Shelf, conversations: list[list[RecordedTurn]]) -> None:
     dear, cheap = CostCurve((0, 64), ((1.0, 1000.0),)), CostCurve((0, 64), ((1000.0, 1001.0),))
     one, other = (replay(contenders(curve, None), conversations, shelf, workers=1)["hd"] for curve in (dear, cheap))
     assert one.nodes_per_step < 1 < 30 < other.nodes_per_step
@@ -206,7 +206,7 @@ def counted(played: Played) -> list[Any]:
 
 
 def test_two_processes_bring_what_one_does(
-    shelf: Shelf, conversations: list[list[Turn]], monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crew, "PART", 3)
     heard: list[int] = []
@@ -218,7 +218,7 @@ def test_two_processes_bring_what_one_does(
 
 
 def test_a_process_that_is_ended_from_outside(
-    shelf: Shelf, conversations: list[list[Turn]], monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Fatal(Shelf):
         def __reduce__(self) -> Any:
@@ -228,7 +228,9 @@ def test_a_process_that_is_ended_from_outside(
         replay(contenders(), conversations, Fatal(), workers=2)
 
 
-def test_each_part_starts_anew(shelf: Shelf, conversations: list[list[Turn]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_starts_anew(
+    shelf: Shelf, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(crew, "PART", 1)
     parted = replay(contenders(), conversations, shelf, workers=1)["hd"]
     alone = [replay(contenders(), [turns], shelf, workers=1)["hd"] for turns in conversations]
@@ -365,7 +367,7 @@ def test_conversations_without_answers_are_told(
 @pytest.fixture
 def many(recorded: Path, tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "many.jsonl"
-    path.write_text(recorded.read_text() * 200)
+    path.write_text(recorded.read_text() * 2000)
     yield path
 
 
@@ -387,4 +389,4 @@ def test_ctrl_c_ends_it(workers: str, many: Path, tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert first.startswith(b"drafting from ")
     assert (process.returncode, out) == (130, b"")
-    assert err.decode().splitlines() == ["error: interrupted"]
+    assert err.decode().splitlines()[-1] == "error: interrupted"

@@ -14,7 +14,7 @@ from hdtool.data.errors import HdtoolError, OptionError, RecordError
 from hdtool.data.traces import Recorded, Trace, read_traces
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.load import load, load_stops, load_tokenizer
-from hdtool.runtime.turns import Turn, TurnReader
+from hdtool.runtime.turns import RecordedTurn, TurnReader
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, AGAIN = ({"role": "user", "content": text} for text in ("What is a list?", "And a tuple?"))
@@ -160,7 +160,7 @@ def tokenizer() -> Any:
     return load_tokenizer(ModelConfig())
 
 
-def turns_of(tokenizer: Any, trace: Trace, chat: bool | None = None) -> list[Turn]:
+def turns_of(tokenizer: Any, trace: Trace, chat: bool | None = None) -> list[RecordedTurn]:
     return TurnReader(tokenizer, load_stops(ModelConfig(), tokenizer), tokenizer.eos_token_id, chat).turns(trace)
 
 
