@@ -34,14 +34,14 @@ from hdtool.runtime.played import Played, PlayedTurn
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.text import text_of
-from hdtool.runtime.turns import Turn
+from hdtool.runtime.turns import RecordedTurn
 from tests.answered import answered, turn_of
 
 SHELF = Shelf(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
 
 
-def turn(prompt: list[int], answer: list[int], conversation: str = "1") -> Turn:
-    return Turn(conversation, "", 0, prompt, answer)
+def turn(prompt: list[int], answer: list[int], conversation: str = "1") -> RecordedTurn:
+    return RecordedTurn(conversation, "", 0, prompt, answer)
 
 
 def played_turn(tokens: list[int], sources: list[int], steps: list[int] | None = None) -> PlayedTurn:
@@ -253,7 +253,7 @@ def test_a_case_is_the_answer_nearest_to_the_mean() -> None:
     case = case_of("hd", Played("hd", turns, {}), tokenizer, ["first", "second", "third"])
     assert (case.question, case.tokens, case.steps) == ("second", 60, 30)
     assert "".join(text for text, _ in case.pieces) == text_of(tokenizer, ids)
-    named = pieces(tokenizer, ids[:3], [0, 1, 3])
+    named = pieces(tokenizer, ids[1:4], [0, 1, 3])  # the first has no text
     assert [source for _, source in named] == ["none", "context", "corpus"]
 
 

@@ -12,7 +12,7 @@ from hdtool.builders.report.tables import Repeats
 from hdtool.data.documents import CHUNK
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.stores import documents_of
-from hdtool.runtime.turns import Turn
+from hdtool.runtime.turns import RecordedTurn
 
 LENGTH = 4
 GROUPS = 16
@@ -26,7 +26,7 @@ Marks = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
 
 
-def repeats(conversations: Sequence[Sequence[Turn]], shelf: Shelf) -> Repeats | None:
+def repeats(conversations: Sequence[Sequence[RecordedTurn]], shelf: Shelf) -> Repeats | None:
     """Of the 4-grams within the answers; None if no answer is as long as that."""
     marks = [marks_of(turn.answer) for turns in conversations for turn in turns]
     if not sum(map(len, marks)):
@@ -62,7 +62,7 @@ def marks_of(tokens: Sequence[int] | npt.NDArray[Any]) -> Marks:
     return marks
 
 
-def in_context(turn: Turn) -> Flags:
+def in_context(turn: RecordedTurn) -> Flags:
     """Which 4-grams of an answer stood before it, or earlier in it."""
     every = marks_of([*turn.prompt, *turn.answer])
     _, first, which = np.unique(every, return_index=True, return_inverse=True)
@@ -71,7 +71,7 @@ def in_context(turn: Turn) -> Flags:
     return np.asarray(known[len(every) - inside :], np.bool_)
 
 
-def _in_earlier_answers(conversations: Sequence[Sequence[Turn]]) -> Iterator[Flags]:
+def _in_earlier_answers(conversations: Sequence[Sequence[RecordedTurn]]) -> Iterator[Flags]:
     """Which stood in an answer of an earlier conversation."""
     heard: Marks = np.empty(0, np.uint64)
     for turns in conversations:

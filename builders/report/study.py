@@ -16,7 +16,7 @@ from hdtool.runtime.played import Played
 from hdtool.runtime.replay import Contender
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
-from hdtool.runtime.turns import Turn
+from hdtool.runtime.turns import RecordedTurn
 
 HIERARCHIES = ("hd-paper", "hd")
 DATABASES = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
@@ -26,7 +26,7 @@ DATABASES = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.COR
 class Study:
     """Recorded answers, the stores to draft from, and how many nodes a step of ``hd`` may have."""
 
-    conversations: Sequence[Sequence[Turn]]
+    conversations: Sequence[Sequence[RecordedTurn]]
     shelf: Shelf
     budget: int | None = None
     workers: int | None = None
