@@ -161,7 +161,7 @@ def _place(difference: dict[str, Any]) -> str:
     ]
     for name in ("logits", "recomputed"):
         if taken := difference[name]:
-            values = f"{taken['expected']:.6g} and {taken['found']:.6g}, {taken['gap']:.3g} apart"
+            values = f"{taken['expected']:.6g} and {taken['found']:.6g}; what decides is {taken['gap']:.3g} apart"
             lines.append(f"  {name} in {taken['dtype']}: {values}")
     if difference["rounding"] is not None:
         verdict = "a near tie" if difference["near_tie"] else "NOT a near tie"
