@@ -16,15 +16,17 @@ from hdtool.builders.corpus_index import build_corpus_index
 from hdtool.builders.report import sizes as sizes_of_corpora
 from hdtool.builders.report.cases import case_of, pieces
 from hdtool.builders.report.findings import findings
+from hdtool.builders.report.measured import Measured
 from hdtool.builders.report.recordings import traces_of
 from hdtool.builders.report.repeats import distances, in_context, marks_of, repeats
 from hdtool.builders.report.sizes import sizes
 from hdtool.builders.report.study import Study, coverage_of, orders_of, shares_of, subsets_of
-from hdtool.builders.report.tables import Coverage, Covered, Share, Shares, Trial, Trials
+from hdtool.builders.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, wins_of
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.documents import Document, Source
 from hdtool.data.prompts import Prompt
+from hdtool.data.results import Results, Run
 from hdtool.data.store import TokenizerMark
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.corpus_index import CorpusIndex
@@ -120,7 +122,21 @@ def test_shares_are_of_the_steps_that_could_be_drafted_for() -> None:
     one = played_turn([1, 2, 3, 4], [0, 1, 1, 0], [1, 3])
     shares = shares_of("hd", Played("hd", (one,), {SourceName.MODEL: 0.1}))
     assert shares.steps == 1
-    assert shares.sources == {"context": Share(2, 2, 1)}, "what only took time drafted nothing"
+    assert shares.sources == {"context": Share(2, 2, 1, 1)}, "what only took time drafted nothing"
+
+
+def test_a_benchmark_has_the_shares_of_its_answers() -> None:
+    sources = {"context": {"drafted": 9, "accepted": 3, "hits": 2}, "model": {"drafted": 4, "accepted": 0, "hits": 1}}
+    one = answered("a", "qa", turn_of([1, 3, 2], 1.0, drafted_by=[0, 1, 1, 0, 1, 0], sources=sources))
+    run = Run({"temperature": 0.0}, ("ar", "hd"), 1, {}, "now")
+    (found,) = Measured(Results(run, {"ar": [answered("a", "qa", turn_of([1] * 6, 2.0))], "hd": [one]})).shares()
+    assert found == Shares("hd", 2, {"context": Share(9, 3, 2, 2), "model": Share(4, 0, 1, 0)})
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
+def test_a_source_wins_a_step_once(steps: list[list[int]]) -> None:
+    found = wins_of(list(chain.from_iterable(steps)), [len(step) for step in steps])
+    assert found == {source: sum(source in step for step in steps) for source in set(chain.from_iterable(steps))}
 
 
 ORDERS = {"CMS": 2.0, "CSM": 1.9, "MCS": 1.8, "MSC": 1.7, "SCM": 1.6, "SMC": 1.5}
@@ -128,12 +144,14 @@ ORDERS = {"CMS": 2.0, "CSM": 1.9, "MCS": 1.8, "MSC": 1.7, "SCM": 1.6, "SMC": 1.5
 
 def judged(
     verified: tuple[int, int, int] = (30, 20, 10),
+    won: tuple[int, int, int] = (6, 4, 2),
     alone: tuple[int, int, int] = (3, 2, 1),
     subsets: dict[str, float] | None = None,
     orders: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     names = ("context", "model", "corpus")
-    shares = Shares("hd-paper", 9, {name: Share(100, count, 9) for name, count in zip(names, verified, strict=True)})
+    taken = {name: Share(100, *counts) for name, *counts in zip(names, verified, (9, 9, 9), won, strict=True)}
+    shares = Shares("hd-paper", 9, taken)
     covered = {name: Covered(9, count, 5, 1) for name, count in zip(names, alone, strict=True)}
     rates = subsets or {"C": 1.5, "M": 1.4, "S": 1.6, "CM": 1.7}
     trials = Trials("hd-paper", tuple(Trial(name, rate, 1, 1) for name, rate in rates.items()))
@@ -151,6 +169,7 @@ def test_findings_hold_where_the_numbers_do() -> None:
     [
         ("success", {"verified": (30, 10, 20)}),
         ("success", {"verified": (20, 20, 10)}),
+        ("success", {"won": (6, 7, 2)}),
         ("own", {"alone": (3, 0, 1)}),
         ("pair", {"subsets": {"C": 1.5, "M": 1.4, "S": 1.7, "CM": 1.7}}),
         ("order", {"orders": ORDERS | {"CSM": 2.0}}),
@@ -163,11 +182,13 @@ def test_a_finding_falls_with_one_number(claim: str, changed: dict[str, Any]) ->
 
 
 def test_what_cannot_be_told_is_not_judged() -> None:
-    lacking = Shares("hd", 9, {"context": Share(9, 5, 9), "model": Share(9, 4, 9)})
+    lacking = Shares("hd", 9, {"context": Share(9, 5, 9, 5), "model": Share(9, 4, 9, 4)})
     for one in findings([lacking], [], [Trials("hd", (Trial("C", 1.0, 1, 1),))], None):
         assert one.holds is None and one.verdict == "cannot be told"
-    unequal = [Shares(name, 9, {"context": Share(9, 5, 9), "model": Share(9, 4, 9), "corpus": Share(9, last, 9)})
-               for name, last in (("hd", 3), ("hd-paper", 8))]  # fmt: skip
+    unequal = [
+        Shares(name, 9, {**lacking.sources, "corpus": Share(9, last, 9, last)})
+        for name, last in (("hd", 3), ("hd-paper", 8))
+    ]
     success = findings(unequal, [], [], None)[0]
     assert success.holds is False, "the verdict is about the paper's own policy"
     assert success.evidence[0].startswith("hd-paper:") and success.evidence[1].endswith("(other than above)")

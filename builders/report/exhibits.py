@@ -144,13 +144,14 @@ def _warmth(data: Warmth) -> Exhibit:
 
 def _shares(data: Shares) -> Exhibit:
     seen = "; ".join(
-        f"{name} drafts in {share.hits / max(1, data.steps):.0%} of the steps, {share.verified:.0%} of it stand"
+        f"{name} drafts in {share.hits / max(1, data.steps):.0%} of the steps, has a token accepted in {share.won:.0%} "
+        f"of these, and {share.verified:.0%} of its tokens stand"
         for name, share in data.sources.items()
     )
     return Exhibit(
         f"sources-{data.method}",
         f"Draft and verify success of {data.method}",
-        "How often a source had something to draft, and how much of what it drafted was accepted.",
+        "How often a source had something to draft, how often some of that was accepted, and how much of it.",
         f"Bars. {seen}",
         partial(plots.shares, data),
         told.shares(data),

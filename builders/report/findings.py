@@ -55,9 +55,17 @@ def _verify_success(shares: Sequence[Shares]) -> Iterator[tuple[str, bool, str]]
     for share in shares:
         if not all(name in share.sources and share.sources[name].drafted for name in DATABASES):
             continue
-        rates = [share.sources[name].verified for name in DATABASES]
-        told = ", ".join(f"{name} {rate:.1%}" for name, rate in zip(DATABASES, rates, strict=True))
-        yield share.method, rates[0] > rates[1] > rates[2], f"accepted of what each drafted: {told}"
+        sources = [share.sources[name] for name in DATABASES]
+        counts = {
+            "steps in which something of it was accepted, of those that it drafted in": [one.won for one in sources],
+            "accepted of the tokens that it drafted": [one.verified for one in sources],
+        }
+        told = "; ".join(f"{what}: {_each(rates)}" for what, rates in counts.items())
+        yield share.method, all(rates[0] > rates[1] > rates[2] for rates in counts.values()), told
+
+
+def _each(rates: Sequence[float]) -> str:
+    return ", ".join(f"{name} {rate:.1%}" for name, rate in zip(DATABASES, rates, strict=True))
 
 
 def _own_tokens(coverage: Sequence[Coverage]) -> Iterator[tuple[str, bool, str]]:

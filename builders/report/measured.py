@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hdtool.builders.report.tables import Durations, Share, Shares, Speedups, Table, Warmth
+from hdtool.builders.report.tables import Durations, Share, Shares, Speedups, Table, Warmth, wins_of
 from hdtool.data.answered import AnsweredQuestion
 from hdtool.data.results import Results
 from hdtool.runtime.scores import OVERALL, Score, Scores, scores_of
+from hdtool.runtime.sources import SourceName
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,13 @@ def _cells(score: Score) -> tuple[str, ...]:
 def _shares(method: str, rows: Sequence[AnsweredQuestion]) -> Shares:
     turns = [turn for row in rows for turn in row.turns if turn.output_ids]
     names = dict.fromkeys(name for turn in turns for name, found in turn.sources.items() if found["drafted"])
-    sources = {
-        name: Share(*(int(sum(turn.sources.get(name, {}).get(key, 0) for turn in turns)) for key in KEYS))
-        for name in names
-    }
+    wins = Counter[int]()
+    for turn in turns:
+        wins += wins_of(turn.drafted_by, turn.step_tokens)
+    sources = {}
+    for name in names:
+        drafted, accepted, hits = (int(sum(turn.sources.get(name, {}).get(key, 0) for turn in turns)) for key in KEYS)
+        sources[name] = Share(drafted, accepted, hits, wins[SourceName[name.upper()]])
     # A prompt's own pass brings a token before anything could be drafted.
     return Shares(method, sum(len(turn.step_tokens) - 1 for turn in turns), sources)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,18 +61,22 @@ def warmth(data: Warmth, axes: Axes, theme: Theme) -> None:
 
 
 def shares(data: Shares, axes: Axes, theme: Theme) -> None:
-    """Two bars for each source: how often it drafts, and what of that stands."""
+    """Three bars for each source: how often it drafts, how often some of that stands, and how much of it."""
     names = list(data.sources)
     places = np.arange(len(names))
     colours = [theme.database(name) for name in names]
     drafts = [100 * share.hits / data.steps if data.steps else 0 for share in data.sources.values()]
+    wins = [100 * share.won for share in data.sources.values()]
     stands = [100 * share.verified for share in data.sources.values()]
-    for shift, values, filled in ((-0.2, drafts, False), (0.2, stands, True)):
-        face = colours if filled else theme.paper
-        bars = axes.bar(places + shift, values, 0.36, color=face, edgecolor=colours, linewidth=1.5)
+    looks: Sequence[tuple[list[float], dict[str, Any], str]] = (
+        (drafts, {"fill": False}, "steps in which it drafts"),
+        (wins, {"fill": False, "hatch": "////"}, "of these, with a token accepted"),
+        (stands, {}, "of its tokens, accepted"),
+    )
+    for number, (values, look, label) in enumerate(looks):
+        bars = axes.bar(places + 0.27 * (number - 1), values, 0.24, color=colours, edgecolor=colours, **look)
         axes.bar_label(bars, fmt="%.0f", fontsize=9, color=theme.ink, padding=2)
-    axes.bar(0, 0, color=theme.paper, edgecolor=theme.ink, linewidth=1.5, label="steps in which it drafts")
-    axes.bar(0, 0, color=theme.ink, label="drafted tokens that are accepted")
+        axes.bar(0, 0, color=theme.ink, edgecolor=theme.ink, label=label, **look)
     axes.set_xticks(places, names)
     axes.grid(False, axis="x")
     axes.set_ylim(0, 108)
@@ -179,14 +184,14 @@ def sizes(data: Sizes, axes: Axes, theme: Theme) -> None:
     axes.plot(tokens, [row.corpus_us for row in data.rows], "s:", color=theme.ink, label="in the corpus index, mean")
     for row, place in zip(data.rows, tokens, strict=True):
         axes.annotate(
-            f"{row.tokens_per_step:.2f}", (place, row.draft_us), (0, -14), textcoords="offset points", ha="center"
+            f"{row.tokens_per_step:.2f}", (place, row.draft_us_p90), (0, 6), textcoords="offset points", ha="center"
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{place:.2g}" for place in tokens])
     axes.minorticks_off()
-    axes.set_xlabel("million tokens in the corpus index (below the line: tokens per step)")
+    axes.set_xlabel("million tokens in the corpus index (over the lines: tokens per step)")
     axes.set_ylabel("µs a step")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * max(row.draft_us_p90 for row in data.rows))
     _legend(axes, 2)
 
 

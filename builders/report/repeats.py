@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,3 @@ def _known(marks: Marks, documents: npt.NDArray[Any]) -> Flags:
 
 def _by_group(found: Sequence[Flags], groups: Sequence[npt.NDArray[Any]]) -> tuple[float, ...]:
     return tuple(float(np.concatenate([found[place] for place in group]).mean()) for group in groups)
-
-
-def summary(data: Repeats) -> Mapping[str, float]:
-    """The mean over the groups of each place."""
-    return {name: float(np.mean(values)) for name, values in data.places.items()}

@@ -29,7 +29,7 @@ img{display:block;width:100%;height:auto}
 figcaption{font-size:.9rem;margin-top:.5rem}
 details{margin-top:.4rem;font-size:.92rem}
 summary{cursor:pointer}
-.legend span{margin-right:.5rem;padding:.1rem .5rem;border-radius:.3rem}
+.legend span{display:inline-block;margin:0 .5rem .3rem 0;padding:.1rem .5rem;border-radius:.3rem}
 .legend span,.answer span{color:var(--own);background:color-mix(in srgb,var(--own) 13%,transparent)}
 .answer .none,.legend .none{color:var(--ink);background:none}
 .legend .none{border:1px solid var(--faint)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ from itertools import combinations, permutations
 
 import numpy as np
 
-from hdtool.builders.report.tables import Coverage, Covered, Share, Shares, Trial, Trials
+from hdtool.builders.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, wins_of
 from hdtool.runtime.config import FIXED_BUDGET, SOURCE_LETTERS, DecodeConfig
 from hdtool.runtime.crew import replay
 from hdtool.runtime.played import Played
@@ -118,7 +119,10 @@ def _trial(databases: str, played: Played) -> Trial:
 
 def shares_of(method: str, played: Played) -> Shares:
     found = played.by_source().items()
-    sources = {str(name): Share(one.drafted, one.accepted, one.hits) for name, one in found if one.drafted}
+    wins = Counter[int]()
+    for turn in played.turns:
+        wins += wins_of(turn.sources.tolist(), turn.accept_lengths.tolist())
+    sources = {str(name): Share(one.drafted, one.accepted, one.hits, wins[name]) for name, one in found if one.drafted}
     return Shares(method, played.drafted_steps, sources)
 
 

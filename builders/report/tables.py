@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 
@@ -48,11 +50,18 @@ class Share:
     accepted: int
     hits: int
     """Steps for which it had something to draft."""
+    wins: int
+    """Those of them in which something of it was accepted."""
 
     @property
     def verified(self) -> float:
-        """Of what it drafted."""
+        """Of the tokens that it drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def won(self) -> float:
+        """Of the steps that it drafted in."""
+        return self.wins / self.hits if self.hits else 0.0
 
 
 @dataclass(frozen=True)
@@ -175,5 +184,7 @@ class Table:
         return "\n".join([head, "|---" * len(self.columns) + "|", *body])
 
 
-def column(values: Sequence[float], digits: int) -> tuple[str, ...]:
-    return tuple(f"{value:,.{digits}f}" for value in values)
+def wins_of(sources: Iterable[int], step_tokens: Iterable[int]) -> Counter[int]:
+    """In how many steps each source had something accepted; there is a source for each token of the steps."""
+    rest = iter(sources)
+    return Counter(chain.from_iterable(set(islice(rest, tokens)) for tokens in step_tokens))

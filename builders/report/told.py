@@ -28,14 +28,15 @@ def warmth(data: Warmth) -> Table:
 def shares(data: Shares) -> Table:
     return Table(
         f"Sources of {data.method}",
-        ("source", "drafted", "accepted", "of the drafted", "drafts in"),
+        ("source", "drafts in", "of these, accepted from in", "tokens drafted", "accepted", "of the drafted"),
         tuple(
             (
                 name,
+                f"{one.hits / max(1, data.steps):.1%}",
+                f"{one.won:.1%}",
                 f"{one.drafted:,}",
                 f"{one.accepted:,}",
                 f"{one.verified:.1%}",
-                f"{one.hits / max(1, data.steps):.1%}",
             )
             for name, one in data.sources.items()
         ),
