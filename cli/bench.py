@@ -104,7 +104,15 @@ def bench(
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     loading = ModelConfig(model, device, dtype, trust_remote_code)
     if cost or contexts is not None:
-        _refuse_beside_cost(cost, questions=questions, methods=methods, baseline=baseline, limit=limit)
+        _refuse_beside_cost(
+            cost,
+            questions=questions,
+            methods=methods,
+            baseline=baseline,
+            limit=limit,
+            report=report,
+            temperatures=temperatures,
+        )
         return bench_cost(loading, contexts, threads, out, quiet, as_json)
     hotter = _temperatures(temperatures, report, sampling)
     asked = _questions(questions, limit)

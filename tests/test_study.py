@@ -327,11 +327,11 @@ def test_a_benchmark_makes_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[s
         (["--temperatures", "0.5"], "--temperatures belongs to --report"),
         (["--temperatures", "0.5,hot", "--report", "r"], "numbers separated by commas"),
         (["--temperatures", "-1", "--report", "r"], "temperature is -1.0"),
+        (["--cost", "--report", "r"], "--cost asks no questions: leave out --report"),
+        (["--cost", "--temperatures", "0.5"], "--cost asks no questions: leave out --temperatures"),
     ],
 )
-def test_temperatures_that_make_no_sense(
-    arguments: list[str], complaint: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_make_no_sense(arguments: list[str], complaint: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", *arguments]) == 2
     assert complaint in capfd.readouterr().err
 
