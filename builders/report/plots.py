@@ -41,7 +41,7 @@ def durations(data: Durations, axes: Axes, theme: Theme) -> None:
         tokens, seconds = np.array(data.answers[method], np.float64).T
         slope, start = data.line(method)
         colour = theme.method(method)
-        axes.plot(tokens, seconds, marker, color=colour, alpha=0.3, markersize=3, markeredgewidth=0)
+        axes.plot(tokens, seconds, marker, color=colour, alpha=0.5, markersize=4, markeredgewidth=0)
         ends = np.array([tokens.min(), tokens.max()])
         axes.plot(ends, start + slope * ends, color=colour, label=f"{method}, {slope * 1e3:.2f} ms a token")
     axes.set_xlabel("tokens of the answer")
