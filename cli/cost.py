@@ -40,7 +40,7 @@ def bench_cost(
         curve = cost_of_passes(loaded, lengths, shown.to)
     write_curve(curve, out / "cost.json")
     draw_cost(curve, out / "cost.png")
-    keep_at_home(loaded, curve)
+    keep_at_home(loaded.target, curve)
     print(json.dumps(asdict(curve)) if as_json else table(curve))
 
 

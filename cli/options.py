@@ -42,6 +42,10 @@ Lookahead = Annotated[
     bool, typer.Option("--lookahead/--no-lookahead", help="Whether hd-paper feeds its context table by lookahead.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+BatchSize = Annotated[
+    int,
+    typer.Option(help="Prompts that are answered at once, in one pass for all; more than 1 do not stream."),
+]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, more samples.")]
 TopK = Annotated[
     int | None, typer.Option(help="Sample from the k likeliest tokens, 0 from all. Default: the model's own.")

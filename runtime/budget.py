@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, LARGEST_BUDGET + 1)
 """Sizes of forward passes that are timed: nodes and the root. What lies between costs as much as the next larger."""
-TIMES, PATIENCE = 4, 1.0
-"""Each is timed so often, for about a second; the fastest counts, the others tell how busy the machine was."""
 LEARNING, LEARNING_OF_OTHERS = 0.05, 0.01
 """How far one step of the conversation moves what a pass of its size, and of all others, is thought to cost."""
 SLOWEST, FASTEST = 2.0, 0.5
 """No single step is believed to have been further off."""
 AROUND = 2e-4
 """Seconds that a step takes besides its forward pass."""
+MOVED = 64
+"""Tokens by which a context grows before the cost behind it is looked up again."""
 LONGEST_REST = 64
 """Steps without a draft, at most, where drafting was not worth it before."""
 
@@ -81,35 +81,52 @@ class CostBudget:
 
 
 class MeasuredBudget:
-    """The same by what passes were seen to cost on this machine and this model."""
+    """The same on a target, whose passes correct what they were measured to cost.
 
-    def __init__(self, target: Target, around: float = AROUND) -> None:
+    In a batch all trees go into one pass, which costs what the largest takes. Each answer weighs its own gain
+    against that, as if the others sent as much; what the pass then took says nothing of one tree alone, so that
+    nothing is corrected.
+    """
+
+    def __init__(self, target: Target, curve: CostCurve, around: float = AROUND, *, batch: int = 1) -> None:
+        """``curve`` holds the cost of passes with a tree of each size in every seat of the batch."""
         self._target = target
-        self._choice = _Choice(around)
-        self._costs = target.seconds_of_trees([rows - 1 for rows in ROWS], TIMES, PATIENCE)
+        self._curve = curve
+        self._choice = _Choice(batch * around)
+        self._learns = batch == 1
+        self._off = np.ones(len(ROWS))
+        """How far off the curve passes of each size are."""
         self._bin = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
         """For each number of nodes, which of the sizes it costs."""
         self._sent = 0
         self._seen = (target.passes, target.seconds_in_model)
+        self._stand_at(0)
 
     @property
     def most(self) -> int:
         return self._choice.most(self._target.passes)
 
     def nodes(self, odds: Odds) -> int:
-        self._learn()
-        self._sent = self._choice.nodes(odds, self._costs[self._bin], self._target.passes)
+        if self._learns:
+            self._learn()
+            if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= MOVED:
+                self._stand_at(self._target.length)
+        self._sent = self._choice.nodes(odds, (self._costs * self._off)[self._bin], self._target.passes)
         return self._sent
+
+    def _stand_at(self, context: int) -> None:
+        self._context = context
+        self._costs = self._curve.of_passes(np.array(ROWS) - 1, np.full(len(ROWS), context))
 
     def _learn(self) -> None:
         """Correct what a pass is thought to cost by the last one, if it was the only one since then."""
         passes, seconds = self._target.passes, self._target.seconds_in_model
         if passes == self._seen[0] + 1 and self._choice.most(passes):
             size = self._bin[self._sent]
-            off = np.clip((seconds - self._seen[1]) / self._costs[size], FASTEST, SLOWEST)
+            off = np.clip((seconds - self._seen[1]) / (self._costs[size] * self._off[size]), FASTEST, SLOWEST)
             # A longer context slows passes of all sizes, but most of an error is this size's own.
-            self._costs *= 1 + LEARNING_OF_OTHERS * (off - 1)
-            self._costs[size] *= 1 + LEARNING * (off - 1)
+            self._off *= 1 + LEARNING_OF_OTHERS * (off - 1)
+            self._off[size] *= 1 + LEARNING * (off - 1)
         self._seen = (passes, seconds)
 
 

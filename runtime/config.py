@@ -106,12 +106,15 @@ class DecodeConfig:
     """Whether ``hd-paper`` feeds its context table by lookahead."""
     recycled: bool = False
     """Whether ``hd`` also drafts what the target thought likely after the same token in an earlier tree."""
+    batch_size: int = 1
+    """Prompts that are answered at once, where there are several."""
 
     def __post_init__(self) -> None:
         _require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
         largest = LARGEST_BUDGET
         _require(self.budget is None or 0 <= self.budget <= largest, "budget", self.budget, f"from 0 to {largest}")
+        _require(self.batch_size >= 1, "batch-size", self.batch_size, "1 or more")
         _require_letters("use", self.use)
         _require(sorted(self.order) == sorted(SOURCE_LETTERS), "order", self.order, f"{SOURCE_LETTERS} in any order")
 
