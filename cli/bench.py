@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,10 @@ from hdtool.runtime.config import (
     ShapeConfig,
     ShelfConfig,
 )
+
+if TYPE_CHECKING:
+    from hdtool.data.results import Results
+    from hdtool.runtime.plan import Plan
 
 
 def bench(
@@ -69,6 +73,11 @@ def bench(
     top_p: options.TopP = SamplingConfig.top_p,
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
+    report: options.Report = None,
+    temperatures: Annotated[
+        str | None,
+        typer.Option(help="Of --report: temperatures separated by commas that everything is measured at as well."),
+    ] = None,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
     threads: Annotated[
@@ -106,32 +115,71 @@ def bench(
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     loading = ModelConfig(model, device, dtype, trust_remote_code)
     if cost or contexts is not None:
-        _refuse_beside_cost(cost, questions=questions, methods=methods, baseline=baseline, limit=limit, traces=traces)
+        _refuse_beside_cost(
+            cost,
+            questions=questions,
+            methods=methods,
+            baseline=baseline,
+            limit=limit,
+            report=report,
+            temperatures=temperatures,
+            traces=traces,
+        )
         return bench_cost(loading, shape, contexts, threads, out, quiet, as_json)
     if shape is not None:
-        _refuse_beside_shape(questions=questions, baseline=baseline, assistant=assistant)
+        _refuse_beside_shape(
+            questions=questions, baseline=baseline, assistant=assistant, report=report, temperatures=temperatures
+        )
         timed = ShapeConfig(shape, chosen or ShapeConfig.methods, limit)
         stores = ShelfConfig(model_db, corpus_db)
         return bench_shape(timed, traces, replace(loading, threads=threads), decoding, stores, quiet, as_json)
     if traces is not None:
         raise OptionError("--traces belongs to --shape: give both")
+    hotter = _temperatures(temperatures, report, sampling)
     asked = _questions(questions, limit)
 
-    from hdtool.builders.progress import bar
+    from hdtool.builders.report.measured import Measured
+    from hdtool.builders.report.write import prepare
     from hdtool.cli.answers import quiet_libraries
+    from hdtool.cli.report import report_bench
     from hdtool.cli.scores import record, table
     from hdtool.runtime.plan import Plan
     from hdtool.runtime.scores import scores_of
 
     quiet_libraries()
+    if report:
+        prepare(report)
     plan = Plan(asked, settings, loading, decoding, sampling, ShelfConfig(model_db, corpus_db), chat)
-    with bar(len(asked), "questions", quiet=quiet) as shown:
-        results = plan.results(shown.to)
+    results, *others = (_measured(one, quiet) for one in (plan, *map(plan.at, hotter)))
     scores = scores_of(results, baseline)
     if as_json:
         print(json.dumps(record(results, scores), ensure_ascii=False))
     else:
         print(table(results, scores))
+    if report:
+        report_bench(report, plan, Measured(results, baseline, others), quiet=quiet)
+
+
+def _measured(plan: Plan, quiet: bool) -> Results:
+    from hdtool.builders.progress import bar
+
+    with bar(len(plan.questions), "questions", quiet=quiet) as shown:
+        return plan.results(shown.to)
+
+
+def _temperatures(listed: str | None, report: Path | None, sampling: SamplingConfig) -> list[float]:
+    """Those besides the one that is measured anyway."""
+    if listed is None:
+        return []
+    if report is None:
+        raise OptionError("--temperatures belongs to --report: give both")
+    try:
+        found = [float(one) for one in listed.split(",")]
+    except ValueError:
+        raise OptionError(f"--temperatures is {listed}, it must be numbers separated by commas") from None
+    for temperature in found:
+        replace(sampling, temperature=temperature)  # refuses what is none
+    return [temperature for temperature in dict.fromkeys(found) if temperature != sampling.temperature]
 
 
 def _refuse_beside_cost(cost: bool, **given: object) -> None:

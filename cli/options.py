@@ -98,4 +98,7 @@ StoreOut = Annotated[
 ]
 Tolerate = Annotated[float, typer.Option(help="The share of records that may be unusable; they are counted and named.")]
 StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]
+Report = Annotated[
+    Path | None, typer.Option(help="Folder for a page with tables and figures, index.html, and the figures as PNG.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
