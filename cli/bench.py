@@ -12,15 +12,18 @@ import typer
 
 from hdtool.cli import options
 from hdtool.cli.cost import bench_cost
+from hdtool.cli.shape import bench_shape
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
 from hdtool.runtime.config import (
     METHODS,
     PEERS,
+    SHAPES,
     BenchConfig,
     DecodeConfig,
     ModelConfig,
     SamplingConfig,
+    ShapeConfig,
     ShelfConfig,
 )
 
@@ -90,6 +93,14 @@ def bench(
         str | None,
         typer.Option(help="Of --cost: lengths separated by commas. Default: powers of two from 64 to 8192 at most."),
     ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Time instead a model of this size with random weights, which says what --traces has on record: "
+            f"{', '.join(SHAPES)}, or a config.json. --model names whose tokenizer the record is in."
+        ),
+    ] = None,
+    traces: Annotated[Path | None, typer.Option(help="Of --shape: recorded answers, as replay takes them.")] = None,
     as_json: options.JsonObject = False,
 ) -> None:
     """Measure on your own device what each method brings.
@@ -99,7 +110,7 @@ def bench(
     second, speed-up, tokens per step and how many questions got the very same tokens, for each task.
     """
     chosen = tuple(name.strip() for listed in methods for name in listed.split(",")) if methods else None
-    settings = BenchConfig(chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
+    settings = BenchConfig(None if shape else chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
     decoding = DecodeConfig(budget=budget, max_new_tokens=max_new_tokens)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     loading = ModelConfig(model, device, dtype, trust_remote_code)
@@ -112,8 +123,18 @@ def bench(
             limit=limit,
             report=report,
             temperatures=temperatures,
+            traces=traces,
         )
-        return bench_cost(loading, contexts, threads, out, quiet, as_json)
+        return bench_cost(loading, shape, contexts, threads, out, quiet, as_json)
+    if shape is not None:
+        _refuse_beside_shape(
+            questions=questions, baseline=baseline, assistant=assistant, report=report, temperatures=temperatures
+        )
+        timed = ShapeConfig(shape, chosen or ShapeConfig.methods, limit)
+        stores = ShelfConfig(model_db, corpus_db)
+        return bench_shape(timed, traces, replace(loading, threads=threads), decoding, stores, quiet, as_json)
+    if traces is not None:
+        raise OptionError("--traces belongs to --shape: give both")
     hotter = _temperatures(temperatures, report, sampling)
     asked = _questions(questions, limit)
 
@@ -167,6 +188,12 @@ def _refuse_beside_cost(cost: bool, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise OptionError(f"--cost asks no questions: leave out --{name}")
+
+
+def _refuse_beside_shape(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise OptionError(f"--shape asks no questions: leave out --{name}")
 
 
 def _questions(path: Path | None, limit: int | None) -> Sequence[Prompt]:

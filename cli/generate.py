@@ -36,6 +36,7 @@ def generate(
     seed: options.Seed = SamplingConfig.seed,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
+    threads: options.Threads = ModelConfig.threads,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
     stats: options.Stats = False,
@@ -57,7 +58,7 @@ def generate(
 
     quiet_libraries()
     shelf = ShelfConfig(model_db, corpus_db)
-    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code), decoding, sampling, chat, shelf)
+    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code, threads), decoding, sampling, chat, shelf)
     answerer.check(asked)
     tell_sources(answerer.shelf)
     if color:

@@ -62,6 +62,9 @@ Device = Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEV
 DType = Annotated[
     str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. auto: float32 on CPUs, else the checkpoint's own.")
 ]
+Threads = Annotated[
+    int | None, typer.Option(help="That torch computes with on a CPU. Default: as many as are fastest, as measured.")
+]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the model.")]
 Prompt = Annotated[str | None, typer.Option(help="The text to answer. Without it, --prompts or standard input.")]
 Prompts = Annotated[

@@ -17,6 +17,7 @@ from hdtool.runtime.methods import drafters_for
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.side_by_side import Seated, SideBySide
+from hdtool.runtime.threads import settle_threads
 
 
 class Answerer:
@@ -31,6 +32,7 @@ class Answerer:
         shelf: ShelfConfig | None = None,
     ) -> None:
         self.loaded = load(model)
+        settle_threads(self.loaded.target, model.threads)
         self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig(), decoding.databases)
         self._drafters = drafters_for(decoding, self.loaded.target, self.shelf)
         self._decoding = decoding

@@ -37,7 +37,7 @@ class Plan:
 
     def options(self) -> dict[str, Any]:
         """As they are written down, to tell whether results go on or are others."""
-        parts = (self.bench, self.model, self.decoding, self.sampling, self.shelf)
+        parts = (self.model, self.decoding, self.sampling, self.shelf, self.bench)  # the bench's threads count
         named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
         methods = list(self.bench.methods) if self.bench.methods else None
         return named | {"methods": methods, "chat": self.chat, "questions": hash_of(self.questions)}

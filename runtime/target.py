@@ -62,6 +62,11 @@ class Target:
         """Tokens of the context that the model has read and that are accepted."""
         return self._rows.length
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps have fixed shapes and are recorded."""
+        return self._steps is not None
+
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)
 
