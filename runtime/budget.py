@@ -27,6 +27,9 @@ MOVED = 64
 LONGEST_REST = 64
 """Steps without a draft, at most, where drafting was not worth it before."""
 
+SIZE_OF = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
+"""For each number of nodes, which of these sizes it costs."""
+
 Odds = npt.NDArray[np.floating[Any]]
 Costs = npt.NDArray[np.float64]
 
@@ -77,27 +80,18 @@ class CostBudget:
         return self._choice.most(self._steps)
 
     def nodes(self, odds: Odds) -> int:
-        return self._choice.nodes(odds, self._costs, self._steps)
+        return self._choice.nodes(gains(odds), self._costs, self._steps)
 
 
 class MeasuredBudget:
-    """The same on a target, whose passes correct what they were measured to cost.
+    """The same on a target, whose passes correct what they were measured to cost."""
 
-    In a batch all trees go into one pass, which costs what the largest takes. Each answer weighs its own gain
-    against that, as if the others sent as much; what the pass then took says nothing of one tree alone, so that
-    nothing is corrected.
-    """
-
-    def __init__(self, target: Target, curve: CostCurve, around: float = AROUND, *, batch: int = 1) -> None:
-        """``curve`` holds the cost of passes with a tree of each size in every seat of the batch."""
+    def __init__(self, target: Target, curve: CostCurve, around: float = AROUND) -> None:
         self._target = target
         self._curve = curve
-        self._choice = _Choice(batch * around)
-        self._learns = batch == 1
+        self._choice = _Choice(around)
         self._off = np.ones(len(ROWS))
         """How far off the curve passes of each size are."""
-        self._bin = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
-        """For each number of nodes, which of the sizes it costs."""
         self._sent = 0
         self._seen = (target.passes, target.seconds_in_model)
         self._stand_at(0)
@@ -107,11 +101,10 @@ class MeasuredBudget:
         return self._choice.most(self._target.passes)
 
     def nodes(self, odds: Odds) -> int:
-        if self._learns:
-            self._learn()
-            if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= MOVED:
-                self._stand_at(self._target.length)
-        self._sent = self._choice.nodes(odds, (self._costs * self._off)[self._bin], self._target.passes)
+        self._learn()
+        if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= MOVED:
+            self._stand_at(self._target.length)
+        self._sent = self._choice.nodes(gains(odds), (self._costs * self._off)[SIZE_OF], self._target.passes)
         return self._sent
 
     def _stand_at(self, context: int) -> None:
@@ -122,7 +115,7 @@ class MeasuredBudget:
         """Correct what a pass is thought to cost by the last one, if it was the only one since then."""
         passes, seconds = self._target.passes, self._target.seconds_in_model
         if passes == self._seen[0] + 1 and self._choice.most(passes):
-            size = self._bin[self._sent]
+            size = SIZE_OF[self._sent]
             off = np.clip((seconds - self._seen[1]) / (self._costs[size] * self._off[size]), FASTEST, SLOWEST)
             # A longer context slows passes of all sizes, but most of an error is this size's own.
             self._off *= 1 + LEARNING_OF_OTHERS * (off - 1)
@@ -130,10 +123,41 @@ class MeasuredBudget:
         self._seen = (passes, seconds)
 
 
+class SharedBudget:
+    """The same in a batch, where one pass checks the trees of all and costs what the largest of them takes.
+
+    So there is one size for all: the one that pays by what the trees bring together, each as it was last known.
+    """
+
+    def __init__(
+        self, target: Target, curve: CostCurve, together: dict[int, Odds], batch: int, around: float = AROUND
+    ) -> None:
+        """``together`` is shared by the budgets of a batch; ``curve`` is of passes with such a tree in every seat."""
+        self._target = target
+        self._together = together
+        self._choice = _Choice(batch * around)
+        self._costs = curve.of_passes(np.array(ROWS) - 1, np.zeros(len(ROWS)))[SIZE_OF]
+
+    @property
+    def most(self) -> int:
+        return self._choice.most(self._target.passes)
+
+    def nodes(self, odds: Odds) -> int:
+        mine = gains(odds)
+        self._together[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
+        in_all = np.sum(list(self._together.values()), axis=0)
+        return min(len(odds), self._choice.nodes(in_all, self._costs, self._target.passes))
+
+
+def gains(odds: Odds) -> Odds:
+    """The tokens that trees of 0, 1, 2 … of these nodes bring on average: one, and the sum of their odds."""
+    return np.concatenate([[1.0], 1.0 + np.cumsum(odds[:LARGEST_BUDGET])])
+
+
 class _Choice:
     """How many nodes pay, given what passes cost.
 
-    A tree of k nodes brings one token and, on average, the sum of their odds; ``around`` is what a step
+    ``around`` is what a step
     takes besides its forward pass. Where drafting does not pay even its own time is saved, for longer each
     time; a step is known by its number.
     """
@@ -147,9 +171,8 @@ class _Choice:
     def most(self, step: int) -> int:
         return 0 if step < self._asleep_until else self._most
 
-    def nodes(self, odds: Odds, costs: Costs, step: int) -> int:
-        """The best number of nodes; ``costs`` are the seconds of a pass with 0, 1, 2 … of them."""
-        gain = np.concatenate([[1.0], 1.0 + np.cumsum(odds[:LARGEST_BUDGET])])
+    def nodes(self, gain: Odds, costs: Costs, step: int) -> int:
+        """The best number of nodes, by what 0, 1, 2 … of them bring and the seconds of such passes."""
         rate = gain / (costs[: len(gain)] + self._around)
         best = int(rate.argmax())
         self._rest = 0 if best else min(max(1, 2 * self._rest), LONGEST_REST)

@@ -9,7 +9,7 @@ from functools import cache
 from threading import Timer
 
 from hdtool.data.errors import StoreError
-from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget
+from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget, Odds, SharedBudget
 from hdtool.runtime.config import DecodeConfig, PaperConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.drafter import Drafter, NoDraft
@@ -36,14 +36,16 @@ def drafter_for(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
 def drafters_for(config: DecodeConfig, target: Target, shelf: Shelf) -> list[Drafter]:
     """One for each of the conversations that are answered at once; passes are timed once for all of them."""
     batch = config.batch_size
+    together: dict[int, Odds] = {}
 
     @cache
     def curve() -> CostCurve:
         return cost_here(target, batch)
 
     def budget() -> Budget:
-        chosen = config.budget
-        return MeasuredBudget(target, curve(), batch=batch) if chosen is None else FixedBudget(chosen)
+        if config.budget is not None:
+            return FixedBudget(config.budget)
+        return MeasuredBudget(target, curve()) if batch == 1 else SharedBudget(target, curve(), together, batch)
 
     return [drafter_within(budget, config, shelf) for _ in range(batch)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hdtool.runtime.budget import ROWS, FixedBudget, MeasuredBudget
+from hdtool.runtime.budget import ROWS, FixedBudget, MeasuredBudget, Odds, SharedBudget
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.methods import drafter_for
@@ -119,9 +119,22 @@ def test_the_cost_behind_a_longer_context_is_looked_up() -> None:
     assert budget.nodes(np.full(8, 0.3)) == 0
 
 
-def test_in_a_batch_a_pass_teaches_nothing_about_one_tree() -> None:
-    clock = Clock()
-    budget = MeasuredBudget(clock, curve_of(FLAT), around=0.0, batch=4)  # type: ignore[arg-type]
-    for _ in range(200):
-        assert budget.nodes(np.full(7, 0.12)) == 7
-        clock.step(50.0)
+def shared(costs: list[float], seats: int) -> list[SharedBudget]:
+    clock, together = Clock(), dict[int, Odds]()
+    curve = curve_of(costs)
+    return [SharedBudget(clock, curve, together, seats, around=0.0) for _ in range(seats)]  # type: ignore[arg-type]
+
+
+def test_in_a_batch_one_size_is_chosen_by_what_all_trees_bring() -> None:
+    """Eight nodes cost half a pass more: one tree out of four that gains a token does not pay for it, three do."""
+    costs = [1.0 if rows == 1 else 1.5 for rows in ROWS]
+    good, poor = np.full(7, 0.15), np.full(7, 0.01)
+    first, *others = shared(costs, 4)
+    assert first.nodes(good) == 7, "as long as nothing is known of the others"
+    for other in others:
+        other.nodes(poor)
+    assert first.nodes(good) == 0
+    for other in others[:2]:
+        other.nodes(good)
+    assert first.nodes(good) == 7
+    assert others[2].nodes(poor[:3]) == 3, "who has fewer sends what there is, which costs nothing more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_mistakes_are_told_in_a_line(
 def test_a_context_that_is_too_short_for_all_is_told(
     traces: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = model_of("llama").config
+    config = deepcopy(model_of("llama").config)
     config.max_position_embeddings = 12
     config.save_pretrained(tmp_path)
     assert run(["bench", "--quiet", "--shape", str(tmp_path / "config.json"), "--traces", str(traces)]) == 1

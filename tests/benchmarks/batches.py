@@ -1,16 +1,16 @@
 """Several prompts at once on the embedded model: ``python -m tests.benchmarks.batches``.
 
-For each size of batches, plain decoding and ``hd`` answer the same held-out prompts, one after the other in one
-process, on the CPU; the first prompts are answered once before, as a warm-up. A time is that of all answers together,
-prompts included. Answers must be those of plain decoding one at a time; those that are not, are counted.
+For each size of batches, plain decoding and ``hd`` answer the same held-out prompts in turn, in one process, on the
+CPU; the first prompts are answered once before, as a warm-up. A time is that of all answers together, prompts included;
+of several rounds the median counts. Answers must be those of plain decoding one at a time; others are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 
-import torch
 from transformers.utils import logging
 
 from hdtool.data import demo
@@ -40,14 +40,15 @@ def said(answerer: Answerer, prompts: list[Prompt]) -> tuple[list[list[int]], fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(options.threads)
     prompts = list(read_prompts(demo.PROMPTS))[: options.prompts]
-    print(f"{machine()}; {options.threads} threads, {len(prompts)} prompts\n")
+    told = f"{options.threads} threads, {len(prompts)} prompts, {options.rounds} rounds"
+    print(f"{machine()}; {told}\n")
     print(
         "| batch | plain, tokens/s | hd, tokens/s | speed-up | hd, tokens per step | plain against batch 1 | differ |"
     )
@@ -55,21 +56,26 @@ def main() -> None:
     alone: list[list[int]] = []
     first = 0.0
     for size in SIZES:
-        speeds, per_step, differ = {}, 0.0, 0
-        for method in METHODS:
-            decoding = DecodeConfig(method, MOST, batch_size=size)
-            answerer = Answerer(ModelConfig(device="cpu"), decoding, SamplingConfig())
-            torch.set_num_threads(options.threads)
-            said(answerer, prompts[: 2 * size])
-            ids, speeds[method], per_step = said(answerer, prompts)
-            alone = alone or ids
-            differ += sum(found != plain for found, plain in zip(ids, alone, strict=True))
-        first = first or speeds["ar"]
-        print(
-            f"| {size} | {speeds['ar']:.0f} | {speeds['hd']:.0f} | {speeds['hd'] / speeds['ar']:.2f} "
-            f"| {per_step:.2f} | {speeds['ar'] / first:.2f} | {differ} |",
-            flush=True,
-        )
+        answerers = {method: answering(method, size, options.threads) for method in METHODS}
+        speeds: dict[str, list[float]] = {method: [] for method in METHODS}
+        per_step, differ = 0.0, 0
+        for turn in range(options.rounds + 1):
+            for method, answerer in answerers.items():
+                ids, speed, per_step = said(answerer, prompts if turn else prompts[: 2 * size])
+                if turn:
+                    alone = alone or ids
+                    differ += sum(found != plain for found, plain in zip(ids, alone, strict=True))
+                    speeds[method].append(speed)
+        plain, drafting = (statistics.median(speeds[method]) for method in METHODS)
+        first = first or plain
+        cells = f"{plain:.0f} | {drafting:.0f} | {drafting / plain:.2f} | {per_step:.2f} | {plain / first:.2f}"
+        print(f"| {size} | {cells} | {differ} |", flush=True)
+
+
+def answering(method: str, size: int, threads: int) -> Answerer:
+    return Answerer(
+        ModelConfig(device="cpu", threads=threads), DecodeConfig(method, MOST, batch_size=size), SamplingConfig()
+    )
 
 
 if __name__ == "__main__":
