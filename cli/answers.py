@@ -19,8 +19,10 @@ COLORS = {
     SourceName.CORPUS: 35,
     SourceName.LOOKAHEAD: 36,
     SourceName.RECYCLED: 33,
+    SourceName.COPIED: 93,
+    SourceName.LAST: 31,
 }
-"""Of the terminal: green, blue, magenta, cyan, yellow."""
+"""Of the terminal: green, blue, magenta, cyan, yellow, bright yellow, red."""
 
 
 def painted(text: str, source: SourceName) -> str:

@@ -36,7 +36,16 @@ Budget = Annotated[
         help=f"Draft nodes a step, 0 to {LARGEST_BUDGET}. Default: as many as pay, by measured forward passes."
     ),
 ]
-Use = Annotated[str, typer.Option(help="Databases that hd and hd-paper use: C context table, M model store, S corpus.")]
+Use = Annotated[
+    str,
+    typer.Option(
+        help="Sources of hd, hd-paper and hd+logitspec, as far as they know them: C context table, M model store, "
+        "S corpus, L last logit, K copied logits, R recycled logits."
+    ),
+]
+DatabasesInUse = Annotated[
+    str, typer.Option("--use", help="Databases that hd and hd-paper use: C context table, M model store, S corpus.")
+]
 Order = Annotated[str, typer.Option(help="In which hd-paper asks the databases.")]
 Lookahead = Annotated[
     bool, typer.Option("--lookahead/--no-lookahead", help="Whether hd-paper feeds its context table by lookahead.")
@@ -74,9 +83,6 @@ Prompts = Annotated[
 Chat = Annotated[
     bool | None,
     typer.Option("--chat/--raw", help="Ask through the model's chat template, or as it stands. Default: chat if any."),
-]
-Recycled = Annotated[
-    bool, typer.Option("--recycle/--no-recycle", help="Whether hd also drafts the model's second thoughts of before.")
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Tell on standard error what each answer took.")]
 Color = Annotated[

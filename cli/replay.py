@@ -48,7 +48,7 @@ def replay(
             "as many as pay."
         ),
     ] = ReplayConfig.budget,
-    use: options.Use = ReplayConfig.use,
+    use: options.DatabasesInUse = ReplayConfig.use,
     order: options.Order = ReplayConfig.order,
     cost: Annotated[
         str | None,

@@ -20,6 +20,8 @@ PEERS = {
 """What the methods are measured against, on the same model and device."""
 SOURCE_LETTERS = "CMS"
 """Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
+LOGIT_LETTERS = "LKR"
+"""Of the sources that listen to the model's logits: the last logit, copied logits, recycled logits."""
 
 
 class Method(NamedTuple):
@@ -28,6 +30,8 @@ class Method(NamedTuple):
     description: str
     databases: str
     """The letters of those that it draws on; C is the conversation, however it is looked through."""
+    logits: str = ""
+    """The letters of what it takes from the model's logits."""
 
 
 METHODS = {
@@ -37,6 +41,14 @@ METHODS = {
     "rest": Method("the corpus index alone", "S"),
     "hd-paper": Method("Hierarchy Drafting as its paper has it", SOURCE_LETTERS),
     "hd": Method("context table, model store and corpus index, the likeliest paths of all three", SOURCE_LETTERS),
+    "logitspec": Method(
+        "LogitSpec: the likeliest of the last logit, and what followed each in the conversation", "C", "L"
+    ),
+    "hd+logitspec": Method(
+        "hd and what the model's own logits say, in one tree: the last ones, copied and recycled ones",
+        SOURCE_LETTERS,
+        LOGIT_LETTERS,
+    ),
 }
 SHAPE_PEERS = {
     "generate": PEERS["generate"],
@@ -77,7 +89,7 @@ LARGEST_BUDGET = 64
 FIXED_BUDGET = 32
 """Nodes a step where there is nothing to choose their number by."""
 LOWEST_TEMPERATURE = 1e-5
-NEED_LOGITS = ("lade",)
+NEED_LOGITS = ("lade", *(name for name, method in METHODS.items() if method.logits))
 """Methods that draft from what the model computes, not from what it says alone."""
 
 
@@ -135,14 +147,13 @@ class DecodeConfig:
     max_new_tokens: int = 256
     budget: int | None = None
     """Draft nodes a step at most; none means as many as pay, by what forward passes of each size take here."""
-    use: str = SOURCE_LETTERS
-    """The databases that ``hd`` and ``hd-paper`` draft from."""
+    use: str = SOURCE_LETTERS + "LR"
+    """Of the sources that ``hd``, ``hd-paper`` and ``hd+logitspec`` know, those that they draft from. Copied logits
+    are left out: beside recycled ones they bring nothing."""
     order: str = SOURCE_LETTERS
     """In which ``hd-paper`` asks them."""
     lookahead: bool = True
     """Whether ``hd-paper`` feeds its context table by lookahead."""
-    recycled: bool = False
-    """Whether ``hd`` also drafts what the target thought likely after the same token in an earlier tree."""
     batch_size: int = 1
     """Prompts that are answered at once, where there are several."""
 
@@ -152,7 +163,10 @@ class DecodeConfig:
         largest = LARGEST_BUDGET
         _require(self.budget is None or 0 <= self.budget <= largest, "budget", self.budget, f"from 0 to {largest}")
         _require(self.batch_size >= 1, "batch-size", self.batch_size, "1 or more")
-        _require_letters("use", self.use)
+        _require_letters("use", self.use, SOURCE_LETTERS + LOGIT_LETTERS)
+        known = METHODS[self.method].databases + METHODS[self.method].logits
+        given = f"{self.use} with method {self.method}"
+        _require(bool(self.sources) or not known, "use", given, f"letters of which some are in {known}")
         _require(sorted(self.order) == sorted(SOURCE_LETTERS), "order", self.order, f"{SOURCE_LETTERS} in any order")
 
     @property
@@ -160,6 +174,11 @@ class DecodeConfig:
         """The letters of those that are drafted from; where there is one alone, there is nothing to choose."""
         all_of_them = METHODS[self.method].databases
         return "".join(letter for letter in all_of_them if letter in self.use or len(all_of_them) == 1)
+
+    @property
+    def sources(self) -> str:
+        """The letters of all that is drafted from, logits included."""
+        return self.databases + "".join(letter for letter in METHODS[self.method].logits if letter in self.use)
 
 
 @dataclass(frozen=True)
@@ -184,7 +203,7 @@ class ReplayConfig:
     """None means all that need no logits and find their stores."""
     budget: int | None = None
     """Draft nodes a step of ``hd`` and ``rest``; None means 32, or as many as pay where the cost of passes is known."""
-    use: str = DecodeConfig.use
+    use: str = SOURCE_LETTERS
     order: str = DecodeConfig.order
     limit: int | None = None
     """Conversations at most, the first ones."""
@@ -328,7 +347,7 @@ class PaperConfig:
     out sequences that were really said: on the demo's prompts fewer drafts are accepted with them."""
 
     def __post_init__(self) -> None:
-        _require_letters("order", self.order)
+        _require_letters("order", self.order, SOURCE_LETTERS)
         _require(1 <= self.sequences <= 9, "sequences", self.sequences, "from 1 to 9")
         _require(1 <= self.window <= 9, "window", self.window, "from 1 to 9")
 
@@ -357,10 +376,10 @@ class BuildConfig:
         _require(self.per_key >= 1, "per-key", self.per_key, "1 or more")
 
 
-def _require_letters(name: str, found: str) -> None:
+def _require_letters(name: str, found: str, known: str) -> None:
     letters = set(found)
-    known = bool(letters) and letters <= set(SOURCE_LETTERS) and len(letters) == len(found)
-    _require(known, name, found or "empty", f"letters of {SOURCE_LETTERS}, each at most once")
+    fits = bool(letters) and letters <= set(known) and len(letters) == len(found)
+    _require(fits, name, found or "empty", f"letters of {known}, each at most once")
 
 
 def _require(holds: bool, name: str, found: object, expected: str) -> None:

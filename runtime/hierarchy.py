@@ -20,7 +20,7 @@ from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.sources.corpus_levels import no_shards, range_record
 from hdtool.runtime.sources.model_levels import model_record
-from hdtool.runtime.sources.recycled import LONGEST_NODE, Recycled
+from hdtool.runtime.sources.rankings import Rankings
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.weights import new_weights
 from hdtool.runtime.workspace import WORK, Memory
@@ -35,9 +35,9 @@ Array = npt.NDArray[Any]
 class Hierarchy:
     """Drafts from the context, the model store and the corpus index, as far as they are there.
 
-    What it learns of the sources' worth it keeps from one generation to the next. ``recycled`` also
-    drafts what the target thought likely after the same token in an earlier tree, ``discarded`` after
-    the same two or three tokens.
+    And from what the target thought likely: ``last`` in place of the root, ``copied`` where it last said the
+    same tokens, ``recycled`` at nodes of earlier trees, whether it took them or not. What is learned of the
+    sources' worth, and what is copied and recycled, is kept from one generation to the next.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Hierarchy:
         *,
         context: bool = True,
         budget: Budget | None = None,
-        discarded: bool = False,
+        last: bool = False,
+        copied: bool = False,
         recycled: bool = False,
     ) -> None:
         self.budget = budget or FixedBudget()
@@ -56,10 +57,9 @@ class Hierarchy:
         self._shards = corpus.shards if corpus else no_shards()
         self._corpus = self._shards.tokens
         ranges, self._places = range_record(self._shards)
-        self._recycled = Recycled(LONGEST_NODE if discarded else 1) if discarded or recycled else None
-        logits = self._recycled.memory if self._recycled else Recycled(0).memory
+        self._rankings = Rankings(last=last, copied=copied, recycled=recycled)
         work, learned = np.zeros(1, WORK), new_weights()
-        self._memory = Memory(work, learned, self.table.memory, model_record(model), ranges, logits)
+        self._memory = Memory(work, learned, self.table.memory, model_record(model), ranges, *self._rankings.memories)
         self._at = self._memory.addresses()
         self._fill_in(work, context)
         # Fields of a record cost a tenth of a microsecond each time they are asked for.
@@ -92,6 +92,11 @@ class Hierarchy:
     def weights(self) -> Any:
         """How far each level is trusted by now, by kind of evidence; see ``runtime/weights.py``."""
         return self._memory.weights["weight"][0]
+
+    @property
+    def rates(self) -> Any:
+        """What each kind of candidate of the last logit is worth by now."""
+        return self._memory.weights["rates"][0]
 
     @property
     def seconds(self) -> dict[SourceName, float]:
@@ -134,15 +139,13 @@ class Hierarchy:
         return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        # A tree that was clipped at the end of the context has lost rows that others were counted by.
-        recycles = self._recycled and len(self.odds) and len(logits) == len(self.odds) + 1
-        tails = self._tails[: len(logits)].copy() if recycles else None
+        current = not self._pending  # else nobody knows what the rows of the tree stand behind
+        tails = self._tails[: len(logits)].copy() if current and len(logits) == len(self.odds) + 1 else None
         self._pending += accepted.tokens
         if self.budget.most:
             self._catch_up()
-        # Only now: what is learned of this source must not come from what it heard a moment ago.
-        if self._recycled and tails is not None:
-            self._recycled.keep(logits, tails)
+            # Only now: what is learned of these sources must not come from what they heard a moment ago.
+            self._rankings.hear(accepted, logits, tails)
 
     def _catch_up(self) -> None:
         """Take in what was emitted; while drafting is not worth its time, this is put off."""

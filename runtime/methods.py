@@ -10,10 +10,11 @@ from threading import Timer
 
 from hdtool.data.errors import StoreError
 from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget, Odds, SharedBudget
-from hdtool.runtime.config import DecodeConfig, PaperConfig
+from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig, PaperConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.hierarchy import Hierarchy
+from hdtool.runtime.logitspec import LogitSpec
 from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.pass_times import cost_here
 from hdtool.runtime.shelf import Shelf
@@ -93,12 +94,18 @@ def _paper(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
 
 def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
     return Hierarchy(
-        shelf.model if "M" in config.use else None,
-        shelf.corpus if "S" in config.use else None,
-        context="C" in config.use,
+        shelf.model if "M" in config.sources else None,
+        shelf.corpus if "S" in config.sources else None,
+        context="C" in config.sources,
         budget=budget(),
-        recycled=config.recycled,
+        last="L" in config.sources,
+        copied="K" in config.sources,
+        recycled="R" in config.sources,
     )
+
+
+def _logitspec(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
+    return LogitSpec(LARGEST_BUDGET if config.budget is None else config.budget)
 
 
 MAKERS: dict[str, Maker] = {
@@ -108,4 +115,6 @@ MAKERS: dict[str, Maker] = {
     "rest": _corpus,
     "hd-paper": _paper,
     "hd": _hierarchy,
+    "logitspec": _logitspec,
+    "hd+logitspec": _hierarchy,
 }

@@ -22,15 +22,29 @@ from hdtool.runtime.sources.corpus_levels import (
     tally,
 )
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
-from hdtool.runtime.sources.recycled import WHOLE, kept_shares, kept_tokens, row_of
-from hdtool.runtime.weights import CONTEXT_LEVELS, CORPUS_LEVELS, MODEL_LEVELS, RECYCLED_LEVELS, SIZES, bucket_of
+from hdtool.runtime.sources.recycled import LONG_RUN, WHOLE, rankings_of, row_of, tag_of
+from hdtool.runtime.weights import (
+    CONTEXT_LEVELS,
+    COPIED_LEVELS,
+    CORPUS_LEVELS,
+    FEW,
+    MANY,
+    MODEL_LEVELS,
+    ONE,
+    RECYCLED_LEVELS,
+    SIZES,
+    bucket_of,
+)
 from hdtool.runtime.workspace import CANDIDATES, SLOTS, memory_at
 
 TREE, CONTEXT, MODEL = SourceName.NONE.value, SourceName.CONTEXT.value, SourceName.MODEL.value
 CORPUS, RECYCLED = SourceName.CORPUS.value, SourceName.RECYCLED.value
+COPIED, LAST = SourceName.COPIED.value, SourceName.LAST.value
 NO_TRUTH = -1
 WORTH_A_SEARCH = 5.0
 """The corpus costs the most, and is asked only where so many times the least that matters is open."""
+MOST_OF_THE_REST = 0.9
+"""Of what no level has explained, the candidates of the last logit get at most this part."""
 
 Ints = npt.NDArray[Any]
 
@@ -44,7 +58,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
     """
     memory = memory_at(at)
     work, weights, table, model = memory.work[0], memory.weights[0], memory.table[0], memory.model[0]
-    recycled = memory.recycled[0]
+    recycled, copied, last = memory.recycled[0], memory.copied[0], memory.last[0]
     _start(work, node)
     deepest = LONGEST_PREFIX if node == 0 else min(LONGEST_PREFIX, work.known[work.parents[node]] + 1)
     lap(work, TREE)
@@ -61,8 +75,13 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
             lap(work, CONTEXT)
             if left_open < least:
                 break
+        if order <= copied.longest:
+            left_open = _ask_kept(work, weights, copied, COPIED, node, order, left_open, floor, truth)
+            lap(work, COPIED)
+            if left_open < least:
+                break
         if order <= recycled.longest:
-            left_open = _ask_recycled(work, weights, recycled, node, order, left_open, floor, truth)
+            left_open = _ask_kept(work, weights, recycled, RECYCLED, node, order, left_open, floor, truth)
             lap(work, RECYCLED)
             if left_open < least:
                 break
@@ -77,6 +96,9 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
             lap(work, CORPUS)
             if left_open < least:
                 break
+    if node == 0 and last.count > 0 and left_open >= least:
+        _ask_last(work, weights, last, left_open, floor, truth)
+        lap(work, LAST)
     if node > 0:
         memory.ranges[0].lowest[node] = lowest
     if work.known[node] == 0 and left_open < least:
@@ -86,6 +108,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
 @njit(cache=True, nogil=True)
 def _start(work: Any, node: int) -> None:
     work.size = work.asked = work.known[node] = 0
+    work.last_open = work.last_part = 0.0
     work.round += 1
     mark = np.uint64(0)
     for length in range(1, LONGEST_MATCH + 1):
@@ -108,8 +131,8 @@ def _ask_context(
     if work.total == 0:
         return left_open
     said = work.evidence[: work.distinct], work.counts[: work.distinct]
-    level = CONTEXT_LEVELS + order - 1
-    return _weigh(work, weights, CONTEXT, level, said, work.total, work.total, work.distinct, left_open, floor, truth)
+    level, bucket = CONTEXT_LEVELS + order - 1, bucket_of(work.total, work.distinct)
+    return _weigh(work, weights, CONTEXT, level, said, work.total, bucket, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
@@ -129,21 +152,49 @@ def _count(work: Any, order: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _ask_recycled(
-    work: Any, weights: Any, table: Any, node: int, order: int, left_open: float, floor: float, truth: int
+def _ask_kept(
+    work: Any,
+    weights: Any,
+    table: Any,
+    source: int,
+    node: int,
+    order: int,
+    left_open: float,
+    floor: float,
+    truth: int,
 ) -> float:
     """What remains open behind what the target once thought after the same tokens."""
     row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
         return left_open
-    tokens, shares = kept_tokens(table)[row], kept_shares(table)[row]
-    if shares[0] == 0:
+    all_tokens, all_shares, tags, runs = rankings_of(table)
+    if all_shares[row, 0] == 0 or tags[row] != tag_of(work.marks[order]):
         return left_open
-    # How sure it was takes the place of how much evidence there is.
-    sure: Any = SIZES * np.int64(shares[0]) // WHOLE
-    sureness = np.int64(1) << min(SIZES - 1, sure)
-    level = RECYCLED_LEVELS + order - 1
-    return _weigh(work, weights, RECYCLED, level, (tokens, shares), WHOLE, sureness, 1, left_open, floor, truth)
+    said = all_tokens[row], all_shares[row]
+    level = (COPIED_LEVELS if source == COPIED else RECYCLED_LEVELS) + order - 1
+    # How sure it was, and how often it would have said the same, take the place of how much evidence there is.
+    sure: Any = SIZES * np.int64(all_shares[row, 0]) // WHOLE
+    spread = ONE if runs[row] >= LONG_RUN else FEW if runs[row] > 0 else MANY
+    bucket = 3 * min(SIZES - 1, sure) + spread
+    return _weigh(work, weights, source, level, said, WHOLE, bucket, left_open, floor, truth)
+
+
+@njit(cache=True, nogil=True)
+def _ask_last(work: Any, weights: Any, last: Any, left_open: float, floor: float, truth: int) -> None:
+    """Give each candidate of the last logit its part of what no level has explained."""
+    whole = 0.0
+    for place in range(last.count):
+        whole += weights.rates[last.kinds[place]]
+    unit = left_open / max(1.0, whole / MOST_OF_THE_REST)
+    work.last_open = left_open
+    for place in range(last.count):
+        token, kind = last.tokens[place], last.kinds[place]
+        part = unit * weights.rates[kind]
+        if truth == NO_TRUTH:
+            if part >= floor and 0 <= token < work.vocabulary:
+                _put(work, LAST, token, part)
+        elif token == truth:
+            work.last_part, work.last_kind = part, kind
 
 
 @njit(cache=True, nogil=True)
@@ -158,7 +209,7 @@ def _ask_model(
     rows = rows_of(model)[first:stop]
     said = rows[:, 0], rows[:, 1]
     level = MODEL_LEVELS + order - 1
-    return _weigh(work, weights, MODEL, level, said, total, total, distinct, left_open, floor, truth)
+    return _weigh(work, weights, MODEL, level, said, total, bucket_of(total, distinct), left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
@@ -181,7 +232,8 @@ def _ask_corpus(
         return left_open
     said = work.corpus_evidence[:distinct], work.corpus_counts[:distinct]
     read, level = ranges.read[node, order], CORPUS_LEVELS + order - 1
-    return _weigh(work, memory.weights[0], CORPUS, level, said, read, found, distinct, left_open, floor, truth)
+    bucket = bucket_of(found, distinct)
+    return _weigh(work, memory.weights[0], CORPUS, level, said, read, bucket, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)
@@ -192,18 +244,16 @@ def _weigh(
     level: int,
     said: tuple[Ints, Ints],
     read: int,
-    total: int,
-    distinct: int,
+    bucket: int,
     left_open: float,
     floor: float,
     truth: int,
 ) -> float:
     """Give each token of a level its part of what is open, and return what stays open.
 
-    ``said`` are tokens and counts, of ``read`` places in all; the level knows of ``total``.
+    ``said`` are tokens and counts, of ``read`` places in all; ``bucket`` is the kind of evidence.
     """
     tokens, counts = said
-    bucket = bucket_of(total, distinct)
     weight = weights.weight[level, bucket]
     if truth == NO_TRUTH:
         unit = left_open * weight / read

@@ -22,13 +22,15 @@ from hdtool.runtime.model_store import LONGEST_PREFIX
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH
 from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE
+from hdtool.runtime.sources.last_logit import KINDS
 from hdtool.runtime.sources.recycled import LONGEST_NODE
 
 CONTEXT_LEVELS = 0
 """Where the levels of a source begin; the one that knows a single token comes first."""
 MODEL_LEVELS = CONTEXT_LEVELS + LONGEST_MATCH
 CORPUS_LEVELS = MODEL_LEVELS + LONGEST_PREFIX
-RECYCLED_LEVELS = CORPUS_LEVELS + LONGEST_RANGE
+COPIED_LEVELS = CORPUS_LEVELS + LONGEST_RANGE
+RECYCLED_LEVELS = COPIED_LEVELS + LONGEST_NODE
 LEVELS = RECYCLED_LEVELS + LONGEST_NODE
 
 SIZES = 8
@@ -49,6 +51,10 @@ WEIGHTS = np.dtype(
         ("weight", np.float64, (LEVELS, BUCKETS)),
         ("credit", np.float64, (LEVELS, BUCKETS)),
         ("asked", np.float64, (LEVELS, BUCKETS)),
+        # Of what no level explains, the part of one candidate of the last logit, by its kind.
+        ("rates", np.float64, KINDS),
+        ("rate_credit", np.float64, KINDS),
+        ("rate_asked", np.float64, KINDS),
     ],
     align=True,
 )
@@ -59,9 +65,11 @@ PRIOR = {
     # Of one token only, the doubt and how fast it fades with each doubling of the evidence; of few; of many.
     SourceName.CONTEXT: (CONTEXT_LEVELS, MODEL_LEVELS, 0.7, 0.62, 0.6, 0.25),
     SourceName.MODEL: (MODEL_LEVELS, CORPUS_LEVELS, 0.9, 0.75, 0.4, 0.05),
-    SourceName.CORPUS: (CORPUS_LEVELS, RECYCLED_LEVELS, 0.9, 0.75, 0.35, 0.12),
+    SourceName.CORPUS: (CORPUS_LEVELS, COPIED_LEVELS, 0.9, 0.75, 0.35, 0.12),
+    SourceName.COPIED: (COPIED_LEVELS, RECYCLED_LEVELS, 0.9, 0.9, 0.3, 0.3),
     SourceName.RECYCLED: (RECYCLED_LEVELS, LEVELS, 0.9, 0.9, 0.3, 0.3),
 }
+RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
 
 
 def new_weights() -> Memory:
@@ -73,6 +81,9 @@ def new_weights() -> Memory:
             weight[first:stop, 3 * size : 3 * size + 3] = 1 - doubt * fading**size, few, many
     memory["credit"] = weight * STRENGTH
     memory["asked"] = STRENGTH
+    memory["rates"] = RATES
+    memory["rate_credit"] = memory["rates"] * STRENGTH
+    memory["rate_asked"] = STRENGTH
     return memory
 
 
@@ -88,7 +99,7 @@ def bucket_of(total: Any, distinct: Any) -> int:
 
 
 @njit(cache=True, nogil=True)
-def learn(weights: Any, work: Any) -> None:
+def learn(weights: Any, work: Any, last: Any) -> None:
     """Credit the levels that were asked, with the shares that they gave to the token that came."""
     left_open, heard = 1.0, 0.0
     for turn in range(work.asked):
@@ -96,7 +107,7 @@ def learn(weights: Any, work: Any) -> None:
         work.explained[turn] = left_open * weight * work.shares[turn]
         heard += work.explained[turn]
         left_open *= 1 - weight
-    heard += left_open * UNHEARD
+    heard += work.last_part + left_open * UNHEARD
     left = 1.0
     for turn in range(work.asked):
         level, bucket = work.levels[turn], work.buckets[turn]
@@ -108,3 +119,19 @@ def learn(weights: Any, work: Any) -> None:
         left -= credit
         if left < NOTHING_LEFT:
             break
+    if work.last_open > 0:
+        _learn_last(weights, work, last, work.last_part / heard)
+
+
+@njit(cache=True, nogil=True)
+def _learn_last(weights: Any, work: Any, last: Any, credit: float) -> None:
+    """Asked is counted by what was open before: few candidates are ever right, and the odds must say how few."""
+    for place in range(last.count):
+        kind = last.kinds[place]
+        fading = min(1.0, MEMORY / weights.rate_asked[kind])
+        weights.rate_asked[kind] = weights.rate_asked[kind] * fading + work.last_open
+        weights.rate_credit[kind] *= fading
+    if work.last_part > 0:
+        weights.rate_credit[work.last_kind] += credit
+    for kind in range(KINDS):
+        weights.rates[kind] = weights.rate_credit[kind] / weights.rate_asked[kind]

@@ -17,6 +17,7 @@ from hdtool.runtime.memory import array_at
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, PLACES, TABLE
 from hdtool.runtime.sources.corpus_levels import RANGES, ROWS, SAMPLES
+from hdtool.runtime.sources.last_logit import LAST
 from hdtool.runtime.sources.model_levels import MODEL
 from hdtool.runtime.sources.recycled import RECYCLED
 from hdtool.runtime.tree import LARGEST_TREE
@@ -62,6 +63,9 @@ WORK = np.dtype(
         ("buckets", np.int64, LEVELS),
         ("shares", np.float64, LEVELS),
         ("explained", np.float64, LEVELS),
+        ("last_open", np.float64),  # to the candidates of the last logit; 0 if they were not asked
+        ("last_part", np.float64),  # of it, the token's
+        ("last_kind", np.int64),
         # Which sources there are.
         ("vocabulary", np.int64),  # no source may give a token that is not in it
         ("has", np.int64, len(SourceName)),
@@ -86,6 +90,8 @@ class Memory(NamedTuple):
     table: Array
     model: Array
     ranges: Array
+    last: Array
+    copied: Array
     recycled: Array
 
     def addresses(self) -> Array:
@@ -103,5 +109,7 @@ def memory_at(at: Array) -> Memory:
         array_at(at[2], 1, TABLE),
         array_at(at[3], 1, MODEL),
         array_at(at[4], 1, RANGES),
-        array_at(at[5], 1, RECYCLED),
+        array_at(at[5], 1, LAST),
+        array_at(at[6], 1, RECYCLED),
+        array_at(at[7], 1, RECYCLED),
     )

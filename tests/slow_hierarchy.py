@@ -6,15 +6,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from hdtool.runtime import growth, mixture, weights
+from hdtool.runtime.accept import Accepted
 from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.model_store import LONGEST_PREFIX, ModelStore
+from hdtool.runtime.model_store import LONGEST_PREFIX, ModelStore, mixed
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, PLACES
 from hdtool.runtime.sources.corpus_levels import FEWEST_SAMPLES, LONGEST_RANGE, SAMPLES
+from hdtool.runtime.sources.last_logit import KINDS, MOST_CANDIDATES
+from hdtool.runtime.sources.recycled import BEST, HASHED_ROWS, LONG_RUN, LONGEST_NODE, SHARPNESS, WHOLE
 
 Counts = dict[int, int]
+Row = tuple[int, int]
+Ranking = tuple[tuple[int, ...], Counts, int]
+"""Whose it is, its tokens and shares, and how often in a row the first was the same."""
+NO_RANKING: Ranking = ((), {}, 0)
 
 
 @dataclass
@@ -23,8 +31,7 @@ class Evidence:
     source: SourceName
     counts: Counts
     read: int
-    total: int
-    distinct: int
+    bucket: int
 
 
 @dataclass
@@ -43,11 +50,19 @@ class Node:
 class SlowHierarchy:
     """The same levels, weights and tree, by brute force over the context and the stores' own documents."""
 
-    def __init__(self, model: ModelStore | None, corpus: CorpusIndex | None, use_context: bool) -> None:
+    def __init__(self, model: ModelStore | None, corpus: CorpusIndex | None, letters: str) -> None:
         learned = weights.new_weights()[0]
+        self.rates, self.rate_credit, self.rate_asked = (
+            learned[name].copy() for name in ("rates", "rate_credit", "rate_asked")
+        )
+        self.last: dict[int, int] = {}  # the kind of each candidate
+        self.kept: dict[SourceName, dict[Row, Ranking]] = {SourceName.COPIED: {}, SourceName.RECYCLED: {}}
+        self.letters, use_context = letters, "C" in letters
         self.weight, self.credit, self.asked = (learned[name].copy() for name in ("weight", "credit", "asked"))
         self.model, self.use_context = model, use_context
         self.context: list[int] = []
+        self.last_parts: dict[int, float] = {}
+        self.last_open = 0.0
         self.shards: list[list[int]] = []
         self.end = corpus.end if corpus else 0
         self.samples: dict[int, int] = {}  # of the root, by order: what was read for a draft is not read again
@@ -67,7 +82,7 @@ class SlowHierarchy:
         counts = Counter(self.context[at] for at in places if alike[at] >= order)
         total = sum(counts.values())
         level = weights.CONTEXT_LEVELS + order - 1
-        return Evidence(level, SourceName.CONTEXT, counts, total, total, len(counts)) if total else None
+        return Evidence(level, SourceName.CONTEXT, counts, total, bucket(total, len(counts))) if total else None
 
     def _alike(self, context: list[int], at: int) -> int:
         length = 0
@@ -86,7 +101,7 @@ class SlowHierarchy:
         stop = found.stops[0]
         counts = dict(zip(found.tokens[:stop].tolist(), found.counts[:stop].tolist(), strict=True))
         total, distinct = int(found.totals[0]), int(found.distinct[0])
-        return Evidence(weights.MODEL_LEVELS + order - 1, SourceName.MODEL, counts, total, total, distinct)
+        return Evidence(weights.MODEL_LEVELS + order - 1, SourceName.MODEL, counts, total, bucket(total, distinct))
 
     def ask_corpus(self, node: Node, order: int, most: int) -> Evidence | None:
         """Followers of all places that the last tokens have, or of as many as are read, evenly spread."""
@@ -104,7 +119,7 @@ class SlowHierarchy:
         followers = [self._follower(*places[turn * step >> 16], order) for turn in range(read)]
         counts = Counter(token for token in followers if token != self.end)
         level = weights.CORPUS_LEVELS + order - 1
-        return Evidence(level, SourceName.CORPUS, counts, read, len(places), len(counts)) if counts else None
+        return Evidence(level, SourceName.CORPUS, counts, read, bucket(len(places), len(counts))) if counts else None
 
     def _range(self, tail: list[int], order: int) -> list[tuple[int, int]]:
         found = []
@@ -115,6 +130,38 @@ class SlowHierarchy:
 
     def _follower(self, shard: int, at: int, order: int) -> int:
         return self.shards[shard][at + order]
+
+    def ask_kept(self, source: SourceName, node: Node, order: int) -> Evidence | None:
+        tail = tail_of(node.context, order)
+        owner, counts, run = self.kept[source].get(row_of(tail), NO_RANKING)
+        if order > LONGEST_NODE or owner != tail:
+            return None
+        sure = min(weights.SIZES - 1, weights.SIZES * max(counts.values()) // WHOLE)
+        level = weights.COPIED_LEVELS if source == SourceName.COPIED else weights.RECYCLED_LEVELS
+        spread = 0 if run >= LONG_RUN else 1 if run else 2
+        return Evidence(level + order - 1, source, counts, WHOLE, 3 * sure + spread)
+
+    def listen(self, contexts: list[list[int]], accepted: Accepted, logits: torch.Tensor) -> None:
+        """What stands in the rows of logits, each behind its context: the ways to the root and to the nodes."""
+        rows = [0, *(node + 1 for node in accepted.path)]
+        if "L" in self.letters:
+            best = logits[rows[-1]].topk(min(MOST_CANDIDATES + 1, logits.shape[1]))
+            chances = np.exp(best.values.numpy() - best.values[0].numpy())
+            chances /= chances.sum()
+            found = zip(best.indices.tolist(), (-np.log2(chances)).tolist(), strict=True)
+            kinds = {token: min(KINDS - 1, int(bits)) for token, bits in found if token != accepted.tokens[-1]}
+            self.last = dict(list(kinds.items())[:MOST_CANDIDATES])
+        for letter, source, heard in (("K", SourceName.COPIED, rows), ("R", SourceName.RECYCLED, range(len(logits)))):
+            for row in reversed(heard if letter in self.letters else []):
+                best = logits[row].topk(BEST)
+                shares = np.exp(SHARPNESS * (best.values - best.values[0]).double().numpy())
+                whole = (shares * (WHOLE / shares.sum())).astype(int).tolist()
+                said = dict(zip(best.indices.tolist(), whole, strict=True))
+                for order in range(1, LONGEST_NODE + 1):
+                    tail = tail_of(contexts[row], order)
+                    owner, before, run = self.kept[source].get(row_of(tail), NO_RANKING)
+                    again = owner == tail and next(iter(before)) == next(iter(said))
+                    self.kept[source][row_of(tail)] = tail, said, run + 1 if again else 0
 
     def expand(self, node: Node, least: float, floor: float) -> tuple[dict[int, dict[int, float]], list[Evidence]]:
         """The parts of the chance of each candidate, by source; and all that was said."""
@@ -127,7 +174,7 @@ class SlowHierarchy:
             nonlocal left_open
             if evidence:
                 said.append(evidence)
-                weight = self.weight[evidence.level, bucket(evidence)]
+                weight = self.weight[evidence.level, evidence.bucket]
                 for token, count in evidence.counts.items():
                     if (part := left_open * weight / evidence.read * count) >= floor:
                         of = parts.setdefault(token, {})
@@ -138,6 +185,12 @@ class SlowHierarchy:
             weigh(self.ask_context(node.context, order))
             if left_open < least:
                 break
+            weigh(self.ask_kept(SourceName.COPIED, node, order))
+            if left_open < least:
+                break
+            weigh(self.ask_kept(SourceName.RECYCLED, node, order))
+            if left_open < least:
+                break
             weigh(self.ask_model(node, order))
             if left_open < least:
                 break
@@ -145,6 +198,17 @@ class SlowHierarchy:
                 weigh(self.ask_corpus(node, order, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least)))))
                 if left_open < least:
                     break
+        if not node.above and left_open >= least:
+            # Whoever learns from what was said takes the parts from here.
+            whole = sum(self.rates[kind] for kind in self.last.values())
+            self.last_parts = {
+                token: left_open / max(1.0, whole / mixture.MOST_OF_THE_REST) * self.rates[kind]
+                for token, kind in self.last.items()
+            }
+            self.last_open = left_open if self.last else 0.0
+            for token, part in self.last_parts.items():
+                if part >= floor:
+                    parts.setdefault(token, {})[SourceName.LAST] = part
         if not node.known and left_open < least:
             node.known = LONGEST_PREFIX
         return parts, said
@@ -175,16 +239,18 @@ class SlowHierarchy:
 
     def hear(self, token: int) -> None:
         """One step of expectation maximisation, and the token is part of the context."""
+        self.last_parts, self.last_open = {}, 0.0
         said = self.expand(Node(self.context), growth.OPEN_TO_LEARN, 0.0)[1]
         explained, left_open = [], 1.0
         for evidence in said:
-            weight = self.weight[evidence.level, bucket(evidence)]
+            weight = self.weight[evidence.level, evidence.bucket]
             explained.append(left_open * weight * evidence.counts.get(token, 0) / evidence.read)
             left_open *= 1 - weight
-        heard = sum(explained) + left_open * weights.UNHEARD
+        guessed = self.last_parts.get(token, 0.0)
+        heard = sum(explained) + guessed + left_open * weights.UNHEARD
         left = 1.0
         for evidence, part in zip(said, explained, strict=True):
-            at = evidence.level, bucket(evidence)
+            at = evidence.level, evidence.bucket
             fading = min(1.0, weights.MEMORY / self.asked[at])
             self.credit[at] = self.credit[at] * fading + part / heard
             self.asked[at] = self.asked[at] * fading + left
@@ -192,14 +258,39 @@ class SlowHierarchy:
             left -= part / heard
             if left < weights.NOTHING_LEFT:
                 break
+        if self.last_open:
+            self._learn_last(token, guessed / heard)
         self.go_to([*self.context, token])
+
+    def _learn_last(self, token: int, credit: float) -> None:
+        for kind in self.last.values():
+            fading = min(1.0, weights.MEMORY / self.rate_asked[kind])
+            self.rate_asked[kind] = self.rate_asked[kind] * fading + self.last_open
+            self.rate_credit[kind] *= fading
+        if token in self.last:
+            self.rate_credit[self.last[token]] += credit
+        self.rates = self.rate_credit / self.rate_asked
 
     def go_to(self, context: list[int]) -> None:
         self.context = context
         self.samples = {}
+        self.last = {}
 
 
-def bucket(evidence: Evidence) -> int:
-    size = min(int(np.log2(evidence.total)), weights.SIZES - 1)
-    spread = 0 if evidence.distinct <= 1 else 1 if 4 * evidence.distinct <= evidence.total else 2
+def tail_of(context: list[int], order: int) -> tuple[int, ...]:
+    """Before the start there is nothing, which counts as a token of its own."""
+    return tuple([*[-1] * order, *context][-order:])
+
+
+def row_of(tail: tuple[int, ...]) -> Row:
+    """Strangers may share a row; then only the later one is kept."""
+    mark = np.uint64(0)
+    for token in reversed(tail):
+        mark = np.uint64(mixed(mark, np.int64(token)))
+    return len(tail), tail[-1] if len(tail) == 1 else int(mark) % HASHED_ROWS
+
+
+def bucket(total: int, distinct: int) -> int:
+    size = min(int(np.log2(total)), weights.SIZES - 1)
+    spread = 0 if distinct <= 1 else 1 if 4 * distinct <= total else 2
     return 3 * size + spread

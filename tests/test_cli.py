@@ -84,7 +84,7 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_says_the_same(method: str, capfd: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "--prompt", "Explain `zip` and `map`.", "--max-new-tokens", "40", "--json"]
-    for sampled in ([], ["--recycle"], ["--temperature", "1", "--seed", "3"]):
+    for sampled in ([], ["--temperature", "1", "--seed", "3"]):
         assert run([*asked, *sampled, "--method", "ar"]) == 0
         plain = json.loads(capfd.readouterr().out)
         assert run([*asked, *sampled, "--method", method]) == 0

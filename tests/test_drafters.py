@@ -16,6 +16,7 @@ from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.hierarchy import Hierarchy
+from hdtool.runtime.logitspec import LogitSpec
 from hdtool.runtime.model_store import ModelStore
 from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.sources import SourceName
@@ -30,8 +31,8 @@ from tests.test_decode import SAMPLINGS, run, said
 from tests.test_model_store import build
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "opt", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "mixtral"]
-PEERS = ["hd-paper", "hd-paper with discarded", "hd-paper without lookahead", "lade", "pld", "rest"]
-DRAFTERS = ["hd", "hd of the context alone", "hd at the largest budget", *PEERS]
+PEERS = ["hd-paper", "hd-paper with discarded", "hd-paper without lookahead", "lade", "pld", "rest", "logitspec"]
+DRAFTERS = ["hd", "hd of the context alone", "hd at the largest budget", "hd+logitspec", *PEERS]
 PROMPT = prompt_of(20) * 2  # says something twice, for those that look into the prompt
 
 
@@ -50,10 +51,17 @@ def drafter_of(name: str, store: ModelStore, index: CorpusIndex) -> Drafter:
         return Hierarchy()
     if name in ("hd", "hd at the largest budget"):
         return Hierarchy(store, index, budget=FixedBudget(12 if name == "hd" else LARGEST_TREE))
+    if name == "hd+logitspec":
+        return Hierarchy(store, index, budget=FixedBudget(24), last=True, copied=True, recycled=True)
     if name.startswith("hd-paper"):
         config = PaperConfig(lookahead="without" not in name, discarded="with discarded" in name)
         return PaperDrafter(config, model_store=store, corpus_index=index)
-    others: dict[str, Drafter] = {"lade": lookahead_decoding(), "pld": PromptLookup(), "rest": CorpusDrafter(index)}
+    others: dict[str, Drafter] = {
+        "lade": lookahead_decoding(),
+        "pld": PromptLookup(),
+        "rest": CorpusDrafter(index),
+        "logitspec": LogitSpec(),
+    }
     return others[name]
 
 

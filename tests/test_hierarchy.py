@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.model_store import ModelStore
+from hdtool.runtime.replay import follow
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
@@ -64,27 +66,29 @@ def check(tree: DraftTree, odds: Odds, vocabulary: int, most: int) -> None:
     if len(tree):
         above = np.where(tree.parents < 0, 1.0, odds[tree.parents])
         assert (odds <= above + 1e-12).all()
-        assert set(tree.sources.tolist()) <= {1, 2, 3, 5}
+        assert set(tree.sources.tolist()) <= {1, 2, 3, 5, 6, 7}
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 700])
 @pytest.mark.parametrize("vocabulary", [50, 70_000])
-@pytest.mark.parametrize("used", ["C", "M", "CM", "S", "CMS"])
+@pytest.mark.parametrize("used", ["C", "M", "CM", "S", "CMS", "L", "K", "R", "CL", "CMR", "CMSLKR"])
 def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard_bytes: int, tmp_path: Path) -> None:
     """In one shard and in many; ranges are read whole and in samples; before learning and after."""
     documents = random_documents(vocabulary, vocabulary)
     model, corpus = stores_of(tmp_path, documents, vocabulary, shard_bytes)
     assert (len(corpus.shards.places) > 1) == (shard_bytes == 700)
     stores = model if "M" in used else None, corpus if "S" in used else None
+    drafted: set[int] = set()
     for seed in range(3):
-        hierarchy = Hierarchy(*stores, context="C" in used, budget=FixedBudget(24))
-        slow = SlowHierarchy(*stores, "C" in used)
+        hierarchy = drafting(used, *stores, most=24)
+        slow = SlowHierarchy(*stores, used)
         text = [token for ids in random_documents(seed, vocabulary, 6) for token in ids]
         text[40] = 3  # which no store knows
         for start in (0, 1, 20):
             hierarchy.begin(text[:start])
             slow.go_to(text[:start])
-            for at in range(start, start + 24, 3):
+            at = start
+            while at < start + 24:
                 tree, expected = hierarchy.draft(text[:at] or [0]), slow.draft(24)
                 assert tree.tokens.tolist() == [node.token for node in expected]
                 assert [tree.depths[1:].tolist(), tree.sources.tolist()] == [
@@ -92,12 +96,49 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
                     [node.source for node in expected],
                 ]
                 np.testing.assert_allclose(hierarchy.odds, [node.odds for node in expected], rtol=1e-9)
-                for node, twin in enumerate(expected):
-                    assert [*text[:at], *(int(tree.tokens[above]) for above in path_to(tree, node))] == twin.context
-                hierarchy.observe(Accepted([], text[at : at + 3]), NO_LOGITS)
-                for token in text[at : at + 3]:
+                ways = [[int(tree.tokens[above]) for above in path_to(tree, node)] for node in range(len(tree))]
+                assert [[*text[:at], *way] for way in ways] == [twin.context for twin in expected]
+                accepted = follow(tree, text[at : at + 3])
+                logits = told_logits(seed + at, len(tree) + 1, vocabulary, text[at : at + 4])
+                hierarchy.observe(accepted, logits)
+                for token in accepted.tokens:
                     slow.hear(token)
+                slow.listen([text[:at], *(twin.context for twin in expected)], accepted, logits)
                 np.testing.assert_allclose(hierarchy.weights, slow.weight, rtol=1e-9)
+                np.testing.assert_allclose(hierarchy.rates, slow.rates, rtol=1e-9)
+                at += len(accepted.tokens)
+                drafted |= set(tree.sources.tolist())
+    assert drafted == {SOURCES[letter] for letter in used}
+
+
+SOURCES = {
+    "C": SourceName.CONTEXT,
+    "M": SourceName.MODEL,
+    "S": SourceName.CORPUS,
+    "L": SourceName.LAST,
+    "K": SourceName.COPIED,
+    "R": SourceName.RECYCLED,
+}
+
+
+def drafting(used: str, model: ModelStore | None, corpus: CorpusIndex | None, most: int) -> Hierarchy:
+    """From the sources of these letters."""
+    return Hierarchy(
+        model if "M" in used else None,
+        corpus if "S" in used else None,
+        context="C" in used,
+        budget=FixedBudget(most),
+        last="L" in used,
+        copied="K" in used,
+        recycled="R" in used,
+    )
+
+
+def told_logits(seed: int, rows: int, vocabulary: int, likely: list[int]) -> torch.Tensor:
+    """Random ones, in which some tokens are likely everywhere."""
+    logits = torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(seed))
+    logits[:, likely] += 5.0
+    return logits
 
 
 @settings(max_examples=60)
@@ -188,7 +229,7 @@ def test_the_time_is_shared_out_by_source(tmp_path: Path) -> None:
         assert seconds == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
     """Random logits: what was likeliest after a token is drafted when the token is there again."""
     hierarchy = Hierarchy(recycled=True)
@@ -206,8 +247,58 @@ def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
     after = hierarchy.draft([1])
     check(after, hierarchy.odds, 500, 32)
     below = after.tokens[after.parents == -1].tolist()
-    assert set(below[1:]) <= set(logits[verified].float().topk(8).indices.tolist())
+    assert set(below) - {2} <= set(logits[verified].float().topk(8).indices.tolist())
     assert SourceName.RECYCLED in after.sources
+
+
+def test_only_accepted_nodes_are_copied() -> None:
+    """The root's logits and those of nodes on the path; a node that was turned down has no say."""
+    hierarchy = Hierarchy(copied=True, context=False)
+    hierarchy.begin([8, 9])
+    assert len(hierarchy.draft([9])) == 0
+    hierarchy.observe(Accepted([], [3]), one_hot([3]))
+    for root, truth in ((9, [3]), (9, [3, 5])):
+        hierarchy.begin([8, root])
+        tree = hierarchy.draft([root])
+        assert tree.tokens.tolist()[0] == 3
+        rows = one_hot([3, 5, *[6] * (len(tree) - 1)])
+        hierarchy.observe(Accepted([0] if len(truth) > 1 else [], truth), rows)
+        hierarchy.begin([7, 3])
+        assert (5 in hierarchy.draft([3]).tokens) == (len(truth) > 1)
+
+
+def one_hot(tokens: list[int]) -> torch.Tensor:
+    logits = torch.full((len(tokens), 20), -torch.inf)
+    logits[range(len(tokens)), tokens] = 1.0
+    return logits
+
+
+def test_the_last_logit_gives_what_stood_beside_the_root() -> None:
+    hierarchy = Hierarchy(last=True)
+    hierarchy.begin([1, 2])
+    assert len(hierarchy.draft([2])) == 0
+    logits = torch.full((1, 100), -torch.inf)
+    logits[0, [4, 5, 6]] = torch.tensor([3.0, 2.0, 1.0])
+    hierarchy.observe(Accepted([], [5]), logits)
+    tree = hierarchy.draft([5])
+    assert tree.tokens.tolist() == [4, 6] and set(tree.sources.tolist()) == {SourceName.LAST}
+    assert hierarchy.odds[0] > hierarchy.odds[1]
+    hierarchy.observe(Accepted([], [9]), NO_LOGITS)
+    assert len(hierarchy.draft([9])) == 0, "nobody knows what stood beside this one"
+
+
+def test_candidates_come_to_be_worth_what_they_bring() -> None:
+    hierarchy = Hierarchy(last=True, context=False)
+    hierarchy.begin([0])
+    logits = torch.full((1, 100), -torch.inf)
+    logits[0, [1, 2, 3]] = torch.tensor([2.0, 1.0, 0.0])
+    before = hierarchy.rates.copy()
+    for turn in range(200):
+        hierarchy.observe(Accepted([], [1]), logits)
+        hierarchy.observe(Accepted([], [2 if turn % 2 else 50]), NO_LOGITS)
+    second = 1  # a quarter or more, less than a half
+    assert 0.4 < hierarchy.rates[second] < 0.6, "right every other time"
+    assert hierarchy.rates[3] < 0.1 * before[3], "never right"
 
 
 def test_recycling_survives_a_clipped_tree() -> None:
@@ -219,6 +310,24 @@ def test_recycling_survives_a_clipped_tree() -> None:
     hierarchy.observe(Accepted([], [9]), torch.zeros(len(clipped) + 1, 20))
     hierarchy.begin([5, 3])
     assert len(hierarchy.draft([3])) == 0, "rows that nobody can tell apart are left alone"
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, seed=3)], ids=["T 0", "T 1"])
+def test_every_combination_of_sources_says_the_same(sampling: SamplingConfig, tmp_path: Path) -> None:
+    target = Target(model_of("llama"))
+    prompts = [prompt_of(length) for length in (20, 31)]
+    plain = [said(run(target, prompt, sampling, 24)) for prompt in prompts]
+    stores = stores_of(tmp_path, [[*prompts[0], *plain[0]], plain[1]], VOCABULARY, 1 << 20)
+    for size in range(1, len(SOURCES) + 1):
+        for letters in combinations(SOURCES, size):
+            hierarchy = drafting("".join(letters), *stores, most=24)
+            drafted: set[int] = set()
+            for prompt, expected in zip(prompts, plain, strict=True):
+                steps = run(target, prompt, sampling, 24, drafter=hierarchy)
+                assert said(steps) == expected, letters
+                drafted |= {source for step in steps for source in step.tree.sources.tolist()}
+            assert drafted <= {SOURCES[letter] for letter in letters}
+            assert not {"M", "S", "L", "K", "R"} & set(letters) or drafted
 
 
 @pytest.mark.parametrize("part", ["slots", "keys", "rows", "documents", "suffixes", "heads", "signposts", "shards"])
@@ -257,7 +366,7 @@ def test_what_is_said_stays_the_same(
     plain = [said(run(target, prompt, sampling)) for prompt in prompts]
     documents = [[*prompts[0], *plain[0]], plain[1]]
     stores = stores_of(tmp_path_factory.mktemp("stores"), documents, VOCABULARY, 1 << 20)
-    hierarchy = Hierarchy(*stores, discarded=True)
+    hierarchy = Hierarchy(*stores, last=True, copied=True, recycled=True)
     steps = [run(target, prompt, sampling, drafter=hierarchy) for prompt in prompts]
     assert [said(of) for of in steps] == plain
     assert sum(map(len, steps)) < 0.7 * sum(map(len, plain)), "what was never right tests nothing"

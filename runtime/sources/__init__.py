@@ -14,6 +14,8 @@ class SourceName(IntEnum):
     CORPUS = 3
     LOOKAHEAD = 4
     RECYCLED = 5
+    COPIED = 6
+    LAST = 7
 
     def __str__(self) -> str:
         return self.name.lower()

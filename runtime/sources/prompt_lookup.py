@@ -13,6 +13,7 @@ from numba import njit
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.sources import SourceName
+from hdtool.runtime.sources.growing import GrowingContext
 from hdtool.runtime.tree import ROOT, DraftTree
 
 Ints = npt.NDArray[Any]
@@ -30,20 +31,18 @@ class PromptLookup:
         self._longest = longest
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
         self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
-        self._context = np.empty(0, np.int64)
-        self._size = 0
-        first_match(self._context, 0, longest)  # compiled, or loaded, before a step waits for it
+        self._context = GrowingContext()
+        first_match(self._context.grown(()), longest)  # compiled, or loaded, before a step waits for it
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._size = 0
-        self._read(prompt)
+        self._context.restart(prompt)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
-        self._read(context)
-        start = first_match(self._context, self._size, self._longest)
+        words = self._context.grown(context)
+        start = first_match(words, self._longest)
         # Copied: the tree outlives this step, the buffer does not.
-        tokens = self._context[start : min(start + len(self._parents), self._size)].copy()
+        tokens = words[start : start + len(self._parents)].copy()
         tree = DraftTree(context[-1], tokens, self._parents[: len(tokens)], self._sources[: len(tokens)])
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
         return tree
@@ -51,19 +50,11 @@ class PromptLookup:
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         pass
 
-    def _read(self, context: Sequence[int]) -> None:
-        """What the context has grown by; copying all of a long one would take longer than the search."""
-        if len(context) > len(self._context):
-            larger = np.empty(2 * len(context), np.int64)
-            larger[: self._size] = self._context[: self._size]
-            self._context = larger
-        self._context[self._size : len(context)] = context[self._size :]
-        self._size = len(context)
-
 
 @njit(cache=True, nogil=True)
-def first_match(context: Ints, size: int, longest: int) -> int:
-    """Behind the first of the longest matches of the context's end; ``size`` where nothing matches."""
+def first_match(context: Ints, longest: int) -> int:
+    """Behind the first of the longest matches of the context's end; its length where nothing matches."""
+    size = len(context)
     start, matched = size, 0
     for end in range(size - 1):
         if context[end] == context[size - 1]:

@@ -1,7 +1,8 @@
-"""Recycled logits: what the target thought likely at nodes that it then did not take.
+"""Recycled logits: the tokens that the target ranked highest when it last stood behind the same tokens.
 
-For each verified node the best next tokens and their shares, kept by the node's last token and, hashed,
-by its last two and three. Nothing is kept before the first is recycled.
+One table is fed from all nodes that it verified, another from those that it took, which copies what it
+thought when a token was really said. Rankings are kept by the last token and, hashed, by more of them.
+Nothing is kept, and no memory taken, before the first is heard.
 """
 
 from __future__ import annotations
@@ -10,27 +11,32 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from numba import njit
 
 from hdtool.runtime.memory import array_at
 from hdtool.runtime.model_store import mixed
 
 BEST = 8
+"""Tokens of a ranking."""
+LONGEST_NODE = 5
+"""Last tokens that rankings are kept by."""
+HASHED_ROWS = 1 << 17
+"""For each of the longer lengths."""
 WHOLE = 1000
 """Shares are in thousandths."""
-LONGEST_NODE = 3
-BLOCK = 64
-"""Logits that are compared with the least of the best at once."""
-HASHED_ROWS = 1 << 15
-"""For each of the longer lengths."""
+SHARPNESS = 1.5
+"""Shares are of chances raised to this power: the choice falls on the likeliest more often than that is likely."""
+LONG_RUN = 4
+"""Rankings whose best token was the same so many times in a row are trusted the most."""
 
 RECYCLED = np.dtype(
     [
-        ("tokens", np.int64),  # address of the tokens by row, best first; 0 before anything is recycled
-        ("shares", np.int64),
+        ("tokens", np.int64),  # address of the tokens by row, best first; 0 before anything is kept
+        ("shares", np.int64),  # in thousandths
+        ("tags", np.int64),  # other halves of the hashes
+        ("runs", np.int64),  # how often in a row the best token was the same
         ("vocabulary", np.int64),  # rows for a single token
-        ("longest", np.int64),  # tokens of a node that are looked at
+        ("longest", np.int64),  # last tokens that rows are kept by; 0 before anything is kept
     ],
     align=True,
 )
@@ -39,85 +45,60 @@ Array = npt.NDArray[Any]
 
 
 class Recycled:
-    """The table; ``longest`` of 1 keeps by the last token alone."""
+    """The table."""
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self) -> None:
         self.memory = np.zeros(1, RECYCLED)
-        self._longest = longest
         self._arrays: tuple[Array, ...] = ()
         # Compiled, or loaded, before a step waits for it.
         tokens, scores = np.zeros((0, BEST), np.int64), np.zeros((0, BEST), np.float32)
-        _best(scores, tokens, scores)
         _keep(self.memory, tokens, tokens, scores)
 
-    @torch.inference_mode()
-    def keep(self, logits: torch.Tensor, tails: Array) -> None:
-        """Keep what the target thought after nodes whose last tokens are the rows of ``tails``."""
+    def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
+        """Keep the rankings of nodes whose last tokens are the rows of ``tails``; the likeliest node comes first."""
         if not self._arrays:
-            self._allocate(logits.shape[-1])
-        if logits.device.type == "cpu":
-            # Torch takes ten times as long for this on a CPU.
-            rows = logits.float().numpy()
-            tokens, scores = np.zeros((len(rows), BEST), np.int64), np.full((len(rows), BEST), -np.inf, np.float32)
-            _best(rows, tokens, scores)
-        else:
-            best = logits.float().topk(min(BEST, logits.shape[-1]))
-            tokens, scores = best.indices.cpu().numpy(), best.values.cpu().numpy()
+            self._allocate(vocabulary)
         _keep(self.memory, tails, tokens, scores)
 
     def _allocate(self, vocabulary: int) -> None:
-        rows = vocabulary + (self._longest - 1) * HASHED_ROWS
-        self._arrays = np.zeros((rows, BEST), np.int32), np.zeros((rows, BEST), np.int32)
-        for field, array in zip(("tokens", "shares"), self._arrays, strict=True):
+        rows = vocabulary + (LONGEST_NODE - 1) * HASHED_ROWS
+        self._arrays = (
+            np.zeros((rows, BEST), np.int32),
+            np.zeros((rows, BEST), np.int16),
+            np.zeros(rows, np.uint32),
+            np.zeros(rows, np.uint8),
+        )
+        for field, array in zip(("tokens", "shares", "tags", "runs"), self._arrays, strict=True):
             self.memory[field] = array.ctypes.data
-        self.memory["vocabulary"], self.memory["longest"] = vocabulary, self._longest
-
-
-@njit(cache=True, nogil=True)
-def _best(logits: Array, tokens: Array, scores: Array) -> None:
-    """The best tokens of each row and their scores; most blocks have nothing to offer, as one quick look tells."""
-    for row in range(len(logits)):
-        least = scores[row, -1]
-        for start in range(0, logits.shape[1], BLOCK):
-            block = logits[row, start : start + BLOCK]
-            better = 0
-            for place in range(len(block)):
-                better += block[place] > least
-            if better:
-                for place in range(len(block)):
-                    if block[place] > least:
-                        _insert(tokens[row], scores[row], start + place, block[place])
-                        least = scores[row, -1]
-
-
-@njit(cache=True, nogil=True)
-def _insert(tokens: Array, scores: Array, token: int, score: float) -> None:
-    place = len(scores)
-    while place > 0 and scores[place - 1] < score:
-        place -= 1
-        if place + 1 < len(scores):
-            tokens[place + 1], scores[place + 1] = tokens[place], scores[place]
-    if place < len(scores):
-        tokens[place], scores[place] = token, score
+        self.memory["vocabulary"], self.memory["longest"] = vocabulary, LONGEST_NODE
 
 
 @njit(cache=True, nogil=True)
 def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
     table = memory[0]
-    all_tokens, all_shares = kept_tokens(table), kept_shares(table)
-    for node in range(len(tails)):
+    kept_tokens, kept_shares, tags, runs = rankings_of(table)
+    shares = np.empty(BEST)
+    for node in range(len(tails) - 1, -1, -1):  # the likeliest last: its ranking is the one that stays
         if not np.isfinite(scores[node, 0]):
             continue
-        shares = np.exp(scores[node] - scores[node, 0])
+        for place in range(BEST):
+            shares[place] = np.exp(SHARPNESS * (scores[node, place] - scores[node, 0]))
         shares *= WHOLE / shares.sum()
         mark = np.uint64(0)
         for length in range(1, table.longest + 1):
             mark = mixed(mark, tails[node, -length])
             row = row_of(table, tails[node, -1], mark, length)
             if row >= 0:
-                all_tokens[row], all_shares[row] = 0, 0
-                for place in range(len(shares)):
-                    all_tokens[row, place], all_shares[row, place] = tokens[node, place], np.int32(shares[place])
+                again = tags[row] == tag_of(mark) and kept_tokens[row, 0] == tokens[node, 0]
+                tags[row], runs[row] = tag_of(mark), min(runs[row] + 1, LONG_RUN) if again else 0
+                for place in range(BEST):
+                    kept_tokens[row, place], kept_shares[row, place] = tokens[node, place], int(shares[place])
+
+
+@njit(cache=True, nogil=True)
+def tag_of(mark: np.uint64) -> Any:
+    """The half of a hash that does not choose the row, to know strangers by."""
+    return np.uint32(mark >> np.uint64(32))
 
 
 @njit(cache=True, nogil=True)
@@ -131,10 +112,12 @@ def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def kept_tokens(table: Any) -> Array:
-    return array_at(table.tokens, (table.vocabulary + (table.longest - 1) * HASHED_ROWS, BEST), np.int32)
-
-
-@njit(cache=True, nogil=True)
-def kept_shares(table: Any) -> Array:
-    return array_at(table.shares, (table.vocabulary + (table.longest - 1) * HASHED_ROWS, BEST), np.int32)
+def rankings_of(table: Any) -> tuple[Array, Array, Array, Array]:
+    """The tokens, shares, tags and runs of all rows."""
+    rows = table.vocabulary + (table.longest - 1) * HASHED_ROWS
+    return (
+        array_at(table.tokens, (rows, BEST), np.int32),
+        array_at(table.shares, (rows, BEST), np.int16),
+        array_at(table.tags, rows, np.uint32),
+        array_at(table.runs, rows, np.uint8),
+    )

@@ -49,12 +49,9 @@ def answer(loaded: Loaded, ids: Ids, sampling: SamplingConfig, most: int, drafte
 
 
 def drafters(loaded: Loaded, names: list[str]) -> dict[str, Drafter]:
-    """One for each method, and the default with recycled logits; each lives through all answers."""
+    """One for each method; each lives through all answers."""
     shelf = Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig())
-    made = {name: drafter_for(DecodeConfig(name), loaded.target, shelf) for name in names}
-    if "hd" in names:
-        made["hd --recycle"] = drafter_for(DecodeConfig(recycled=True), loaded.target, shelf)
-    return made
+    return {name: drafter_for(DecodeConfig(name), loaded.target, shelf) for name in names}
 
 
 def main() -> int:

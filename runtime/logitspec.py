@@ -1,0 +1,122 @@
+"""LogitSpec: the last logit guides the look-up of what followed in the conversation.
+
+The root is known; what the target also thought likely in its place, it may well say next. Each of these
+candidates is looked up behind the root, longer matches first, and of equals the latest. Better candidates
+are followed farther, and all of it makes one tree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.likeliest import ranked
+from hdtool.runtime.sources import SourceName
+from hdtool.runtime.sources.growing import GrowingContext
+from hdtool.runtime.sources.last_logit import MOST_CANDIDATES
+from hdtool.runtime.sources.trie import NO_TOKEN, Trie
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+
+UNRANKED = -1
+LONGEST = 3
+"""Tokens that must agree at most, the candidate included."""
+FOLLOWED = 20
+"""Tokens that are taken of what followed the root."""
+DEPTHS = ((8, 4), (32, 3), (MOST_CANDIDATES, 1))
+"""The first eight candidates begin sequences of four tokens, those up to the 32nd of three, others stand alone."""
+
+Ints = npt.NDArray[Any]
+
+
+class LogitSpec:
+    """Drafts from the last logit and the conversation alone."""
+
+    def __init__(self, most: int = LARGEST_TREE) -> None:
+        self.seconds: dict[SourceName, float] = {SourceName.LAST: 0.0}
+        """What the source has taken since this drafter exists."""
+        self._trie = Trie(most)
+        self._context = GrowingContext()
+        self._candidates = np.empty(0, np.int64)
+        depths = [next(depth for end, depth in DEPTHS if rank < end) for rank in range(MOST_CANDIDATES)]
+        self._depths = np.array(depths, np.int64)
+        self._ranks = np.empty(0, np.int64)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Have everything compiled, or loaded, before the first step waits for it."""
+        self.begin([0, 0])
+        self.observe(Accepted([], [1]), torch.zeros(1, 2))
+        self.draft([0, 0, 1])
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._context.restart(prompt)
+        self._candidates = self._candidates[:0]
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        started = time.perf_counter()
+        words = self._context.grown(context)
+        rows = look_up(words, self._candidates, self._depths, self._ranks)
+        self._trie.clear()
+        self._trie.add(rows[:1], SourceName.CONTEXT, wanted=1)
+        self._trie.add(rows[1:], SourceName.LAST, wanted=len(rows))
+        tree = DraftTree(context[-1], *self._trie.nodes())
+        self.seconds[SourceName.LAST] += time.perf_counter() - started
+        return tree
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        started = time.perf_counter()
+        self._candidates = self._candidates[:0]
+        if len(logits):
+            end = accepted.path[-1] + 1 if accepted.path else 0
+            tokens, scores = ranked(logits[end : end + 1], MOST_CANDIDATES + 1)
+            likely = tokens[0, np.isfinite(scores[0])]
+            self._candidates = likely[likely != accepted.tokens[-1]][:MOST_CANDIDATES]
+            if len(self._ranks) != logits.shape[-1]:
+                self._ranks = np.full(logits.shape[-1], UNRANKED)
+        self.seconds[SourceName.LAST] += time.perf_counter() - started
+
+
+@njit(cache=True, nogil=True)
+def look_up(words: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> Ints:
+    """A row for the root, then one for each candidate: itself and what followed it, as far as its depth.
+
+    The longest match counts, of equals the one that more is known behind, then the latest. ``ranks`` has
+    room for each token of the vocabulary and is left as it was found.
+    """
+    size = len(words)
+    rows = np.full((len(candidates) + 1, FOLLOWED), NO_TOKEN, np.int32)
+    matched, known = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    for rank in range(len(candidates)):
+        rows[rank + 1, 0] = candidates[rank]
+        ranks[candidates[rank]] = rank + 1
+    for end in range(size - 2, -1, -1):
+        token = words[end]
+        if token == words[size - 1]:
+            row, before, wanted, start = 0, size - 2, FOLLOWED, 0
+        elif 0 <= token < len(ranks) and ranks[token] != UNRANKED:
+            row, before, wanted, start = ranks[token], size - 1, depths[ranks[token] - 1] - 1, 1
+        else:
+            continue
+        length = 1
+        while (
+            length < LONGEST
+            and end >= length
+            and before >= length - 1
+            and (words[end - length] == words[before - length + 1])
+        ):
+            length += 1
+        follow = min(size - 1 - end, wanted)
+        if length > matched[row] or (length == matched[row] and follow > known[row]):
+            matched[row], known[row] = length, follow
+            for place in range(wanted):
+                rows[row, start + place] = words[end + 1 + place] if place < follow else NO_TOKEN
+    for token in candidates:
+        ranks[token] = UNRANKED
+    return rows

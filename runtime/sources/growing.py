@@ -1,0 +1,31 @@
+"""A context as an array for compiled code; to copy all of a long one each step would take longer than a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[Any]
+
+
+class GrowingContext:
+    def __init__(self) -> None:
+        self._tokens = np.empty(0, np.int64)
+        self._size = 0
+
+    def restart(self, prompt: Sequence[int]) -> None:
+        self._size = 0
+        self.grown(prompt)
+
+    def grown(self, context: Sequence[int]) -> Ints:
+        """The tokens of ``context``, which begins with all that was given since the last start."""
+        if len(context) > len(self._tokens):
+            larger = np.empty(2 * len(context), np.int64)
+            larger[: self._size] = self._tokens[: self._size]
+            self._tokens = larger
+        self._tokens[self._size : len(context)] = context[self._size :]
+        self._size = len(context)
+        return self._tokens[: self._size]

@@ -1,0 +1,45 @@
+"""The last logit: what the target might have said instead of the root is what it may well say next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+MOST_CANDIDATES = 60
+KINDS = 8
+"""Candidates are told apart by their probability: a half or more, a quarter or more, and so on."""
+
+LAST = np.dtype(
+    [
+        ("count", np.int64),  # of candidates; 0 where nothing is known of the root
+        ("tokens", np.int64, MOST_CANDIDATES),  # likeliest first
+        ("kinds", np.int64, MOST_CANDIDATES),
+    ],
+    align=True,
+)
+
+Array = npt.NDArray[Any]
+
+
+@njit(cache=True, nogil=True)
+def remember(memory: Array, root: int, tokens: Array, scores: Array) -> None:
+    """Take the likeliest tokens that the root was chosen from, and their logits; the root itself is left out."""
+    last = memory[0]
+    last.count = 0
+    if not np.isfinite(scores[0]):
+        return
+    chances = np.exp(scores - scores[0])
+    chances /= chances.sum()
+    for place in range(len(tokens)):
+        if tokens[place] != root and chances[place] > 0 and last.count < MOST_CANDIDATES:
+            last.tokens[last.count] = tokens[place]
+            last.kinds[last.count] = min(KINDS - 1, int(-np.log2(chances[place])))
+            last.count += 1
+
+
+@njit(cache=True, nogil=True)
+def forget(last: Any) -> None:
+    last.count = 0

@@ -1,0 +1,151 @@
+"""LogitSpec: what its look-ups find against slow ones, how its tree is filled, and what it makes of logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.data.errors import OptionError
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import DecodeConfig, ReplayConfig
+from hdtool.runtime.likeliest import ranked
+from hdtool.runtime.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
+from hdtool.runtime.sources import SourceName
+from hdtool.runtime.sources.trie import NO_TOKEN
+from hdtool.runtime.tree import DraftTree
+from tests.trees import path_to
+
+NO_LOGITS = torch.empty(0)
+
+
+def slow_look_up(words: list[int], tail: list[int], wanted: int) -> list[int]:
+    """What followed the longest match of the end of ``tail``, of at most three tokens."""
+    best: tuple[int, int, int] = (0, 0, 0)
+    for end in range(len(words) - 1):
+        length = 0
+        while length < min(LONGEST, end + 1, len(tail)) and words[end - length] == tail[-1 - length]:
+            length += 1
+        known = min(wanted, len(words) - 1 - end)
+        if length and (length, known, end) > best:
+            best = length, known, end
+    length, known, end = best
+    return words[end + 1 : end + 1 + known] if length else []
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=60),
+    st.permutations(range(7)),
+    st.integers(0, 7),
+    st.lists(st.integers(1, 4), min_size=7, max_size=7),
+)
+def test_look_ups_equal_slow_ones(words: list[int], order: list[int], count: int, depths: list[int]) -> None:
+    candidates = [token for token in order if token != words[-1]][:count]
+    ranks = np.full(7, UNRANKED)
+    rows = look_up(np.array(words), np.array(candidates, np.int64), np.array(depths), ranks)
+    expected = [slow_look_up(words, words, FOLLOWED)]
+    for token, depth in zip(candidates, depths, strict=False):
+        expected.append([token, *slow_look_up(words, [*words, token], depth - 1)])
+    assert [[token for token in row if token != NO_TOKEN] for row in rows.tolist()] == expected
+    assert (ranks == UNRANKED).all()
+
+
+def logits_of(likely: list[int], vocabulary: int = 200) -> torch.Tensor:
+    """A row in which these tokens are the likeliest, the first the most."""
+    logits = torch.full((1, vocabulary), -torch.inf)
+    logits[0, likely] = torch.arange(len(likely), 0, -1.0)
+    return logits
+
+
+def drafted(drafter: LogitSpec, context: list[int], likely: list[int]) -> DraftTree:
+    drafter.begin(context[:-1])
+    drafter.observe(Accepted([], context[-1:]), logits_of(likely))
+    tree = drafter.draft(context)
+    tree.check_integrity()
+    return tree
+
+
+def ways(tree: DraftTree) -> list[list[int]]:
+    """From the root to each leaf."""
+    leaves = set(range(len(tree))) - set(tree.parents.tolist())
+    return [[int(tree.tokens[node]) for node in path_to(tree, leaf)] for leaf in sorted(leaves)]
+
+
+def test_better_candidates_are_followed_farther() -> None:
+    said = [token for start in range(20, 120) for token in (start, 150, 151, 152, 153)]
+    tree = drafted(LogitSpec(), [*said, 7], [7, *range(20, 120)])
+    expected = [[start, 150, 151, 152] for start in range(20, 28)] + [[start, 150, 151] for start in range(28, 38)]
+    assert ways(tree) == [*expected, [38, 150]], "and then the tree is full"
+    assert len(tree) == 64
+
+
+def test_candidates_that_nothing_followed_stand_alone() -> None:
+    tree = drafted(LogitSpec(), [1, 2, 3], [3, *range(20, 120)])
+    assert tree.tokens.tolist() == list(range(20, 80)), "sixty of them"
+    assert set(tree.parents.tolist()) == {-1}
+    assert set(tree.sources.tolist()) == {SourceName.LAST}
+
+
+def test_what_followed_the_root_comes_first_and_is_shared() -> None:
+    tree = drafted(LogitSpec(), [5, 6, 7, 8, 9, 5], [5, 6, 11])
+    assert ways(tree) == [[6, 7, 8, 9, 5], [11]]
+    assert tree.sources.tolist() == [SourceName.CONTEXT] * 5 + [SourceName.LAST]
+
+
+def test_without_logits_it_looks_up_the_root_alone() -> None:
+    drafter = LogitSpec()
+    drafter.begin([1, 2, 3, 1])
+    assert drafter.draft([1, 2, 3, 1]).tokens.tolist() == [2, 3, 1]
+    drafter.observe(Accepted([], [2]), logits_of([2, 9]))
+    drafter.observe(Accepted([], [3]), NO_LOGITS)
+    assert drafter.draft([1, 2, 3, 1, 2, 3]).tokens.tolist() == [1, 2, 3]
+
+
+def test_the_row_of_the_last_accepted_node_counts() -> None:
+    drafter = LogitSpec()
+    drafter.begin([1, 2, 3, 1])
+    drafter.draft([1, 2, 3, 1])
+    rows = torch.cat([logits_of([2, 30]), logits_of([3, 40]), logits_of([9, 50]), logits_of([60])])
+    drafter.observe(Accepted([0, 1], [2, 3, 9]), rows)
+    assert drafter.draft([1, 2, 3, 1, 2, 3, 9]).tokens.tolist() == [50]
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 64, 1000])
+def test_no_tree_is_larger_than_asked_for(most: int) -> None:
+    assert len(drafted(LogitSpec(most), [1, 2, 3], list(range(3, 150)))) == min(60, most)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 12), st.integers(1, 300), st.integers(1, 70), st.integers(0, 2**16), st.booleans())
+def test_ranks_are_those_of_the_logits(rows: int, vocabulary: int, most: int, seed: int, coarse: bool) -> None:
+    logits = torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(seed))
+    logits = logits.bfloat16() if coarse else logits
+    tokens, scores = ranked(logits, most)
+    best = logits.float().sort(dim=-1, descending=True).values[:, :most].numpy()
+    kept = min(most, vocabulary)
+    assert (scores[:, :kept] == best).all() and (scores[:, kept:] == -np.inf).all()
+    assert (tokens[:, kept:] == -1).all()
+    for row in range(rows):
+        assert (logits.float()[row, tokens[row, :kept]].numpy() == scores[row, :kept]).all()
+        assert len(set(tokens[row, :kept].tolist())) == kept
+
+
+def test_rows_that_are_not_numbers_have_no_ranks() -> None:
+    logits = torch.full((2, 100), torch.nan)
+    logits[1, 3] = 0.0
+    tokens, scores = ranked(logits, 4)
+    assert (scores[0] == -np.inf).all() and tokens[1].tolist() == [3, -1, -1, -1]
+
+
+def test_sources_that_a_method_does_not_know_are_refused() -> None:
+    assert DecodeConfig("hd+logitspec", use="R").sources == "R"
+    assert DecodeConfig("hd+logitspec").sources == "CMSLR" and DecodeConfig().sources == "CMS"
+    assert DecodeConfig("logitspec", use="M").sources == "C"
+    with pytest.raises(OptionError, match="use is LR with method hd: it must be letters of which some are in CMS"):
+        DecodeConfig("hd", use="LR")
+    for method in ("logitspec", "hd+logitspec"):
+        with pytest.raises(OptionError, match="cannot be replayed: it drafts from the model's logits"):
+            ReplayConfig((method,))
