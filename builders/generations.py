@@ -1,7 +1,8 @@
 """A model's own answers, collected: one line of JSON for each prompt, resumable after a kill.
 
-A line is whole or it is not there: each one is on disk before the next prompt is asked, and a line
-that a kill cut short is taken away when the work goes on.
+A line is whole or it is not there: each one is on disk before the next is begun, and a line that a kill
+cut short is taken away when the work goes on. Lines stand in the order of the prompts, so answers that are
+made beside a longer one wait for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt
+from hdtool.runtime.answer import Answer
 from hdtool.runtime.answers import Answerer
 
 
@@ -44,7 +46,14 @@ class GenerationFile:
                 "make room or choose another --out, and run the command again"
             ) from error
 
-    def add(self, prompt: Prompt, conversation: list[dict[str, str]], answers: list[dict[str, Any]]) -> None:
+    def add(self, prompt: Prompt, told: Sequence[Answer]) -> None:
+        """A prompt, answered to the last turn."""
+        conversation = [dict(message) for message in prompt.messages]
+        for number, answer in enumerate(told):
+            if number:
+                conversation.append({"role": "user", "content": answer.asked})
+            conversation.append({"role": "assistant", "content": answer.text})
+        answers = [{"output_ids": answer.output_ids, "finish": answer.stats.finish} for answer in told]
         row = {"id": prompt.id, "category": prompt.category, **self._settings}
         line = json.dumps({**row, "messages": conversation, "answers": answers}, ensure_ascii=False) + "\n"
         self._stream.write(line.encode())
@@ -83,19 +92,18 @@ class GenerationFile:
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
-    """Ask every prompt that the file lacks and add its answer; yields how many are answered by now."""
+    """Ask every prompt that the file lacks and add its answers; yields how many are answered by now."""
     with file.open(prompts) as left:
-        yield len(prompts) - len(left)
-        for number, prompt in enumerate(left, start=len(prompts) - len(left) + 1):
-            conversation = [dict(message) for message in prompt.messages]
-            answers = []
-            turns = iter(prompt.later_turns)
-            for answer in answerer.answers(prompt):
-                for _ in answer:
-                    pass
-                answers.append({"output_ids": answer.output_ids, "finish": answer.stats.finish})
-                conversation.append({"role": "assistant", "content": answer.text})
-                if (turn := next(turns, None)) is not None:
-                    conversation.append({"role": "user", "content": turn})
-            file.add(prompt, conversation, answers)
-            yield number
+        done = len(prompts) - len(left)
+        yield done
+        told: list[Answer] = []
+        for answer in answerer.all_answers(left):
+            for _ in answer:
+                pass
+            if answer.interrupted:  # what was cut short is not the model's answer
+                raise KeyboardInterrupt
+            told.append(answer)
+            if len(told) > len(answer.prompt.later_turns):
+                file.add(answer.prompt, told)
+                told, done = [], done + 1
+                yield done

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hdtool.runtime.answers import Answer
+from hdtool.runtime.answer import Answer
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
@@ -50,6 +51,15 @@ def run(answer: Answer, *, show: bool = True, color: bool = False) -> None:
         print(flush=True)
 
 
+def numbered(answers: Iterable[Answer]) -> Iterator[tuple[int, Answer]]:
+    """Each answer with the number of its prompt, which those to later turns share."""
+    number, before = 0, None
+    for answer in answers:
+        number += answer.prompt is not before
+        before = answer.prompt
+        yield number, answer
+
+
 def record(answer: Answer) -> dict[str, Any]:
     """The answer as ``--json`` prints it; names stay as they are once they have shipped."""
     stats = answer.stats
@@ -88,6 +98,13 @@ def summary(stats: Stats) -> str:
         f"{stats.steps} steps ({stats.tokens_per_step:.2f} tokens per step), a step {stats.verify_ms_per_step:.2f} ms "
         f"in the model and {stats.outside_us_per_step:.0f} µs around it{ending}"
         + "".join(f"\n{_contribution(stats, source)}" for source in stats.sources)
+    )
+
+
+def in_all(tokens: int, seconds: float, batch_size: int) -> str:
+    """The figures of answers that were made side by side; the times of each contain the others'."""
+    return (
+        f"in all {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), {batch_size} answers at once"
     )
 
 

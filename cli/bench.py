@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hdtool.cli import options
 from hdtool.cli.cost import bench_cost
+from hdtool.cli.shape import bench_shape
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
 from hdtool.runtime.config import (
     METHODS,
     PEERS,
+    SHAPES,
     BenchConfig,
     DecodeConfig,
     ModelConfig,
     SamplingConfig,
+    ShapeConfig,
     ShelfConfig,
 )
+
+if TYPE_CHECKING:
+    from hdtool.data.results import Results
+    from hdtool.runtime.plan import Plan
 
 
 def bench(
@@ -65,6 +73,11 @@ def bench(
     top_p: options.TopP = SamplingConfig.top_p,
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
+    report: options.Report = None,
+    temperatures: Annotated[
+        str | None,
+        typer.Option(help="Of --report: temperatures separated by commas that everything is measured at as well."),
+    ] = None,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
     threads: Annotated[
@@ -80,6 +93,14 @@ def bench(
         str | None,
         typer.Option(help="Of --cost: lengths separated by commas. Default: powers of two from 64 to 8192 at most."),
     ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Time instead a model of this size with random weights, which says what --traces has on record: "
+            f"{', '.join(SHAPES)}, or a config.json. --model names whose tokenizer the record is in."
+        ),
+    ] = None,
+    traces: Annotated[Path | None, typer.Option(help="Of --shape: recorded answers, as replay takes them.")] = None,
     as_json: options.JsonObject = False,
 ) -> None:
     """Measure on your own device what each method brings.
@@ -89,30 +110,76 @@ def bench(
     second, speed-up, tokens per step and how many questions got the very same tokens, for each task.
     """
     chosen = tuple(name.strip() for listed in methods for name in listed.split(",")) if methods else None
-    settings = BenchConfig(chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
+    settings = BenchConfig(None if shape else chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
     decoding = DecodeConfig(budget=budget, max_new_tokens=max_new_tokens)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     loading = ModelConfig(model, device, dtype, trust_remote_code)
     if cost or contexts is not None:
-        _refuse_beside_cost(cost, questions=questions, methods=methods, baseline=baseline, limit=limit)
-        return bench_cost(loading, contexts, threads, out, quiet, as_json)
+        _refuse_beside_cost(
+            cost,
+            questions=questions,
+            methods=methods,
+            baseline=baseline,
+            limit=limit,
+            report=report,
+            temperatures=temperatures,
+            traces=traces,
+        )
+        return bench_cost(loading, shape, contexts, threads, out, quiet, as_json)
+    if shape is not None:
+        _refuse_beside_shape(
+            questions=questions, baseline=baseline, assistant=assistant, report=report, temperatures=temperatures
+        )
+        timed = ShapeConfig(shape, chosen or ShapeConfig.methods, limit)
+        stores = ShelfConfig(model_db, corpus_db)
+        return bench_shape(timed, traces, replace(loading, threads=threads), decoding, stores, quiet, as_json)
+    if traces is not None:
+        raise OptionError("--traces belongs to --shape: give both")
+    hotter = _temperatures(temperatures, report, sampling)
     asked = _questions(questions, limit)
 
-    from hdtool.builders.progress import bar
+    from hdtool.builders.report.measured import Measured
+    from hdtool.builders.report.write import prepare
     from hdtool.cli.answers import quiet_libraries
+    from hdtool.cli.report import report_bench
     from hdtool.cli.scores import record, table
     from hdtool.runtime.plan import Plan
     from hdtool.runtime.scores import scores_of
 
     quiet_libraries()
+    if report:
+        prepare(report)
     plan = Plan(asked, settings, loading, decoding, sampling, ShelfConfig(model_db, corpus_db), chat)
-    with bar(len(asked), "questions", quiet=quiet) as shown:
-        results = plan.results(shown.to)
+    results, *others = (_measured(one, quiet) for one in (plan, *map(plan.at, hotter)))
     scores = scores_of(results, baseline)
     if as_json:
         print(json.dumps(record(results, scores), ensure_ascii=False))
     else:
         print(table(results, scores))
+    if report:
+        report_bench(report, plan, Measured(results, baseline, others), quiet=quiet)
+
+
+def _measured(plan: Plan, quiet: bool) -> Results:
+    from hdtool.builders.progress import bar
+
+    with bar(len(plan.questions), "questions", quiet=quiet) as shown:
+        return plan.results(shown.to)
+
+
+def _temperatures(listed: str | None, report: Path | None, sampling: SamplingConfig) -> list[float]:
+    """Those besides the one that is measured anyway."""
+    if listed is None:
+        return []
+    if report is None:
+        raise OptionError("--temperatures belongs to --report: give both")
+    try:
+        found = [float(one) for one in listed.split(",")]
+    except ValueError:
+        raise OptionError(f"--temperatures is {listed}, it must be numbers separated by commas") from None
+    for temperature in found:
+        replace(sampling, temperature=temperature)  # refuses what is none
+    return [temperature for temperature in dict.fromkeys(found) if temperature != sampling.temperature]
 
 
 def _refuse_beside_cost(cost: bool, **given: object) -> None:
@@ -121,6 +188,12 @@ def _refuse_beside_cost(cost: bool, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise OptionError(f"--cost asks no questions: leave out --{name}")
+
+
+def _refuse_beside_shape(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise OptionError(f"--shape asks no questions: leave out --{name}")
 
 
 def _questions(path: Path | None, limit: int | None) -> Sequence[Prompt]:

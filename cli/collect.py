@@ -17,6 +17,7 @@ def collect(
     out: Annotated[Path, typer.Option(help="Where the answers go; run the same command again to go on after a kill.")],
     model: options.Model = ModelConfig.model,
     max_new_tokens: options.MaxNewTokens = 1024,
+    batch_size: options.BatchSize = DecodeConfig.batch_size,
     temperature: options.Temperature = SamplingConfig.temperature,
     top_k: options.TopK = SamplingConfig.top_k,
     top_p: options.TopP = SamplingConfig.top_p,
@@ -24,6 +25,7 @@ def collect(
     seed: options.Seed = SamplingConfig.seed,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
+    threads: options.Threads = ModelConfig.threads,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
     quiet: options.Quiet = False,
@@ -32,7 +34,7 @@ def collect(
 
     Writes one JSON line for each prompt: id, category, model, settings, messages, answers (ids and how each ended).
     """
-    decoding = DecodeConfig(max_new_tokens=max_new_tokens)
+    decoding = DecodeConfig(max_new_tokens=max_new_tokens, batch_size=batch_size)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = read_prompts(prompts)
 
@@ -43,7 +45,7 @@ def collect(
     from hdtool.runtime.answers import Answerer
 
     quiet_libraries()
-    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code), decoding, sampling, chat)
+    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code, threads), decoding, sampling, chat)
     answerer.check(asked)
     told = {"model": answerer.loaded.name, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
     file = GenerationFile(out, told)

@@ -19,9 +19,15 @@ AT_ONCE = 8
 
 
 def bench_cost(
-    model: ModelConfig, contexts: str | None, threads: int | None, out: Path, quiet: bool, as_json: bool
+    model: ModelConfig,
+    shape: str | None,
+    contexts: str | None,
+    threads: int | None,
+    out: Path,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
-    """Measure, print, and write `cost.json` and `cost.png`."""
+    """Measure, print, and write `cost.json` and `cost.png`; of a shape, its passes with random weights."""
     config = CostConfig(_lengths(contexts))
     BenchConfig(threads=threads)
 
@@ -30,17 +36,18 @@ def bench_cost(
     from hdtool.cli.answers import quiet_libraries
     from hdtool.runtime.load import load
     from hdtool.runtime.pass_times import cost_of_passes, keep_at_home, lengths_for, write_curve
-    from hdtool.runtime.surroundings import compute_with
+    from hdtool.runtime.shapes import load_shape
+    from hdtool.runtime.threads import settle_threads
 
     quiet_libraries()
-    compute_with(threads)
-    loaded = load(model)
+    loaded = load_shape(shape, model) if shape else load(model)
+    settle_threads(loaded.target, threads)
     lengths = lengths_for(loaded, config)
     with bar(len(lengths), "contexts", quiet=quiet) as shown:
         curve = cost_of_passes(loaded, lengths, shown.to)
     write_curve(curve, out / "cost.json")
     draw_cost(curve, out / "cost.png")
-    keep_at_home(loaded, curve)
+    keep_at_home(loaded.target, curve)
     print(json.dumps(asdict(curve)) if as_json else table(curve))
 
 

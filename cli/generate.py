@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def generate(
     order: options.Order = DecodeConfig.order,
     lookahead: options.Lookahead = DecodeConfig.lookahead,
     max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
+    batch_size: options.BatchSize = DecodeConfig.batch_size,
     temperature: options.Temperature = SamplingConfig.temperature,
     top_k: options.TopK = SamplingConfig.top_k,
     top_p: options.TopP = SamplingConfig.top_p,
@@ -33,6 +35,7 @@ def generate(
     seed: options.Seed = SamplingConfig.seed,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
+    threads: options.Threads = ModelConfig.threads,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
     stats: options.Stats = False,
@@ -45,32 +48,34 @@ def generate(
     Whatever the method, the answer is that of plain decoding; drafting only makes it come sooner.
     """
     # Everything that can be wrong with what was typed is found before a model is loaded.
-    decoding = DecodeConfig(method, max_new_tokens, budget, use, order, lookahead)
+    decoding = DecodeConfig(method, max_new_tokens, budget, use, order, lookahead, batch_size)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = _asked(prompt, prompts)
 
-    from hdtool.cli.answers import LEGEND, quiet_libraries, record, run, summary, tell_sources
+    from hdtool.cli.answers import LEGEND, in_all, numbered, quiet_libraries, record, run, summary, tell_sources
     from hdtool.runtime.answers import Answerer
 
     quiet_libraries()
     shelf = ShelfConfig(model_db, corpus_db)
-    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code), decoding, sampling, chat, shelf)
+    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code, threads), decoding, sampling, chat, shelf)
     answerer.check(asked)
     tell_sources(answerer.shelf)
     if color:
         print(LEGEND, file=sys.stderr)
-    for number, question in enumerate(asked, start=1):
-        for answer in answerer.answers(question):
-            if len(asked) > 1 and not as_json:
-                print(f"── {number}/{len(asked)} {question.id}", file=sys.stderr)
-            run(answer, show=not as_json, color=color)
-            if as_json:
-                print(json.dumps(record(answer), ensure_ascii=False), flush=True)
-            if stats or answer.interrupted:
-                print(summary(answer.stats), file=sys.stderr)
-            if answer.interrupted:
-                return INTERRUPTED
-    return 0
+    started, tokens, interrupted = time.perf_counter(), 0, False
+    for number, answer in numbered(answerer.all_answers(asked)):
+        if len(asked) > 1 and not as_json:
+            print(f"── {number}/{len(asked)} {answer.prompt.id}", file=sys.stderr)
+        run(answer, show=not as_json, color=color)
+        if as_json:
+            print(json.dumps(record(answer), ensure_ascii=False), flush=True)
+        if stats or answer.interrupted:
+            print(summary(answer.stats), file=sys.stderr)
+        tokens += answer.stats.tokens
+        interrupted |= answer.interrupted
+    if stats and batch_size > 1:
+        print(in_all(tokens, time.perf_counter() - started, batch_size), file=sys.stderr)
+    return INTERRUPTED if interrupted else 0
 
 
 def _asked(prompt: str | None, prompts: Path | None) -> Sequence[Prompt]:

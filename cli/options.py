@@ -51,6 +51,10 @@ Lookahead = Annotated[
     bool, typer.Option("--lookahead/--no-lookahead", help="Whether hd-paper feeds its context table by lookahead.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+BatchSize = Annotated[
+    int,
+    typer.Option(help="Prompts that are answered at once, in one pass for all; more than 1 do not stream."),
+]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, more samples.")]
 TopK = Annotated[
     int | None, typer.Option(help="Sample from the k likeliest tokens, 0 from all. Default: the model's own.")
@@ -66,6 +70,9 @@ Seed = Annotated[int, typer.Option(help="Same seed, same answer: every draw is k
 Device = Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)} or cuda:N.")]
 DType = Annotated[
     str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. auto: float32 on CPUs, else the checkpoint's own.")
+]
+Threads = Annotated[
+    int | None, typer.Option(help="That torch computes with on a CPU. Default: as many as are fastest, as measured.")
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the model.")]
 Prompt = Annotated[str | None, typer.Option(help="The text to answer. Without it, --prompts or standard input.")]
@@ -97,4 +104,7 @@ StoreOut = Annotated[
 ]
 Tolerate = Annotated[float, typer.Option(help="The share of records that may be unusable; they are counted and named.")]
 StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]
+Report = Annotated[
+    Path | None, typer.Option(help="Folder for a page with tables and figures, index.html, and the figures as PNG.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]

@@ -68,6 +68,7 @@ def replay(
     steps: Annotated[
         Path | None, typer.Option(help="Write one JSON line for each method and turn: how many tokens each step got.")
     ] = None,
+    report: options.Report = None,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
@@ -81,8 +82,11 @@ def replay(
     config = ReplayConfig(names, budget, use, order, limit, workers)
 
     from hdtool.builders.progress import bar
+    from hdtool.builders.report.study import Study
+    from hdtool.builders.report.write import prepare
     from hdtool.cli.answers import quiet_libraries
     from hdtool.cli.played import in_words, record
+    from hdtool.cli.report import report_replay
     from hdtool.data.traces import read_traces
     from hdtool.runtime.cost import CostCurve
     from hdtool.runtime.crew import replay as replayed
@@ -97,6 +101,8 @@ def replay(
             pass
     recorded = _answered(read_traces(traces, questions)[: config.limit])
     quiet_libraries()
+    if report:
+        prepare(report)
     asked = ModelConfig(model, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(asked)
     shelf = Shelf.for_tokenizer(tokenizer, ShelfConfig(model_db, corpus_db))
@@ -112,6 +118,9 @@ def replay(
     if steps:
         _write_steps(steps, played)
     print(json.dumps(record(played, curve), ensure_ascii=False) if as_json else in_words(played, curve))
+    if report:
+        study = Study(conversations, shelf, config.budget, config.workers)
+        report_replay(report, study, recorded, tokenizer, played, curve, quiet=quiet)
 
 
 def _answered(traces: list[Trace]) -> list[Trace]:

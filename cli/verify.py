@@ -40,6 +40,7 @@ def verify(
     seed: options.Seed = SamplingConfig.seed,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
+    threads: options.Threads = ModelConfig.threads,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
     quiet: options.Quiet = False,
@@ -60,11 +61,13 @@ def verify(
     from hdtool.runtime.load import load
     from hdtool.runtime.methods import drafter_for
     from hdtool.runtime.shelf import Shelf
+    from hdtool.runtime.threads import settle_threads
     from hdtool.runtime.verify import Verifier
 
     asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
     quiet_libraries()
-    loaded = load(ModelConfig(model, device, dtype, trust_remote_code))
+    loaded = load(ModelConfig(model, device, dtype, trust_remote_code, threads))
+    settle_threads(loaded.target, threads)
     shelf = Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig(model_db, corpus_db), decoding.databases)
     verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, shelf), size.max_new_tokens)
     tell_sources(shelf)
@@ -161,7 +164,7 @@ def _place(difference: dict[str, Any]) -> str:
     ]
     for name in ("logits", "recomputed"):
         if taken := difference[name]:
-            values = f"{taken['expected']:.6g} and {taken['found']:.6g}, {taken['gap']:.3g} apart"
+            values = f"{taken['expected']:.6g} and {taken['found']:.6g}; what decides is {taken['gap']:.3g} apart"
             lines.append(f"  {name} in {taken['dtype']}: {values}")
     if difference["rounding"] is not None:
         verdict = "a near tie" if difference["near_tie"] else "NOT a near tie"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
 
 from hdtool.runtime.cache import SeatedRows, StaticRows
 from hdtool.runtime.decode import Step, Turn
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.masks import seated_mask
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.target import Target, rows_needed
@@ -27,6 +27,8 @@ class Request(Generic[Key]):
     """Whose it is, for whoever asked."""
     prompt: Sequence[int]
     sampler: Sampler
+    drafter: Drafter = field(default_factory=NoDraft)
+    """Of this conversation alone, until it ends."""
 
 
 class Seats:
@@ -83,44 +85,42 @@ class Seats:
 
 def decode_batch(
     target: Target,
-    requests: Iterator[Request[Key]],
-    drafters: Sequence[Drafter],
+    ask: Callable[[], Request[Key] | None],
+    size: int,
     *,
     max_new_tokens: int,
     stops: Container[int] = (),
 ) -> Iterator[tuple[Request[Key], Step]]:
-    """Answer prompts, as many at once as there are drafters; who is done makes place for the next.
+    """Answer prompts, ``size`` of them at once; who is done makes place for the next.
 
-    Whenever a seat is free the next request is asked for, so requests may depend on answers before.
+    Whenever a seat is free the next request is asked for, so requests may depend on answers before. Who has none
+    now may have one when another answer has ended.
     """
-    seats, free = Seats(target, len(drafters)), list(drafters)
-    taken: list[tuple[Request[Key], Turn, Drafter]] = []
+    seats = Seats(target, size)
+    taken: list[tuple[Request[Key], Turn]] = []
     while True:
-        while free and (request := next(requests, None)) is not None:
+        while len(taken) < size and (request := ask()) is not None:
             turn = Turn(
                 target,
                 request.prompt,
                 request.sampler,
                 max_new_tokens=max_new_tokens,
                 stops=stops,
-                drafter=(drafter := free.pop()),
+                drafter=request.drafter,
             )
             turn.begin()
             step = _answered(seats, len(taken), turn, seats.prefill(len(taken), turn.prompt, turn.room))
+            if not step.finish:
+                taken.append((request, turn))
             yield request, step
-            if step.finish:
-                free.append(drafter)
-            else:
-                taken.append((request, turn, drafter))
         if not taken:
             return
-        logits = seats.verify([turn.draft() for _, turn, _ in taken])
-        steps = [_answered(seats, seat, turn, logits[seat]) for seat, (_, turn, _) in enumerate(taken)]
-        for (request, _, _), step in zip(taken, steps, strict=True):
+        logits = seats.verify([turn.draft() for _, turn in taken])
+        steps = [_answered(seats, seat, turn, logits[seat]) for seat, (_, turn) in enumerate(taken)]
+        for (request, _), step in zip(taken, steps, strict=True):
             yield request, step
         for seat in range(len(taken) - 1, -1, -1):
             if steps[seat].finish:
-                free.append(taken[seat][2])
                 last = taken.pop()
                 if seat < len(taken):
                     seats.move(len(taken), to=seat)

@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, LARGEST_BUDGET + 1)
 """Sizes of forward passes that are timed: nodes and the root. What lies between costs as much as the next larger."""
-TIMES, PATIENCE = 4, 1.0
-"""Each is timed so often, for about a second; the fastest counts, the others tell how busy the machine was."""
 LEARNING, LEARNING_OF_OTHERS = 0.05, 0.01
 """How far one step of the conversation moves what a pass of its size, and of all others, is thought to cost."""
 SLOWEST, FASTEST = 2.0, 0.5
 """No single step is believed to have been further off."""
 AROUND = 2e-4
 """Seconds that a step takes besides its forward pass."""
+MOVED = 64
+"""Tokens by which a context grows before the cost behind it is looked up again."""
 LONGEST_REST = 64
 """Steps without a draft, at most, where drafting was not worth it before."""
+
+SIZE_OF = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
+"""For each number of nodes, which of these sizes it costs."""
 
 Odds = npt.NDArray[np.floating[Any]]
 Costs = npt.NDArray[np.float64]
@@ -77,20 +80,21 @@ class CostBudget:
         return self._choice.most(self._steps)
 
     def nodes(self, odds: Odds) -> int:
-        return self._choice.nodes(odds, self._costs, self._steps)
+        return self._choice.nodes(gains(odds), self._costs, self._steps)
 
 
 class MeasuredBudget:
-    """The same by what passes were seen to cost on this machine and this model."""
+    """The same on a target, whose passes correct what they were measured to cost."""
 
-    def __init__(self, target: Target, around: float = AROUND) -> None:
+    def __init__(self, target: Target, curve: CostCurve, around: float = AROUND) -> None:
         self._target = target
+        self._curve = curve
         self._choice = _Choice(around)
-        self._costs = target.seconds_of_trees([rows - 1 for rows in ROWS], TIMES, PATIENCE)
-        self._bin = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
-        """For each number of nodes, which of the sizes it costs."""
+        self._off = np.ones(len(ROWS))
+        """How far off the curve passes of each size are."""
         self._sent = 0
         self._seen = (target.passes, target.seconds_in_model)
+        self._stand_at(0)
 
     @property
     def most(self) -> int:
@@ -98,25 +102,62 @@ class MeasuredBudget:
 
     def nodes(self, odds: Odds) -> int:
         self._learn()
-        self._sent = self._choice.nodes(odds, self._costs[self._bin], self._target.passes)
+        if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= MOVED:
+            self._stand_at(self._target.length)
+        self._sent = self._choice.nodes(gains(odds), (self._costs * self._off)[SIZE_OF], self._target.passes)
         return self._sent
+
+    def _stand_at(self, context: int) -> None:
+        self._context = context
+        self._costs = self._curve.of_passes(np.array(ROWS) - 1, np.full(len(ROWS), context))
 
     def _learn(self) -> None:
         """Correct what a pass is thought to cost by the last one, if it was the only one since then."""
         passes, seconds = self._target.passes, self._target.seconds_in_model
         if passes == self._seen[0] + 1 and self._choice.most(passes):
-            size = self._bin[self._sent]
-            off = np.clip((seconds - self._seen[1]) / self._costs[size], FASTEST, SLOWEST)
+            size = SIZE_OF[self._sent]
+            off = np.clip((seconds - self._seen[1]) / (self._costs[size] * self._off[size]), FASTEST, SLOWEST)
             # A longer context slows passes of all sizes, but most of an error is this size's own.
-            self._costs *= 1 + LEARNING_OF_OTHERS * (off - 1)
-            self._costs[size] *= 1 + LEARNING * (off - 1)
+            self._off *= 1 + LEARNING_OF_OTHERS * (off - 1)
+            self._off[size] *= 1 + LEARNING * (off - 1)
         self._seen = (passes, seconds)
+
+
+class SharedBudget:
+    """The same in a batch, where one pass checks the trees of all and costs what the largest of them takes.
+
+    So there is one size for all: the one that pays by what the trees bring together, each as it was last known.
+    """
+
+    def __init__(
+        self, target: Target, curve: CostCurve, together: dict[int, Odds], batch: int, around: float = AROUND
+    ) -> None:
+        """``together`` is shared by the budgets of a batch; ``curve`` is of passes with such a tree in every seat."""
+        self._target = target
+        self._together = together
+        self._choice = _Choice(batch * around)
+        self._costs = curve.of_passes(np.array(ROWS) - 1, np.zeros(len(ROWS)))[SIZE_OF]
+
+    @property
+    def most(self) -> int:
+        return self._choice.most(self._target.passes)
+
+    def nodes(self, odds: Odds) -> int:
+        mine = gains(odds)
+        self._together[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
+        in_all = np.sum(list(self._together.values()), axis=0)
+        return min(len(odds), self._choice.nodes(in_all, self._costs, self._target.passes))
+
+
+def gains(odds: Odds) -> Odds:
+    """The tokens that trees of 0, 1, 2 … of these nodes bring on average: one, and the sum of their odds."""
+    return np.concatenate([[1.0], 1.0 + np.cumsum(odds[:LARGEST_BUDGET])])
 
 
 class _Choice:
     """How many nodes pay, given what passes cost.
 
-    A tree of k nodes brings one token and, on average, the sum of their odds; ``around`` is what a step
+    ``around`` is what a step
     takes besides its forward pass. Where drafting does not pay even its own time is saved, for longer each
     time; a step is known by its number.
     """
@@ -130,9 +171,8 @@ class _Choice:
     def most(self, step: int) -> int:
         return 0 if step < self._asleep_until else self._most
 
-    def nodes(self, odds: Odds, costs: Costs, step: int) -> int:
-        """The best number of nodes; ``costs`` are the seconds of a pass with 0, 1, 2 … of them."""
-        gain = np.concatenate([[1.0], 1.0 + np.cumsum(odds[:LARGEST_BUDGET])])
+    def nodes(self, gain: Odds, costs: Costs, step: int) -> int:
+        """The best number of nodes, by what 0, 1, 2 … of them bring and the seconds of such passes."""
         rate = gain / (costs[: len(gain)] + self._around)
         best = int(rate.argmax())
         self._rest = 0 if best else min(max(1, 2 * self._rest), LONGEST_REST)

@@ -50,7 +50,7 @@ class StaticLayer(CacheLayerMixin):
     is_sliding = False  # old rows stay; sliding windows are applied in the masks
     supports_early_init = False
 
-    def __init__(self, cache: StaticRows | SeatedRows, index: int) -> None:
+    def __init__(self, cache: StaticRows | SeatedRows | IndexedRows, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._index = index
@@ -142,18 +142,49 @@ class StaticRows(Cache):
     def keep(self, fixed: int, path: Sequence[int]) -> None:
         """Accept the first ``fixed`` new rows and, behind them, those at ``path`` (offsets past ``fixed``)."""
         start = self.length + fixed
-        if any(offset != place for place, offset in enumerate(path)):
-            rows = [start + offset for offset in path]
-            for tensor in self.memory.tensors:
-                chosen = tensor.index_select(3, torch.tensor(rows, device=tensor.device))
-                tensor.narrow(3, start, len(path)).copy_(chosen)
+        if must_move(path):
+            self.move(start, path)
         self.length = start + len(path)
+
+    def move(self, start: int, path: Sequence[int]) -> None:
+        """Put the rows at ``path``, counted from ``start``, there one after another."""
+        rows = [start + offset for offset in path]
+        for tensor in self.memory.tensors:
+            chosen = tensor.index_select(3, torch.tensor(rows, device=tensor.device))
+            tensor.narrow(3, start, len(path)).copy_(chosen)
 
     def copy_from(self, other: StaticRows) -> None:
         """Become another conversation, of the same memory or of one that was too small."""
         self.length = other.length
         for mine, theirs in zip(self.memory.tensors, other.memory.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
+
+
+def must_move(path: Sequence[int]) -> bool:
+    """Whether the rows of a path lie elsewhere than where they are kept."""
+    return any(offset != place for place, offset in enumerate(path))
+
+
+class IndexedRows(Cache):
+    """The cache of a step whose shapes never change.
+
+    New rows are written where a tensor says, and ``extent`` rows are read whatever the length: what
+    lies behind the context is hidden by the mask.
+    """
+
+    def __init__(self, memory: Memory, places: torch.Tensor, extent: int) -> None:
+        super().__init__(layers=[StaticLayer(self, index) for index in range(len(memory.layers))])
+        self.capacity = memory.capacity
+        self.length = 0  # known to the device alone; whatever asks shall not take one step's length for every step's
+        self._memory, self._places, self._extent = memory, places, extent
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Views:
+        keys, values = self._memory.layers[layer_idx]
+        keys.index_copy_(2, self._places, key_states)
+        values.index_copy_(2, self._places, value_states)
+        return keys.narrow(2, 0, self._extent), values.narrow(2, 0, self._extent)
 
 
 class SeatedRows(Cache):

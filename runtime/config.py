@@ -6,7 +6,7 @@ The command line and the docs read them from these classes, so nothing heavy is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hdtool.data.errors import OptionError
 
@@ -50,6 +50,40 @@ METHODS = {
         LOGIT_LETTERS,
     ),
 }
+SHAPE_PEERS = {
+    "generate": PEERS["generate"],
+    "generate-static": "the same with a static cache, which it compiles on GPUs",
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+        "max_position_embeddings": 2048,
+    },
+    "llama-7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    },
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+}
+"""Sizes of models by their names: Vicuna-7B and Llama-2-7B are llama-7b."""
 LARGEST_BUDGET = 64
 """Nodes that go into one forward pass at most, the root aside."""
 FIXED_BUDGET = 32
@@ -68,8 +102,11 @@ class ModelConfig:
     device: str = "auto"
     dtype: str = "auto"
     trust_remote_code: bool = False
+    threads: int | None = None
+    """That torch computes with on a CPU; None means as many as are fastest, by a short measurement."""
 
     def __post_init__(self) -> None:
+        _require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
         _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 
 
@@ -117,12 +154,15 @@ class DecodeConfig:
     """In which ``hd-paper`` asks them."""
     lookahead: bool = True
     """Whether ``hd-paper`` feeds its context table by lookahead."""
+    batch_size: int = 1
+    """Prompts that are answered at once, where there are several."""
 
     def __post_init__(self) -> None:
         _require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
         largest = LARGEST_BUDGET
         _require(self.budget is None or 0 <= self.budget <= largest, "budget", self.budget, f"from 0 to {largest}")
+        _require(self.batch_size >= 1, "batch-size", self.batch_size, "1 or more")
         _require_letters("use", self.use, SOURCE_LETTERS + LOGIT_LETTERS)
         known = METHODS[self.method].databases + METHODS[self.method].logits
         given = f"{self.use} with method {self.method}"
@@ -242,6 +282,27 @@ class BenchConfig:
             return self.methods
         lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
         return tuple(method for method in (*PEERS, *METHODS) if not lacking.get(method))
+
+
+@dataclass(frozen=True)
+class ShapeConfig:
+    """What is timed on a model of some shape, whose weights are random."""
+
+    shape: str
+    """One of the known ones, or the path of a config.json."""
+    methods: tuple[str, ...] = (*SHAPE_PEERS, "ar", "hd")
+    limit: int | None = None
+    """Conversations at most, the first ones."""
+
+    def __post_init__(self) -> None:
+        known = (*SHAPE_PEERS, *METHODS)
+        for method in self.methods:
+            _require(method in known, "methods", method, f"names out of {', '.join(known)}, with commas between them")
+            drafts_from_logits = method in NEED_LOGITS
+            _require(not drafts_from_logits, "methods", method, "one that needs no logits: those of a shape are random")
+        told = ",".join(self.methods) or "empty"
+        _require(0 < len(self.methods) == len(set(self.methods)), "methods", told, "each method at most once")
+        _require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,26 @@ NO_TOKEN, NO_LOGIT = -1, -np.inf
 Array = npt.NDArray[Any]
 
 
+class Logits(torch.Tensor):
+    """Logits of a step that has looked for the likeliest tokens already."""
+
+    # What is computed from them is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    likeliest: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, likeliest: npt.NDArray[np.int64]) -> Logits:
+        """The same memory."""
+        known = logits.as_subclass(cls)
+        known.likeliest = likeliest
+        return known
+
+
 def likeliest(logits: torch.Tensor) -> npt.NDArray[np.int64]:
     """The token of the highest logit of each row, the first of equals; what is not a number counts as the highest."""
+    if isinstance(logits, Logits):
+        return logits.likeliest
     if logits.device.type != "cpu":
         found: Any = logits.argmax(dim=-1).cpu().numpy()
     else:

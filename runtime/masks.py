@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 Mask = torch.Tensor | dict[str, torch.Tensor] | None
 
@@ -88,6 +88,38 @@ def seated_mask(
             own = len(tree) + 1
             mask[seat, :, :own, : length + own] = _additive(tree, length, reach, dtype, device)[0]
         masks[reach.kind] = mask
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def device_mask(
+    lineage: torch.Tensor,
+    positions: torch.Tensor,
+    length: torch.Tensor,
+    extent: int,
+    reaches: list[Reach],
+    dtype: torch.dtype,
+) -> Mask:
+    """The mask ``[1, 1, rows, extent]``, computed where the tensors are, from a tree's lineage as bits of its nodes.
+
+    Its shape does not depend on the ``length`` of the context. Rows that stand for no node see the context and
+    the root, so that there is something to see.
+    """
+    columns = torch.arange(extent, device=length.device)
+    place = columns - length
+    nodes = (lineage[:, None] >> (place - 1).clamp(0, LARGEST_TREE - 1)) & 1
+    related = (place <= 0) | ((nodes == 1) & (place <= LARGEST_TREE))
+    rows = len(lineage)
+    stands_at = torch.where(place < 0, columns, positions[place.clamp(0, rows - 1)])
+    hidden_at = torch.finfo(dtype).min
+    masks = {}
+    for reach in reaches:
+        visible = related
+        if reach.window is not None:
+            visible = visible & (stands_at > positions[:, None] - reach.window)
+        if reach.chunk is not None:
+            visible = visible & (stands_at // reach.chunk == positions[:, None] // reach.chunk)
+        mask = torch.zeros((1, 1, rows, extent), dtype=dtype, device=length.device)
+        masks[reach.kind] = mask.masked_fill_(~visible, hidden_at)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

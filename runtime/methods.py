@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from threading import Timer
 
 from hdtool.data.errors import StoreError
-from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget
+from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget, Odds, SharedBudget
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig, PaperConfig
+from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.logitspec import LogitSpec
 from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
+from hdtool.runtime.pass_times import cost_here
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources.corpus import CorpusDrafter
 from hdtool.runtime.sources.prompt_lookup import PromptLookup
@@ -27,11 +31,24 @@ Maker = Callable[[DecodeConfig, Shelf, BudgetMaker], Drafter]
 
 def drafter_for(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
     """The drafter of a method; it may be kept for as long as the target, and learns over conversations."""
+    return drafters_for(replace(config, batch_size=1), target, shelf)[0]
+
+
+def drafters_for(config: DecodeConfig, target: Target, shelf: Shelf) -> list[Drafter]:
+    """One for each of the conversations that are answered at once; passes are timed once for all of them."""
+    batch = config.batch_size
+    together: dict[int, Odds] = {}
+
+    @cache
+    def curve() -> CostCurve:
+        return cost_here(target, batch)
 
     def budget() -> Budget:
-        return MeasuredBudget(target) if config.budget is None else FixedBudget(config.budget)
+        if config.budget is not None:
+            return FixedBudget(config.budget)
+        return MeasuredBudget(target, curve()) if batch == 1 else SharedBudget(target, curve(), together, batch)
 
-    return drafter_within(budget, config, shelf)
+    return [drafter_within(budget, config, shelf) for _ in range(batch)]
 
 
 def drafter_within(budget: BudgetMaker, config: DecodeConfig, shelf: Shelf) -> Drafter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,16 @@ class Plan:
 
     def options(self) -> dict[str, Any]:
         """As they are written down, to tell whether results go on or are others."""
-        parts = (self.bench, self.model, self.decoding, self.sampling, self.shelf)
+        parts = (self.model, self.decoding, self.sampling, self.shelf, self.bench)  # the bench's threads count
         named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
         methods = list(self.bench.methods) if self.bench.methods else None
         return named | {"methods": methods, "chat": self.chat, "questions": hash_of(self.questions)}
+
+    def at(self, temperature: float) -> Plan:
+        """The same at another temperature, its results in a folder within the one of these."""
+        place = Path(self.bench.out) / f"temperature-{temperature:g}"
+        sampling = replace(self.sampling, temperature=temperature)
+        return replace(self, bench=replace(self.bench, out=str(place)), sampling=sampling)
 
     def results(self, told: Callable[[int], None] = lambda answered: None) -> Results:
         """The results; what the folder lacks is measured. ``told`` hears how many questions are answered."""

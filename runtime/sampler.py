@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -17,35 +16,17 @@ from transformers import (
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.draws import Draws
 from hdtool.runtime.likeliest import likeliest
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-DRAWS_AT_ONCE = 1024
-
-
-class Draws:
-    """One uniform number in [0, 1) for each position: a function of (seed, position) and of nothing else.
-
-    Built on Philox's raw stream, which NumPy keeps the same over its versions.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._stream = np.random.Philox(key=seed)
-        self._drawn = np.empty(0)
-
-    def __getitem__(self, position: int) -> float:
-        while position >= len(self._drawn):
-            raw = self._stream.random_raw(DRAWS_AT_ONCE)
-            self._drawn = np.concatenate([self._drawn, (raw >> np.uint64(11)) * 2.0**-53])
-        return float(self._drawn[position])
-
 
 class Sampler:
     """Chooses tokens one after another; it is told each choice that stands, so that it knows the context.
 
-    The choice at a position depends on the context before it, its logits and the draw for that
+    The choice at a position depends on the context before it, its logits and the draws for that
     position. Whether the logits came from plain decoding or from a node of a tree plays no part,
     which is why drafting changes nothing in what is said.
     """
@@ -90,22 +71,21 @@ class Sampler:
     def choose(self, scores: torch.Tensor) -> int:
         if self._greedy:
             return int(likeliest(scores))
-        # The first token whose cumulative probability exceeds the draw; one of no probability never does.
-        reached = self.reached(scores)
-        token = int(torch.searchsorted(reached, self.draw * reached[-1], right=True))
-        if token == len(reached):
+        token = self._draws.first(len(self.context), scores.softmax(dim=-1).cpu().numpy())
+        if token < 0:
             raise ModelError("the model's logits are not numbers: its dtype may be too small, try --dtype float32")
         return token
 
-    @staticmethod
-    def reached(scores: torch.Tensor) -> torch.Tensor:
-        """Where each token's stretch of probability ends; the draw falls into one of them."""
-        return scores.softmax(dim=-1).double().cumsum(dim=-1)
+    def decisive(self, scores: torch.Tensor) -> torch.Tensor:
+        """What the choice goes by, the highest winning: the scores, and where tokens are drawn their noise on top.
 
-    @property
-    def draw(self) -> float:
-        """The draw that decides about the next token."""
-        return self._draws[len(self.context)]
+        The logarithm of how early a token arrives in the race of ``Draws``, but for a constant.
+        """
+        scores = scores.double().cpu()
+        if self._greedy:
+            return scores
+        drawn = torch.from_numpy(self._draws.at(len(self.context), len(scores)))
+        return scores - (-(-drawn).log1p()).log()
 
 
 class _GrowingIds:

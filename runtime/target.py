@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, reason_of
 from hdtool.runtime.cache import LayerShape, Memory, StaticRows, layer_shapes
-from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits
+from hdtool.runtime.capture import Capture, CaptureMaker, by_device
+from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits, strays
 from hdtool.runtime.masks import Mask, reaches_of, tree_mask
+from hdtool.runtime.placement import device_of, scattered
+from hdtool.runtime.static_steps import StaticSteps
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -31,13 +33,14 @@ class Target:
     first, those of the nodes follow in their order.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, capture: CaptureMaker = by_device) -> None:
+        """``capture`` says how steps are recorded, where they have fixed shapes at all."""
         refuse_by_configuration(model.config)
         refuse_by_class(model)
         use_masked_attention(model)
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
-        self.device: torch.device = model.device
+        self.device = device_of(model)
         self.dtype: torch.dtype = model.dtype
         self.seconds_in_model = 0.0
         """Time spent inside the model's own forward pass since this target exists."""
@@ -48,12 +51,21 @@ class Target:
         self.reaches = reaches_of(self.config)
         self._prefill_options = {"logits_to_keep": 1} if _keeps_logits(model) else {}
         self._pending = 0
+        self._steps: StaticSteps | None = None
         self._prove_trees()
+        if recorder := capture(self.device):
+            self._fix_shapes(recorder)
+        self.seconds_in_model, self.passes = 0.0, 0
 
     @property
     def length(self) -> int:
         """Tokens of the context that the model has read and that are accepted."""
         return self._rows.length
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps have fixed shapes and are recorded."""
+        return self._steps is not None
 
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)
@@ -65,21 +77,36 @@ class Target:
         """
         needed = rows_needed(context, room)
         if self._rows.capacity < needed:
+            if self._steps:
+                needed = self._steps.capacity_for(needed, self.context_limit(len(context)))
             self._rows = self.rows(needed)
         self._pending = len(context)
         return self.read(context, self._rows)
 
     @torch.inference_mode()
     def verify(self, tree: DraftTree) -> torch.Tensor:
-        """Check all drafts in one pass: logits ``[1 + nodes, vocabulary]`` after the root and each node."""
+        """Check all drafts in one pass: logits ``[1 + nodes, vocabulary]`` after the root and each node.
+
+        They stand until the next tree is checked.
+        """
         self._pending = 1
+        if self._steps:
+            try:
+                step = self._steps.prepared(tree, self._rows)
+            except Exception as error:  # whatever foreign model code does that cannot be recorded
+                self._free_shapes(reason_of(error))
+            else:
+                return self._counted(step)
         mask = tree_mask(tree, self.length, self.reaches, self.dtype, self.device)
         return self.forward([tree.all_tokens], [(self.length + tree.depths).tolist()], mask, self._rows)[0]
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
         """Make the root and the nodes of ``path`` part of the context, forget the rest of the tree."""
-        self._rows.keep(self._pending, path)
+        if self._steps:
+            self._steps.keep(self._rows, self._pending, path)
+        else:
+            self._rows.keep(self._pending, path)
 
     def rows(self, capacity: int) -> StaticRows:
         """Memory for a conversation of this model."""
@@ -101,43 +128,29 @@ class Target:
         """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
         ids = torch.tensor(tokens, device=self.device)
         places = torch.tensor(positions, device=self.device)
+
+        def step() -> torch.Tensor:
+            logits: torch.Tensor = self.model(
+                input_ids=ids,
+                position_ids=places,
+                attention_mask=mask,
+                past_key_values=rows,
+                use_cache=True,
+                return_dict=True,
+                **options,
+            ).logits
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return logits
+
+        return self._counted(step)
+
+    def _counted(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         started = time.perf_counter()
-        logits: torch.Tensor = self.model(
-            input_ids=ids,
-            position_ids=places,
-            attention_mask=mask,
-            past_key_values=rows,
-            use_cache=True,
-            return_dict=True,
-            **options,
-        ).logits
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        logits = step()
         self.seconds_in_model += time.perf_counter() - started
         self.passes += 1
         return logits
-
-    def seconds_of_trees(
-        self, sizes: Sequence[int], times: int, patience: float, length: int = 4
-    ) -> npt.NDArray[np.float64]:
-        """What a forward pass takes for trees of so many nodes, behind a context; forgets the conversation.
-
-        ``length`` is that of the context without the root. The fastest of several ``times`` counts, of fewer
-        when ``patience``, in seconds, is over.
-        """
-        began = time.perf_counter()
-        self.prefill(_some_context(length, self.config.vocab_size), max(sizes))
-        self.keep([])
-        taken = np.full(len(sizes), np.inf)
-        for _ in range(times):
-            for place, size in enumerate(sizes):
-                tree = DraftTree.of(0, [1] * size, [-1] * size)
-                before = self.seconds_in_model
-                self.verify(tree)
-                taken[place] = min(taken[place], self.seconds_in_model - before)
-            if time.perf_counter() - began > patience:
-                break
-        return taken
 
     @torch.inference_mode()
     def _prove_trees(self) -> None:
@@ -165,10 +178,36 @@ class Target:
             raise FamilyError(
                 f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})"
             ) from error
-        self.seconds_in_model, self.passes = 0.0, 0
         depth = len(paths[0])
         last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]
         refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1])
+
+    @torch.inference_mode()
+    def _fix_shapes(self, capture: Capture) -> None:
+        """Take steps of fixed shape from now on, if they can be recorded and say what the others say."""
+        if reason := scattered(self.model):
+            return self._free_shapes(reason)
+        expected = self._two_steps()
+        like = expected[0]
+        self._steps = StaticSteps(self.model, self.reaches, like.shape[-1], like.dtype, capture)
+        for found, usual in zip(self._two_steps(), expected, strict=True):
+            if self._steps and (distance := strays(found, usual)):
+                self._free_shapes(f"its logits would be off by {distance}")
+
+    def _two_steps(self) -> list[torch.Tensor]:
+        """Logits of a tree and of another one, behind a path of the first that had to be moved."""
+        context, tree, _ = _small_tree(self.config.vocab_size)
+        self.prefill(context[:-1])
+        self.keep([])
+        first = self.verify(tree).clone()
+        self.keep([3, 4, 5])
+        return [first, self.verify(tree).clone()]
+
+    def _free_shapes(self, reason: str) -> None:
+        print(f"note: the steps of this model are not captured as CUDA graphs: {reason}", file=sys.stderr)
+        if self._steps:
+            self._steps.settle(self._rows)
+            self._steps = None
 
 
 def use_masked_attention(model: PreTrainedModel) -> None:
@@ -186,13 +225,14 @@ def _keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def _some_context(length: int, vocabulary: int) -> list[int]:
+def some_context(length: int, vocabulary: int) -> list[int]:
+    """Tokens for a model to read where it does not matter which."""
     return [(7 * place + 3) % vocabulary for place in range(length)]
 
 
 def _small_tree(vocabulary: int) -> tuple[list[int], DraftTree, list[list[int]]]:
     """A context and five paths of three tokens below it; wrong masks or positions spoil four of them."""
-    context = _some_context(4, vocabulary)
+    context = some_context(4, vocabulary)
     paths = [[(31 * path + 11 * depth + 5) % vocabulary for depth in range(3)] for path in range(5)]
     tokens = [token for path in paths for token in path]
     parents = [node - 1 if node % 3 else -1 for node in range(len(tokens))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -68,7 +68,7 @@ class Measure:
     found: float
     """Logits, after penalties and temperature."""
     gap: float
-    """How far the two are apart in what decides: in logits, or in probability where tokens are drawn."""
+    """How far the two are apart in what decides: in their logits, with their noise where tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,12 @@ class Verifier:
             return Explanation(difference, chosen=sampler.choose(fine), reason="one of the answers ends here")
         pair = difference.expected, difference.found
         names = [str(dtype).removeprefix("torch.") for dtype in (self._model.dtype, HIGHER[self._model.dtype])]
-        distance = _lag if self._sampling.is_greedy else _miss
-        lags = [distance(fine, token, sampler) for token in pair]
-        rounding = _moved(rough, fine, drawn=not self._sampling.is_greedy)
+        lags = [_lag(sampler.decisive(fine), token) for token in pair]
+        rounding = _moved(rough, fine)
         return Explanation(
             difference,
-            working=_measure(names[0], rough, pair, distance, sampler),
-            precise=_measure(names[1], fine, pair, distance, sampler),
+            working=_measure(names[0], rough, pair, sampler),
+            precise=_measure(names[1], fine, pair, sampler),
             rounding=rounding,
             chosen=sampler.choose(fine),
             # Each of the two passes may be off by as much, in opposite directions.
@@ -193,32 +192,18 @@ def _difference(
     return Difference(prompt, oracle, asked, found[:shared], *sides)
 
 
-Distance = Callable[[torch.Tensor, int, Sampler], float]
-
-
-def _measure(dtype: str, scores: torch.Tensor, pair: tuple[int, int], distance: Distance, sampler: Sampler) -> Measure:
+def _measure(dtype: str, scores: torch.Tensor, pair: tuple[int, int], sampler: Sampler) -> Measure:
+    decisive = sampler.decisive(scores)
     expected, found = (float(scores[token]) for token in pair)
-    gap = abs(distance(scores, pair[0], sampler) - distance(scores, pair[1], sampler))
-    return Measure(dtype, expected, found, gap)
+    return Measure(dtype, expected, found, float((decisive[pair[0]] - decisive[pair[1]]).abs()))
 
 
-def _lag(scores: torch.Tensor, token: int, sampler: Sampler) -> float:
-    """How far a token is from being the likeliest."""
-    return float(scores.max() - scores[token])
+def _lag(decisive: torch.Tensor, token: int) -> float:
+    """How far a token is from being chosen."""
+    return float(decisive.max() - decisive[token])
 
 
-def _miss(scores: torch.Tensor, token: int, sampler: Sampler) -> float:
-    """How far the draw is from the stretch of probability that belongs to a token."""
-    reached = sampler.reached(scores)
-    end = float(reached[token])
-    start = float(reached[token - 1]) if token else 0.0
-    draw = sampler.draw * float(reached[-1])
-    return max(start - draw, draw - end, 0.0)
-
-
-def _moved(rough: torch.Tensor, fine: torch.Tensor, *, drawn: bool) -> float:
-    """How far rounding moves what decides: the farthest logit, or the farthest end of a stretch of probability."""
-    if drawn:
-        rough, fine = Sampler.reached(rough), Sampler.reached(fine)
+def _moved(rough: torch.Tensor, fine: torch.Tensor) -> float:
+    """How far rounding moves a logit, at most."""
     there = rough.isfinite() & fine.isfinite()
     return float((rough - fine)[there].abs().max())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -25,9 +25,14 @@ from tests.trees import path_to, tokens_to, trees
 LENGTHS = (1, 40, 7, 90, 23, 7, 61)
 
 
-def requests(sampling: SamplingConfig) -> Iterator[Request[int]]:
+def requests(sampling: SamplingConfig, drafting: bool = False) -> Iterator[Request[int]]:
     for length in LENGTHS:
-        yield Request(length, prompt_of(length), Sampler(sampling, prompt_of(length)))
+        drafter = Hierarchy(budget=FixedBudget(9)) if drafting else NoDraft()
+        yield Request(length, prompt_of(length), Sampler(sampling, prompt_of(length)), drafter)
+
+
+def one_after_another(asked: Iterator[Request[int]]) -> Callable[[], Request[int] | None]:
+    return lambda: next(asked, None)
 
 
 @pytest.mark.parametrize("drafting", [False, True])
@@ -38,10 +43,10 @@ def test_each_answer_is_the_one_given_alone(size: int, sampling: SamplingConfig,
     alone = [said(run(target, prompt_of(length), sampling)) for length in LENGTHS]
     stops = {alone[1][20]}
     alone = [said(run(target, prompt_of(length), sampling, stops=stops)) for length in LENGTHS]
-    drafters = [Hierarchy(budget=FixedBudget(9)) if drafting else NoDraft() for _ in range(size)]
+    ask = one_after_another(requests(sampling, drafting))
     answers: list[tuple[int, list[int]]] = []
     going: dict[int, list[int]] = {}
-    for request, step in decode_batch(target, requests(sampling), drafters, max_new_tokens=48, stops=stops):
+    for request, step in decode_batch(target, ask, size, max_new_tokens=48, stops=stops):
         going.setdefault(id(request), []).extend(step.tokens)
         if step.finish:
             answers.append((request.key, going.pop(id(request))))
@@ -103,7 +108,7 @@ def test_a_batch_asks_for_the_next_prompt_only_when_a_seat_is_free() -> None:
             events.append("asked")
             yield request
 
-    for _, step in decode_batch(target, told(), [NoDraft(), NoDraft()], max_new_tokens=3):
+    for _, step in decode_batch(target, one_after_another(told()), 2, max_new_tokens=3):
         if step.finish:
             events.append("done")
     for place, event in enumerate(events):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hdtool.runtime.budget import ROWS, FixedBudget, MeasuredBudget
+from hdtool.runtime.budget import ROWS, FixedBudget, MeasuredBudget, Odds, SharedBudget
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
+from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.methods import drafter_for
+from hdtool.runtime.pass_times import NODES, cost_here, keep_at_home, kept_at_home, seconds_of_trees
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.target import Target
 from tests.families import model_of
@@ -18,12 +20,8 @@ from tests.families import model_of
 class Clock:
     """A target that takes as long as it is told to."""
 
-    def __init__(self, costs: list[float]) -> None:
-        self.costs = costs
-        self.passes, self.seconds_in_model = 0, 0.0
-
-    def seconds_of_trees(self, sizes: list[int], times: int, patience: float) -> Any:
-        return np.array(self.costs)
+    def __init__(self) -> None:
+        self.passes, self.seconds_in_model, self.length = 0, 0.0, 0
 
     def step(self, seconds: float) -> None:
         self.passes += 1
@@ -31,8 +29,12 @@ class Clock:
 
 
 def budget_of(costs: list[float]) -> tuple[MeasuredBudget, Clock]:
-    clock = Clock(costs)
-    return MeasuredBudget(clock, around=0.0), clock  # type: ignore[arg-type]
+    clock = Clock()
+    return MeasuredBudget(clock, curve_of(costs), around=0.0), clock  # type: ignore[arg-type]
+
+
+def curve_of(*costs: list[float], contexts: tuple[int, ...] = (0,)) -> CostCurve:
+    return CostCurve(NODES, tuple(tuple(1e3 * seconds for seconds in row) for row in costs), contexts)
 
 
 FLAT = [1.0] * len(ROWS)
@@ -83,7 +85,56 @@ def test_it_learns_what_passes_cost_here() -> None:
 
 def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
     target = Target(model_of("llama"))
-    taken = target.seconds_of_trees([0, 3, 64], 2, 1.0)
+    taken = seconds_of_trees(target, [0, 3, 64], 2, 1.0)
     assert len(taken) == 3 and (taken > 0).all() and np.isfinite(taken).all()
     drafter = drafter_for(DecodeConfig("hd"), target, Shelf())
     assert len(drafter.draft([1, 2, 3])) <= LARGEST_BUDGET
+
+
+def test_what_bench_measured_is_used_and_a_damaged_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    target = Target(model_of("llama"))
+    assert not kept_at_home(target)
+    assert len(cost_here(target).nodes) == len(ROWS)
+    curve = curve_of(FLAT, STEEP, contexts=(64, 256))
+    keep_at_home(target, curve)
+    before = target.passes
+    assert cost_here(target) == curve
+    assert target.passes == before, "nothing is measured that is known"
+    assert cost_here(target, batch=2) != curve, "in a batch passes cost something else"
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text("{}")
+    assert cost_here(target) != curve
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file) in line and "measure it again" in line
+
+
+def test_the_cost_behind_a_longer_context_is_looked_up() -> None:
+    clock = Clock()
+    budget = MeasuredBudget(clock, curve_of(FLAT, STEEP, contexts=(0, 1000)), around=0.0)  # type: ignore[arg-type]
+    assert budget.nodes(np.full(8, 0.3)) == 8
+    clock.length = 1000
+    assert budget.nodes(np.full(8, 0.3)) == 0
+
+
+def shared(costs: list[float], seats: int) -> list[SharedBudget]:
+    clock, together = Clock(), dict[int, Odds]()
+    curve = curve_of(costs)
+    return [SharedBudget(clock, curve, together, seats, around=0.0) for _ in range(seats)]  # type: ignore[arg-type]
+
+
+def test_in_a_batch_one_size_is_chosen_by_what_all_trees_bring() -> None:
+    """Eight nodes cost half a pass more: one tree out of four that gains a token does not pay for it, three do."""
+    costs = [1.0 if rows == 1 else 1.5 for rows in ROWS]
+    good, poor = np.full(7, 0.15), np.full(7, 0.01)
+    first, *others = shared(costs, 4)
+    assert first.nodes(good) == 7, "as long as nothing is known of the others"
+    for other in others:
+        other.nodes(poor)
+    assert first.nodes(good) == 0
+    for other in others[:2]:
+        other.nodes(good)
+    assert first.nodes(good) == 7
+    assert others[2].nodes(poor[:3]) == 3, "who has fewer sends what there is, which costs nothing more"

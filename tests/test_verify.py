@@ -167,7 +167,7 @@ def test_a_near_tie_is_told_from_a_mistake(embedded: Loaded, sampling: SamplingC
         model.lm_head.weight[second, 0] *= 1 + 2**-7
     loaded = Loaded("twins", Target(model), stopless(embedded.tokenizer))
     if not sampling.is_greedy:
-        sampling = between_the_twins(loaded, sampling)
+        sampling = between_the_twins(sampling, (likeliest, second))
     tie = Difference("it", Oracle.PLAIN, PROMPT, [], likeliest, second)
     mistake = Difference("it", Oracle.PLAIN, PROMPT, [], likeliest, last)
     near, far = Verifier(loaded, sampling, NoDraft(), MOST).explain([tie, mistake])
@@ -180,11 +180,14 @@ def test_a_near_tie_is_told_from_a_mistake(embedded: Loaded, sampling: SamplingC
     assert model.dtype == torch.bfloat16
 
 
-def between_the_twins(loaded: Loaded, sampling: SamplingConfig) -> SamplingConfig:
-    """With a seed whose draw falls next to the border between the two tokens that are left, a half."""
-    seeds = range(100_000)
-    seed = min(seeds, key=lambda seed: abs(Sampler(SamplingConfig(seed=seed), PROMPT).draw - 0.5))
-    return SamplingConfig(sampling.temperature, top_k=sampling.top_k, seed=seed)
+def between_the_twins(sampling: SamplingConfig, pair: tuple[int, int]) -> SamplingConfig:
+    """With a seed that gives the two tokens that are left next to the same noise."""
+
+    def apart(seed: int) -> float:
+        noise = Sampler(SamplingConfig(1.0, seed=seed), PROMPT).decisive(torch.zeros(VOCABULARY))
+        return abs(float(noise[pair[0]] - noise[pair[1]]))
+
+    return SamplingConfig(sampling.temperature, top_k=sampling.top_k, seed=min(range(2000), key=apart))
 
 
 def test_what_cannot_be_recomputed_is_no_near_tie(small: Loaded) -> None:

@@ -1,0 +1,28 @@
+"""Where a model's weights lie: on one device, on several, or partly elsewhere until they are needed."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where the model reads its input. Weights that are loaded when needed lie nowhere; their hook knows."""
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    told = getattr(hook, "execution_device", None)
+    return model.device if told is None else torch.device(told)
+
+
+def scattered(model: PreTrainedModel) -> str:
+    """How the weights lie if not all on one device, else nothing."""
+    places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    if torch.device("meta") in places:
+        return "some of its weights are loaded only when they are needed"
+    if len(places) > 1:
+        return f"its weights lie on {', '.join(sorted(map(str, places)))}"
+    return ""

@@ -1,0 +1,85 @@
+"""What a step of fixed shape is told: one buffer, filled on the host and sent by one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+
+MOVES = 16
+"""Rows of the cache that a step moves before it computes. Longer paths are rare, and moved by themselves."""
+HEAD = 2 + MOVES
+
+
+class StepTensors(NamedTuple):
+    """The same on the device, cut into its parts."""
+
+    length: torch.Tensor
+    """Rows of the context, ``[1]``."""
+    moved_to: torch.Tensor
+    """The first of the rows that others are moved to, ``[1]``."""
+    moved_from: torch.Tensor
+    """``[MOVES]``; those that stay where they are come last."""
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    """``[1, rows]``"""
+    lineage: torch.Tensor
+    """``[rows]``: a bit for each node that the row descends from, itself included."""
+
+
+class StepInput:
+    """The buffer on both sides. Rows that stand for no node repeat the root: nobody reads what is said of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        size = HEAD + 3 * (LARGEST_TREE + 1)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._words: npt.NDArray[np.int64] = self._host.numpy()
+        self._device = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def fill(self, tree: DraftTree, rows: int, length: int) -> None:
+        """A tree behind a context of ``length`` rows, with nothing to move."""
+        _fill(self._words, tree.root, tree.tokens, tree.parents, rows, length)
+
+    def move(self, start: int, path: Sequence[int]) -> None:
+        """Have the rows at ``path``, counted from ``start``, moved there first."""
+        self._words[1] = start
+        self._words[2:HEAD] = start + np.arange(MOVES)
+        self._words[2 : 2 + len(path)] = np.array(path) + start
+
+    def send(self, rows: int) -> None:
+        end = HEAD + 3 * rows
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+
+    def tensors(self, rows: int) -> StepTensors:
+        there = self._device
+        tokens, positions, lineage = there[HEAD : HEAD + 3 * rows].view(3, rows)
+        return StepTensors(there[:1], there[1:2], there[2:HEAD], tokens[None], positions[None], lineage)
+
+
+@njit(cache=True, nogil=True)
+def _fill(
+    words: npt.NDArray[np.int64],
+    root: int,
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int32],
+    rows: int,
+    length: int,
+) -> None:
+    words[0] = words[1] = length
+    for move in range(MOVES):
+        words[2 + move] = length + move
+    for row in range(rows):
+        at = HEAD + row
+        words[at], words[at + rows], words[at + 2 * rows] = root, length, 0
+        if 0 < row <= len(tokens):
+            node = row - 1
+            above = HEAD + parents[node] + 1
+            words[at] = tokens[node]
+            words[at + rows] = words[above + rows] + 1
+            words[at + 2 * rows] = words[above + 2 * rows] | (np.int64(1) << np.int64(node))

@@ -1,0 +1,82 @@
+"""Several prompts at once on the embedded model: ``python -m tests.benchmarks.batches``.
+
+For each size of batches, plain decoding and ``hd`` answer the same held-out prompts in turn, in one process, on the
+CPU; the first prompts are answered once before, as a warm-up. A time is that of all answers together, prompts included;
+of several rounds the median counts. Answers must be those of plain decoding one at a time; others are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+from transformers.utils import logging
+
+from hdtool.data import demo
+from hdtool.data.prompts import Prompt, read_prompts
+from hdtool.runtime.answers import Answerer
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.surroundings import machine
+
+MOST = 160
+SIZES = (1, 2, 4, 6, 8)
+METHODS = ("ar", "hd")
+
+
+def said(answerer: Answerer, prompts: list[Prompt]) -> tuple[list[list[int]], float, float]:
+    """The ids of all answers, the tokens per second in total, and the tokens per step of one answer."""
+    answers = []
+    started = time.perf_counter()
+    for answer in answerer.all_answers(prompts):
+        for _ in answer:
+            pass
+        answers.append(answer)
+    seconds = time.perf_counter() - started
+    tokens = sum(answer.stats.tokens for answer in answers)
+    steps = sum(answer.stats.steps for answer in answers)
+    return [answer.output_ids for answer in answers], tokens / seconds, tokens / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    prompts = list(read_prompts(demo.PROMPTS))[: options.prompts]
+    told = f"{options.threads} threads, {len(prompts)} prompts, {options.rounds} rounds"
+    print(f"{machine()}; {told}\n")
+    print(
+        "| batch | plain, tokens/s | hd, tokens/s | speed-up | hd, tokens per step | plain against batch 1 | differ |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    alone: list[list[int]] = []
+    first = 0.0
+    for size in SIZES:
+        answerers = {method: answering(method, size, options.threads) for method in METHODS}
+        speeds: dict[str, list[float]] = {method: [] for method in METHODS}
+        per_step, differ = 0.0, 0
+        for turn in range(options.rounds + 1):
+            for method, answerer in answerers.items():
+                ids, speed, per_step = said(answerer, prompts if turn else prompts[: 2 * size])
+                if turn:
+                    alone = alone or ids
+                    differ += sum(found != plain for found, plain in zip(ids, alone, strict=True))
+                    speeds[method].append(speed)
+        plain, drafting = (statistics.median(speeds[method]) for method in METHODS)
+        first = first or plain
+        cells = f"{plain:.0f} | {drafting:.0f} | {drafting / plain:.2f} | {per_step:.2f} | {plain / first:.2f}"
+        print(f"| {size} | {cells} | {differ} |", flush=True)
+
+
+def answering(method: str, size: int, threads: int) -> Answerer:
+    return Answerer(
+        ModelConfig(device="cpu", threads=threads), DecodeConfig(method, MOST, batch_size=size), SamplingConfig()
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The page of a report: every figure is drawn, nothing comes from elsewhere, what is missing is said."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hdtool.builders.report.exhibits import Shown, exhibits, missing
+from hdtool.builders.report.findings import findings
+from hdtool.builders.report.ink import DOTS, THEMES, WIDTH
+from hdtool.builders.report.page import Page
+from hdtool.builders.report.tables import (
+    Case,
+    Coverage,
+    Covered,
+    Durations,
+    Repeats,
+    Share,
+    Shares,
+    Size,
+    Sizes,
+    Speedups,
+    Table,
+    Trial,
+    Trials,
+    Warmth,
+)
+from hdtool.builders.report.write import write
+from hdtool.data.errors import ResultError
+
+EVIL = "<script>alert('&')</script>"
+SHOWN = Shown(
+    tables=(Table("Tokens per step", ("method", "all | of them"), (("hd", "2.87"),), "A note."),),
+    speedups=Speedups("generate", ("qa", "overall"), {"pld": (1.2, 1.3), "hd": (0.9, 2.0)}),
+    durations=Durations({"generate": ((10, 0.2), (20, 0.4)), "hd": ((10, 0.1), (20, 0.2), (30, 0.3))}),
+    warmth=Warmth((0.1, 1.0), {"generate": (50.0, 49.0), "hd": (100.0, 80.0)}),
+    shares=(Shares("hd", 10, {"context": Share(40, 10, 9, 6), "model": Share(0, 0, 0, 0)}),),
+    subsets=(Trials("hd", (Trial("C", 1.5, 9, 20), Trial("M", 1.0, 9, 20), Trial("CM", 2.0, 20, 30))),),
+    orders=Trials("hd-paper", (Trial("CM", 2.0, 9, 20), Trial("MC", 1.8, 9, 20))),
+    coverage=(Coverage("hd", 100, {"context": Covered(40, 30, 9, 8), "model": Covered(20, 10, 7, 6)}, 50),),
+    repeats=Repeats((5, 9), {"this conversation": (0.1, 0.2), "none of them": (0.9, 0.8)}, (1, 2, 4), (0.0, 0.1, 0.3)),
+    sizes=Sizes("hd", (Size(1000, 2.0, 20, 40, 10), Size(2000, 2.1, 22, 44, 12))),
+    case=Case("hd", EVIL, (("a ", "none"), (EVIL, "context"), ("b", "corpus")), 30, 10),
+)
+
+
+def page_of(shown: Shown) -> Page:
+    return Page(
+        title="Replay",
+        lead="lead",
+        command=f"hdtool replay --traces '{EVIL}'",
+        facts={"machine": "a machine"},
+        findings=findings(shown.shares, shown.coverage, shown.subsets, shown.orders),
+        tables=shown.tables,
+        exhibits=tuple(exhibits(shown)),
+        case=shown.case,
+        missing=tuple(missing(shown)),
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report") / "within"
+    assert write(folder, page_of(SHOWN)) == folder / "index.html"
+    return folder
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+
+
+def test_every_figure_is_a_picture_in_both_themes(written: Path) -> None:
+    names = [one.name for one in exhibits(SHOWN)]
+    assert len(names) == len(set(names)) == 10
+    expected = {f"{name}{ending}.png" for name in names for ending in ("", ".dark")}
+    assert {path.name for path in written.glob("*.png")} == expected
+    for one in exhibits(SHOWN):
+        light, dark = ((written / f"{one.name}{ending}.png").read_bytes() for ending in ("", ".dark"))
+        assert size_of(light) == size_of(dark) == (int(WIDTH * DOTS), int(one.height * DOTS))
+        assert light != dark
+        assert 5_000 < len(light) < 300_000
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(written: Path) -> None:
+    page = (written / "index.html").read_text(encoding="utf-8")
+    assert "http" not in re.sub(r"base64,[^\"]*", "", page)  # within a picture any four letters may stand
+    assert not re.search(r"<(script|link|iframe)\b|@import|url\(", page)
+    addresses = re.findall(r'(?:src|srcset|href)="([^"]*)"', page)
+    assert len(addresses) == 20 and all(address.startswith("data:image/png;base64,") for address in addresses)
+
+
+class Balanced(HTMLParser):
+    """Complains of an end without a start, and keeps what is open and what has been said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.alts: list[str | None] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self.alts.append(dict(attrs).get("alt"))
+        if tag not in ("meta", "img", "source"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def read(folder: Path) -> Balanced:
+    page = Balanced()
+    page.feed((folder / "index.html").read_text(encoding="utf-8"))
+    page.close()
+    assert not page.open
+    return page
+
+
+def test_what_users_and_models_say_stays_text(written: Path) -> None:
+    page = read(written)
+    assert page.texts.count(EVIL) == 2, "the question and a piece of the answer"
+    assert f"hdtool replay --traces '{EVIL}'" in page.texts
+    assert len(page.alts) == 10 and all(page.alts)
+
+
+def test_a_piece_has_the_class_of_its_source(written: Path) -> None:
+    page = (written / "index.html").read_text(encoding="utf-8")
+    assert '<span class="corpus" title="corpus">b</span>' in page
+    assert '<span class="none" title="the model itself">a </span>' in page
+    for theme in THEMES:
+        assert f"--corpus:{theme.database('corpus')}" in page
+
+
+def test_nothing_is_missing_where_there_is_data_for_all(written: Path) -> None:
+    assert not list(missing(SHOWN))
+    assert "Not shown" not in read(written).texts
+
+
+@pytest.mark.parametrize(
+    "field, empty, names",
+    [
+        ("speedups", None, ["speed-up"]),
+        ("durations", None, ["generation-time"]),
+        ("warmth", None, ["temperatures"]),
+        ("shares", (), ["sources-hd"]),
+        ("orders", None, ["orders-hd-paper"]),
+        ("coverage", (), ["coverage-hd"]),
+        ("repeats", None, ["repeated-4-grams", "4-gram-distances"]),
+        ("sizes", "there is no corpus index", ["database-size"]),
+    ],
+)
+def test_a_figure_without_data_is_left_out_and_named(field: str, empty: object, names: list[str]) -> None:
+    lacking = replace(SHOWN, **{field: empty})  # type: ignore[arg-type]
+    gone = {one.name for one in exhibits(SHOWN)} - {one.name for one in exhibits(lacking)}
+    assert gone == set(names)
+    ((_, command),) = missing(lacking)
+    assert "hdtool" in command or "four tokens" in command
+
+
+def test_a_page_without_any_figure_says_what_would_add_them(tmp_path: Path) -> None:
+    write(tmp_path, page_of(Shown()))
+    assert not list(tmp_path.glob("*.png"))
+    texts = " ".join(read(tmp_path).texts)
+    assert "Not shown" in texts
+    for wanted in ("hdtool bench --report DIR", "--temperatures", "hdtool replay --report DIR"):
+        assert wanted in texts
+
+
+def test_the_tables_are_markdown_too(written: Path) -> None:
+    text = (written / "tables.md").read_text(encoding="utf-8")
+    assert "| method | all &#124; of them |\n|---|---|\n| hd | 2.87 |\n\nA note.\n" in text
+    for line in text.splitlines():
+        if line.startswith("|"):
+            assert line.endswith("|")
+    assert "## Token coverage of hd" in text
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResultError, match=r"cannot be written .* choose another --report"):
+        write(tmp_path / "file" / "report", page_of(Shown()))
+
+
+def test_a_line_goes_through_the_answers() -> None:
+    durations = Durations(
+        {"even": ((10, 1.5), (20, 2.0), (40, 3.0)), "one": ((10, 2.0),), "same": ((5, 1.0), (5, 3.0))}
+    )
+    assert durations.line("even") == pytest.approx((0.05, 1.0))
+    assert durations.line("one") == pytest.approx((0.2, 0.0))
+    assert durations.line("same") == pytest.approx((0.4, 0.0))
