@@ -5,7 +5,8 @@ The command line and the docs read them from these classes, so nothing heavy is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hdtool.data.errors import OptionError
@@ -40,6 +41,8 @@ METHODS = {
     "lade": Method("lookahead decoding: guesses refined beside the answer", "C"),
     "rest": Method("the corpus index alone", "S"),
     "hd-paper": Method("Hierarchy Drafting as its paper has it", SOURCE_LETTERS),
+    "medusa": Method("trained heads, each on its own", ""),
+    "amphista": Method("trained heads that look at each other", ""),
     "hd": Method("context table, model store and corpus index, the likeliest paths of all three", SOURCE_LETTERS),
     "logitspec": Method(
         "LogitSpec: the likeliest of the last logit, and what followed each in the conversation", "C", "L"
@@ -88,8 +91,12 @@ LARGEST_BUDGET = 64
 """Nodes that go into one forward pass at most, the root aside."""
 FIXED_BUDGET = 32
 """Nodes a step where there is nothing to choose their number by."""
+MOST_HEADS = 8
+"""Drafting heads at most: tokens that they speak of ahead."""
+NEED_HEADS = ("medusa", "amphista")
+TREES = ("dynamic", "static")
 LOWEST_TEMPERATURE = 1e-5
-NEED_LOGITS = ("lade", *(name for name, method in METHODS.items() if method.logits))
+NEED_LOGITS = ("lade", *NEED_HEADS, *(name for name, method in METHODS.items() if method.logits))
 """Methods that draft from what the model computes, not from what it says alone."""
 
 
@@ -156,6 +163,10 @@ class DecodeConfig:
     """Whether ``hd-paper`` feeds its context table by lookahead."""
     batch_size: int = 1
     """Prompts that are answered at once, where there are several."""
+    heads: tuple[str, ...] = ()
+    """Folders of trained heads; none means those that are shipped with the model."""
+    tree: str = "dynamic"
+    """Of heads: the likeliest paths of each step, or the fixed tree that was chosen when they were trained."""
 
     def __post_init__(self) -> None:
         _require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
@@ -167,6 +178,7 @@ class DecodeConfig:
         known = METHODS[self.method].databases + METHODS[self.method].logits
         given = f"{self.use} with method {self.method}"
         _require(bool(self.sources) or not known, "use", given, f"letters of which some are in {known}")
+        _require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
         _require(sorted(self.order) == sorted(SOURCE_LETTERS), "order", self.order, f"{SOURCE_LETTERS} in any order")
 
     @property
@@ -276,11 +288,12 @@ class BenchConfig:
         fits = self.baseline is None or self.baseline in chosen
         _require(fits, "baseline", self.baseline, f"one of {', '.join(chosen)}")
 
-    def chosen(self, *, has_corpus: bool) -> tuple[str, ...]:
-        """The methods to measure."""
+    def chosen(self, *, has_corpus: bool, heads: Collection[str] = ()) -> tuple[str, ...]:
+        """The methods to measure; ``heads`` are those that there are trained heads for."""
         if self.methods is not None:
             return self.methods
         lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
+        lacking |= {method: method not in heads for method in NEED_HEADS}
         return tuple(method for method in (*PEERS, *METHODS) if not lacking.get(method))
 
 
@@ -374,6 +387,82 @@ class BuildConfig:
         _require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")
         _require(self.top_k >= 1, "top-k", self.top_k, "1 or more")
         _require(self.per_key >= 1, "per-key", self.per_key, "1 or more")
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """What drafting heads are made of; the switches give Amphista, its ablations and Medusa."""
+
+    heads: int = 4
+    """Each speaks of one more token ahead."""
+    rank: int = 64
+    """Of the bottleneck before each head's logits; 0 means none."""
+    auto_embedding: int = 1
+    """Layers of the block in which the heads look at each other: 0 for none, 2 for Amphista-alpha."""
+    positions: bool = True
+    """Whether the heads learn who of them is which before they look at each other."""
+    adaptation: int = 2
+    """Causal layers between the target and the heads: 0, 1 or 2."""
+    sampled_token: bool = True
+    """Whether these layers read the token that was chosen, too."""
+    mlp: int | None = None
+    """Width inside these layers; None means the target's own."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.heads <= MOST_HEADS, "heads", self.heads, f"from 1 to {MOST_HEADS}")
+        _require(self.rank >= 0, "lm-head-rank", self.rank, "1 or more, or 0 for full output layers")
+        _require(0 <= self.auto_embedding <= 2, "auto-embedding", self.auto_embedding, "0, 1 or 2")
+        _require(0 <= self.adaptation <= 2, "adaptation", self.adaptation, "0, 1 or 2")
+        _require(self.mlp is None or self.mlp >= 1, "mlp", self.mlp, "1 or more")
+
+    @property
+    def plain(self) -> HeadsConfig:
+        """Medusa: each head on its own, on the target's hidden state alone."""
+        return replace(self, auto_embedding=0, positions=False, adaptation=0, sampled_token=False)
+
+    @property
+    def is_plain(self) -> bool:
+        return self == self.plain
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How drafting heads are trained."""
+
+    epochs: float = 4.0
+    """How often each text is read."""
+    batch: int = 32
+    """Texts a step."""
+    at_once: int | None = None
+    """Texts in one pass; the gradients of a step add up. None means all of a step's."""
+    window: int = 2048
+    """Tokens that a text may have; longer ones are cut into several."""
+    rate: float = 1e-3
+    """The highest learning rate; it goes up during ``warm_up`` and then down to nothing along a cosine."""
+    warm_up: float = 0.05
+    """Share of the steps."""
+    lm_weight: float = 0.1
+    """Of the tokens themselves in the loss; the target's own odds weigh 1."""
+    held_out: float = 0.05
+    """Share of the texts that the heads are judged on, and their tree is chosen by."""
+    save_every: int = 50
+    """Steps between checkpoints: what a kill costs at most."""
+    seed: int = 0
+    tolerate: float = 0.05
+    """The share of records that may be unusable before the training does not begin."""
+
+    def __post_init__(self) -> None:
+        _require(self.epochs > 0, "epochs", self.epochs, "above 0")
+        _require(self.batch >= 1, "batch", self.batch, "1 or more")
+        _require(self.at_once is None or self.at_once >= 1, "at-once", self.at_once, "1 or more")
+        _require(self.window >= 8, "window", self.window, "8 or more")
+        _require(0 < self.rate < float("inf"), "rate", self.rate, "above 0")
+        _require(0 <= self.warm_up < 1, "warm-up", self.warm_up, "from 0 to below 1")
+        _require(0 <= self.lm_weight < float("inf"), "lm-weight", self.lm_weight, "0 or more")
+        _require(0 < self.held_out < 1, "held-out", self.held_out, "between 0 and 1")
+        _require(self.save_every >= 1, "save-every", self.save_every, "1 or more")
+        _require(self.seed >= 0, "seed", self.seed, "0 or more")
+        _require(0 <= self.tolerate <= 1, "tolerate", self.tolerate, "from 0 to 1")
 
 
 def _require_letters(name: str, found: str, known: str) -> None:
