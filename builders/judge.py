@@ -13,9 +13,10 @@ from hdtool.builders.heads_loss import Batch, head_labels, head_logits, places_o
 from hdtool.builders.lessons import Lesson
 from hdtool.builders.teacher import Teacher
 from hdtool.runtime.config import LARGEST_BUDGET
-from hdtool.runtime.heads.guesses import BEST, BUCKETS, bucket_of, centre_of
+from hdtool.runtime.heads.guesses import BUCKETS, bucket_of, centre_of
 from hdtool.runtime.heads.modules import Heads
 from hdtool.runtime.heads.saved import Judged
+from hdtool.runtime.sources.heads_levels import BEST
 
 AT_ONCE = 8
 """Lessons in one pass."""

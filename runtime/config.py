@@ -52,6 +52,7 @@ METHODS = {
         SOURCE_LETTERS,
         LOGIT_LETTERS,
     ),
+    "hd+amphista": Method("hd and trained heads, in one tree", SOURCE_LETTERS),
 }
 SHAPE_PEERS = {
     "generate": PEERS["generate"],
@@ -93,7 +94,7 @@ FIXED_BUDGET = 32
 """Nodes a step where there is nothing to choose their number by."""
 MOST_HEADS = 8
 """Drafting heads at most: tokens that they speak of ahead."""
-NEED_HEADS = ("medusa", "amphista")
+NEED_HEADS = ("medusa", "amphista", "hd+amphista")
 TREES = ("dynamic", "static")
 LOWEST_TEMPERATURE = 1e-5
 NEED_LOGITS = ("lade", *NEED_HEADS, *(name for name, method in METHODS.items() if method.logits))

@@ -10,11 +10,12 @@ from threading import Timer
 
 from hdtool.data.errors import StoreError
 from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget, Odds, SharedBudget
-from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig, PaperConfig
+from hdtool.runtime.config import LARGEST_BUDGET, NEED_HEADS, DecodeConfig, PaperConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.heads.chosen import heads_for
 from hdtool.runtime.heads.drafter import HeadsDrafter
+from hdtool.runtime.heads.session import Session
 from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.logitspec import LogitSpec
 from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
@@ -97,6 +98,10 @@ def _paper(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Targ
 
 
 def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+    heads = None
+    if config.method in NEED_HEADS:
+        assert target is not None
+        heads = Session(heads_for(config.method, config.heads, target.model), target)
     return Hierarchy(
         shelf.model if "M" in config.sources else None,
         shelf.corpus if "S" in config.sources else None,
@@ -105,6 +110,7 @@ def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: 
         last="L" in config.sources,
         copied="K" in config.sources,
         recycled="R" in config.sources,
+        heads=heads,
     )
 
 
@@ -129,4 +135,5 @@ MAKERS: dict[str, Maker] = {
     "hd": _hierarchy,
     "logitspec": _logitspec,
     "hd+logitspec": _hierarchy,
+    "hd+amphista": _hierarchy,
 }

@@ -13,7 +13,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.data.results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
 from hdtool.runtime.bench import Bench, hash_of
 from hdtool.runtime.config import METHODS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
-from hdtool.runtime.heads.chosen import kinds_of
+from hdtool.runtime.heads.chosen import methods_with_heads
 from hdtool.runtime.lineup import Lineup
 from hdtool.runtime.load import load
 from hdtool.runtime.scores import baseline_of
@@ -71,7 +71,7 @@ class Plan:
         compute_with(self.bench.threads)
         loaded = load(self.model)
         shelf = Shelf.for_tokenizer(loaded.tokenizer, self.shelf, self._databases())
-        heads = kinds_of(self.decoding.heads, loaded.target.model)
+        heads = methods_with_heads(self.decoding.heads, loaded.target.model)
         methods = self.bench.chosen(has_corpus=shelf.corpus is not None, heads=heads)
         baseline_of(methods, self.bench.baseline)
         run = Run(

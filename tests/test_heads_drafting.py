@@ -17,13 +17,18 @@ from hdtool.runtime.capture import direct
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.decode import decode
+from hdtool.runtime.growth import feed, grow
+from hdtool.runtime.heads.asking import Asking
 from hdtool.runtime.heads.drafter import HeadsDrafter
+from hdtool.runtime.heads.session import Session
+from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.methods import drafter_for
 from hdtool.runtime.pass_times import NODES
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.target import Target
+from hdtool.runtime.weights import HEADS_LEVELS
 from tests.families import FAMILIES, model_of
 from tests.heads import VARIANTS, random_for, slowly
 from tests.oracle import prompt_of
@@ -196,3 +201,78 @@ def test_heads_hear_of_an_answer_that_ends_at_once() -> None:
     drafter.begin(prompt)
     drafter.observe(Accepted([], [5]), torch.zeros(1, 97))
     assert len(drafter.draft([*prompt, 5])) > 0
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "opt"])
+def test_heads_among_other_sources_change_nothing(family: str, sampling: str) -> None:
+    target = Target(model_of(family))
+    chosen = SAMPLINGS[sampling]
+    session = Session(random_for(target, HeadsConfig(rank=8)), target)
+    drafter = Hierarchy(budget=FixedBudget(40), heads=session, last=True, recycled=True)
+    taken = set()
+    for length in (20, 7):
+        prompt = prompt_of(length)
+        steps = run(target, prompt, chosen, drafter=drafter)
+        assert said(steps) == said(run(target, prompt, chosen))
+        taken |= {source for step in steps for source in step.tree.sources.tolist()}
+    assert SourceName.HEADS in taken and SourceName.CONTEXT in taken
+    assert drafter.seconds.get(SourceName.HEADS, 1) > 0
+
+
+def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
+    """With nothing else known, a node has its head's tokens as children, as likely as the head and its weight say."""
+    target = Target(model_of("llama"))
+    session = Session(random_for(target, HeadsConfig(rank=8)), target)
+    drafter = Hierarchy(context=False, budget=FixedBudget(30), heads=session)
+    prompt = prompt_of(12)
+    target.prefill(prompt)
+    drafter.begin(prompt)
+    drafter.observe(Accepted([], [5]), torch.zeros(1, 97))
+    tree = drafter.draft([*prompt, 5])
+    assert len(tree) == 30 and set(tree.sources.tolist()) == {SourceName.HEADS}
+    for node, parent in enumerate(tree.parents.tolist()):
+        head = int(tree.depths[node + 1]) - 1
+        (rank,) = np.flatnonzero(session.tokens[head] == tree.tokens[node])
+        sure = min(7, int(8 * session.odds[head, 0]))
+        weight = drafter.weights[HEADS_LEVELS + head, 3 * sure]
+        above = drafter.odds[parent] if parent >= 0 else 1.0
+        assert drafter.odds[node] == pytest.approx(above * weight * session.odds[head, rank], rel=1e-3)
+
+
+def test_after_a_token_the_next_head_speaks_of_the_root() -> None:
+    target = Target(model_of("llama"))
+    session = Session(random_for(target, HeadsConfig(rank=8)), target)
+    drafter = Hierarchy(context=False, budget=FixedBudget(30), heads=session)
+    prompt = prompt_of(12)
+    target.prefill(prompt)
+    drafter.begin(prompt)
+    drafter.observe(Accepted([], [5]), torch.zeros(1, 97))
+    drafter.draft([*prompt, 5])
+    session.look_ahead = lambda: None  # type: ignore[method-assign]
+    memory = drafter._memory.heads
+    for ahead in range(5):
+        assert memory["ahead"][0] == ahead
+        tokens = set(session.tokens[ahead].tolist()) if ahead < 4 else set()
+        grown = grow(drafter._corpus, drafter._at, 30)
+        tree = drafter._tokens[:grown][drafter._parents[:grown] == 0]
+        assert set(tree.tolist()) <= tokens and bool(grown) == bool(tokens)
+        feed(drafter._corpus, drafter._at, np.array([7]))
+
+
+def test_heads_are_asked_only_where_they_bring_more_than_they_take() -> None:
+    for gain, seconds, worth in ((3.0, 1.5, True), (2.2, 1.5, False)):
+        asking = Asking()
+        asked = []
+        for _ in range(3000):
+            asked.append(asking.now)
+            asking.hear(*((gain, seconds) if asking.now else (1.8, 1.0)))
+        assert np.mean(asked[1000:]) > 0.95 if worth else np.mean(asked[1000:]) < 0.05
+
+
+def test_asking_follows_a_change() -> None:
+    asking = Asking()
+    for bring in (3.0, 1.0, 3.0):
+        for _ in range(2000):
+            asking.hear(bring if asking.now else 1.5, 1.2 if asking.now else 1.0)
+        assert asking.now == (bring > 1.8) or asking._left <= 2

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
+from hdtool.runtime.config import NEED_HEADS
 from hdtool.runtime.heads.saved import SETTINGS, SavedHeads, load_heads, settings_of
 from hdtool.runtime.surroundings import fingerprint
 
@@ -35,9 +36,10 @@ def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> Sa
     )
 
 
-def kinds_of(folders: Sequence[str], model: PreTrainedModel) -> set[str]:
-    """The kinds of heads that there are."""
-    return {kind_of(place) for place in [Path(folder).expanduser() for folder in folders] or shipped_with(model)}
+def methods_with_heads(folders: Sequence[str], model: PreTrainedModel) -> set[str]:
+    """The methods that there are heads for."""
+    kinds = {kind_of(place) for place in [Path(folder).expanduser() for folder in folders] or shipped_with(model)}
+    return {method for method in NEED_HEADS if kind_of_method(method) in kinds}
 
 
 def kind_of_method(method: str) -> str:

@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-BEST = 10
-"""Tokens of each head that are looked at."""
 BUCKETS = 28
 FINENESS = 2.0
 """Buckets by which the odds halve."""

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.heads.guesses import BEST, Calibration, bucket_of
+from hdtool.runtime.heads.guesses import Calibration, bucket_of
 from hdtool.runtime.heads.memory import HeadRows
 from hdtool.runtime.heads.saved import SavedHeads
 from hdtool.runtime.layout import lay_out_for_few_rows
+from hdtool.runtime.sources.heads_levels import BEST
 from hdtool.runtime.target import Target
 
 AT_ONCE = 512
