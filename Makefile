@@ -15,7 +15,7 @@ test: .venv/installed-dev .compiled
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
 	$(BIN)/python -m tests.command_reference --check
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .

@@ -23,7 +23,7 @@ from hdtool.runtime.sources.last_logit import forget
 from hdtool.runtime.weights import learn
 from hdtool.runtime.workspace import memory_at
 
-DEEPEST = 16
+DEEPEST = 32
 WORTH_EXPANDING = 1.25
 """A node is worth it if its path is so many times as likely as the last one of a full list."""
 WORTH_ADDING = 0.1

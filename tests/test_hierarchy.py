@@ -240,7 +240,7 @@ def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
     logits[0, :] = -torch.inf
     logits[0, [7, 300]] = 5.0
     logits[1, :] = torch.nan
-    verified = int(np.flatnonzero(tree.tokens == 1)[-1]) + 1
+    verified = int(np.flatnonzero(tree.tokens == 1)[0]) + 1  # of several the likeliest
     hierarchy.observe(Accepted([], [400]), logits)
     assert len(hierarchy.draft([400])) == 0
     hierarchy.observe(Accepted([], [1]), NO_LOGITS)
@@ -291,7 +291,7 @@ def test_candidates_come_to_be_worth_what_they_bring() -> None:
     hierarchy = Hierarchy(last=True, context=False)
     hierarchy.begin([0])
     logits = torch.full((1, 100), -torch.inf)
-    logits[0, [1, 2, 3]] = torch.tensor([2.0, 1.0, 0.0])
+    logits[0, [1, 2, 3]] = torch.tensor([2.0, 1.5, 0.0])
     before = hierarchy.rates.copy()
     for turn in range(200):
         hierarchy.observe(Accepted([], [1]), logits)

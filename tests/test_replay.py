@@ -26,7 +26,15 @@ from hdtool.data.errors import HdtoolError
 from hdtool.data.prompts import read_prompts
 from hdtool.data.traces import read_traces
 from hdtool.runtime import crew
-from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import (
+    METHODS,
+    NEED_LOGITS,
+    DecodeConfig,
+    ModelConfig,
+    ReplayConfig,
+    SamplingConfig,
+    ShelfConfig,
+)
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.crew import replay
 from hdtool.runtime.decode import Finish, Step, decode
@@ -136,7 +144,7 @@ def test_a_replay_is_a_real_run_step_by_step(
 
 
 def test_every_method_is_replayed_or_refused() -> None:
-    assert set(REPLAYED) | {"ar", "lade"} == set(METHODS)
+    assert set(REPLAYED) | {"ar", *NEED_LOGITS} == set(METHODS)
 
 
 # Sums -----------------------------------------------------------------------------------------

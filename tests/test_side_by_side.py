@@ -209,7 +209,7 @@ def test_ctrl_c_ends_a_batch(command: str, tmp_path: Path) -> None:
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 from hdtool.cli.app import main
 from hdtool.runtime import methods
 from hdtool.runtime.batch import Seats
@@ -225,5 +225,6 @@ def slowly(self, trees):
     return verify(self, trees)
 
 Seats.verify = slowly
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have it ignored
 main()
 """
