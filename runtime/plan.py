@@ -41,7 +41,8 @@ class Plan:
         parts = (self.model, self.decoding, self.sampling, self.shelf, self.bench)  # the bench's threads count
         named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
         methods = list(self.bench.methods) if self.bench.methods else None
-        return named | {"methods": methods, "chat": self.chat, "questions": hash_of(self.questions)}
+        heads = list(self.decoding.heads)
+        return named | {"methods": methods, "heads": heads, "chat": self.chat, "questions": hash_of(self.questions)}
 
     def at(self, temperature: float) -> Plan:
         """The same at another temperature, its results in a folder within the one of these."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.target import Target
+from hdtool.runtime.tree import DraftTree
 from hdtool.runtime.weights import HEADS_LEVELS
 from tests.families import FAMILIES, model_of
 from tests.heads import VARIANTS, random_for, slowly
@@ -149,12 +151,12 @@ def test_a_draft_after_a_rest_knows_all_that_was_said_meanwhile() -> None:
     prompt = prompt_of(20)
     resting = iter([False] * 9 + [True] + [False] * 5 + [True] * 30)
     draft = drafter.draft
-    woken = []
+    woken: list[int] = []
 
-    def sometimes(context):  # type: ignore[no-untyped-def]
+    def sometimes(context: Sequence[int]) -> DraftTree:
         if next(resting):
             woken.append(len(context))
-            return draft(context)
+            return draft(context)  # type: ignore[no-any-return, no-untyped-call]
         drafter.budget = budget
         tree = HeadsDrafter.draft(drafter, context)
         drafter.budget = FixedBudget(8)

@@ -179,7 +179,7 @@ def test_lessons_of_collected_answers_keep_their_tokens(tmp_path: Path) -> None:
     }
     (lesson,) = read_lessons(written(tmp_path / "a.jsonl", row))
     assert lesson.ids[lesson.drafted].tolist() == ids, "no end where the answer was cut off"
-    row["answers"][0]["output_ids"] = [*ids[:-1], 7]  # type: ignore[index, call-overload]
+    row["answers"][0]["output_ids"] = [*ids[:-1], 7]
     with pytest.raises(RecordError, match="do not spell its text"):
         read_lessons(written(tmp_path / "b.jsonl", row))
 

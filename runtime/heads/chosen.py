@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.config import NEED_HEADS
-from hdtool.runtime.heads.saved import SETTINGS, SavedHeads, load_heads, settings_of
+from hdtool.runtime.heads.saved import SavedHeads, load_heads, settings_of
 from hdtool.runtime.surroundings import fingerprint
 
 if TYPE_CHECKING:
@@ -53,6 +53,4 @@ def kind_of(folder: Path) -> str:
 
 def shipped_with(model: PreTrainedModel) -> list[Path]:
     """The demo's heads, if this is the demo's model."""
-    if not (demo.HEADS / SETTINGS).exists():
-        return []
-    return [demo.HEADS] if settings_of(demo.HEADS)["target"] == fingerprint(model) else []
+    return [folder for folder in demo.HEADS if settings_of(folder)["target"] == fingerprint(model)]
