@@ -75,7 +75,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
     left_open = 1.0
     lowest = LONGEST_RANGE + 1
     for order in range(LONGEST_MATCH, 0, -1):
-        if order == BEFORE_ORDER:
+        if order == BEFORE_ORDER and memory.heads[0].count > 0:
             left_open = _ask_heads(work, weights, memory.heads[0], node, left_open, floor, truth)
             lap(work, TRAINED)
             if left_open < least:
