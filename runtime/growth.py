@@ -24,7 +24,7 @@ from hdtool.runtime.weights import learn
 from hdtool.runtime.workspace import memory_at
 
 DEEPEST = 32
-WORTH_EXPANDING = 1.25
+WORTH_EXPANDING = 1.6
 """A node is worth it if its path is so many times as likely as the last one of a full list."""
 WORTH_ADDING = 0.1
 """A contribution is left out below this share of the last path's odds."""
