@@ -104,9 +104,8 @@ def accuracy(bench: Bench, folders: Folders, plot: Path) -> None:
         found[name], places = judged.top, judged.places
     number = max(len(top["1"]) for top in found.values())
     print(f"{len(lessons)} answers, {places:,} places of the first head\n")
-    print(
-        "| heads | weights | " + " | ".join(f"top {top}, head {head + 1}" for top in (1, 5) for head in range(number))
-    )
+    names = (f"top {top}, head {head + 1}" for top in (1, 5) for head in range(number))
+    print("| heads | weights | " + " | ".join(names) + " |")
     print("|---" * (2 * number + 2) + "|")
     for name, top in found.items():
         cells = [f"{share:.1%}" for best in ("1", "5") for share in top[best]]
