@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hdtool.runtime.config import DEVICES, DTYPES, LARGEST_BUDGET, METHODS
+from hdtool.runtime.config import DEVICE_MAPS, DEVICES, DTYPES, LARGEST_BUDGET, METHODS
 
 INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
@@ -68,6 +68,10 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Same seed, same answer: every draw is keyed by seed and position.")]
 Device = Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)} or cuda:N.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help=f"Spread a model over all GPUs of this machine: {', '.join(DEVICE_MAPS)}."),
+]
 DType = Annotated[
     str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. auto: float32 on CPUs, else the checkpoint's own.")
 ]

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from hdtool.data.errors import OptionError
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""How transformers spreads a model over the GPUs of a machine."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 PEERS = {
     "generate": "transformers' own model.generate",
@@ -104,8 +106,14 @@ class ModelConfig:
     trust_remote_code: bool = False
     threads: int | None = None
     """That torch computes with on a CPU; None means as many as are fastest, by a short measurement."""
+    device_map: str | None = None
+    """How the model is spread over all GPUs; none means that it lies on one device."""
 
     def __post_init__(self) -> None:
+        maps = self.device_map is None or self.device_map in DEVICE_MAPS
+        _require(maps, "device-map", self.device_map, f"one of {', '.join(DEVICE_MAPS)}")
+        alone = self.device_map is None or self.device == "auto"
+        _require(alone, "device", self.device, "left out with device-map, which chooses the devices")
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
         _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 
