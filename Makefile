@@ -19,7 +19,7 @@ test: .venv/installed-dev .compiled
 
 # Ray brings libraries of its own, so its tests have an environment of their own.
 test-ray: .venv-ray/installed
-	.venv-ray/bin/pytest tests/ray
+	.venv-ray/bin/pytest tests/test_ray.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .

@@ -13,6 +13,8 @@ from hdtool.data.errors import OptionError
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """How transformers spreads a model over the GPUs of a machine."""
+ENGINES = ("local", "ray")
+"""Who carries out the tasks of a build."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 PEERS = {
     "generate": "transformers' own model.generate",
@@ -370,13 +372,19 @@ class BuildConfig:
     """Of tokens in a shard of the corpus index. Sorting takes about seven times as much memory, for each
     shard that is sorted at once; a look-up takes the longer the more shards there are."""
     workers: int | None = None
-    """Shards sorted at once; none means one for each core."""
+    """Shards sorted at once, and workers that Ray starts on this machine; none means one for each core."""
     top_k: int = 100_000
     """Sequences that the model store keeps of each length."""
     per_key: int = 12
     """Continuations that it keeps for each prefix."""
+    engine: str = "local"
+    """Who carries out the tasks."""
+    address: str | None = None
+    """Of a Ray cluster; none means that Ray starts workers on this machine."""
 
     def __post_init__(self) -> None:
+        _require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
+        _require(self.address is None or self.engine == "ray", "address", self.address, "left out without --engine ray")
         _require(0 <= self.tolerate <= 1, "tolerate", self.tolerate, "from 0 to 1")
         _require(16 <= self.shard_bytes <= 1 << 30, "shard bytes", self.shard_bytes, "from 16 to 2**30")
         _require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")

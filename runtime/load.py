@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
+from hdtool.runtime.capture import never
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.families import refuse_by_configuration
-from hdtool.runtime.capture import never
 from hdtool.runtime.layout import lay_out_for_few_rows
 from hdtool.runtime.placement import require_accelerate
 from hdtool.runtime.ranks import LeadingTarget, Ranks, check_device, check_plan, leader
@@ -83,7 +83,7 @@ def _led(config: ModelConfig, settings: Any, ranks: Ranks) -> Target:
 
 
 def _cut_weights(config: ModelConfig) -> Any:
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     parts = DistributedConfig(tp_size=torch.distributed.get_world_size())
     return _weights(config, pick_device("auto"), distributed_config=parts)

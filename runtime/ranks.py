@@ -156,7 +156,8 @@ class LeadingTarget(Target):
     def memory(self, capacity: int, batch: int = 1) -> Memory:
         if batch > 1:
             raise OptionError(
-                f"batch-size is {batch}, but a model over several processes answers one prompt after another: leave it out"
+                f"batch-size is {batch}, but a model over several processes answers one prompt after another: "
+                "leave it out"
             )
         return super().memory(capacity, batch)
 
@@ -178,7 +179,7 @@ def check_device(wanted: str) -> None:
 def check_plan(config: Any, name: str, size: int) -> None:
     """Refuse a model that cannot be cut into so many parts."""
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     if not getattr(text, "base_model_tp_plan", None):
         raise ModelError(
             f"{name} cannot be cut over processes: transformers has no tensor-parallel plan for models of type "
