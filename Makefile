@@ -39,7 +39,7 @@ bench: .venv/installed-dev
 	$(BIN)/python -m tests.benchmarks.plain_decoding
 
 # numba keeps compiled functions beside their files and does not see when what they call has changed elsewhere.
-.compiled: $(wildcard builders/*.py runtime/*.py runtime/sources/*.py)
+.compiled: $(wildcard builders/*.py runtime/*.py runtime/*/*.py)
 	@find builders runtime -name '*.nb[ic]' -delete
 	@touch $@
 

@@ -10,7 +10,19 @@ from typing import Annotated
 
 import typer
 
-from hdtool.cli import bench, build_corpus_db, build_model_db, collect, demo, generate, inspect, replay, rework, verify
+from hdtool.cli import (
+    bench,
+    build_corpus_db,
+    build_model_db,
+    collect,
+    demo,
+    generate,
+    inspect,
+    replay,
+    rework,
+    train_heads,
+    verify,
+)
 from hdtool.cli.options import INTERRUPTED
 from hdtool.data.errors import HdtoolError, OptionError
 
@@ -32,6 +44,7 @@ app.command("inspect")(inspect.inspect)
 app.command("merge")(rework.merge)
 app.command("add")(rework.add)
 app.command("drop")(rework.drop)
+app.command("train-heads")(train_heads.train_heads)
 app.command("replay")(replay.replay)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
