@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
-from hdtool.runtime.cache import Memory
 from hdtool.runtime.capture import never
+from hdtool.runtime.config import NEED_HEADS
 from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hdtool.runtime.config import ModelConfig
+    from hdtool.runtime.config import DecodeConfig, ModelConfig
 
 LETTER = 1 << 14
 """Bytes that go out at once; what does not fit follows behind. A tree and its call take about a tenth."""
@@ -153,17 +153,24 @@ class LeadingTarget(Target):
         self._tell("keep", list(path))
         super().keep(path)
 
-    def memory(self, capacity: int, batch: int = 1) -> Memory:
-        if batch > 1:
-            raise OptionError(
-                f"batch-size is {batch}, but a model over several processes answers one prompt after another: "
-                "leave it out"
-            )
-        return super().memory(capacity, batch)
-
     def _tell(self, verb: str, *arguments: object) -> None:
         if self._ranks:
             self._ranks.tell(verb, *arguments)
+
+
+def check_decoding(config: DecodeConfig) -> None:
+    """Refuse what would need more of the model than the first process has, before it is loaded."""
+    if not leader():
+        return
+    if config.batch_size > 1:
+        raise OptionError(
+            f"batch-size is {config.batch_size}, but a model over several processes answers one prompt after another: "
+            "leave it out"
+        )
+    if config.method in NEED_HEADS:
+        raise OptionError(
+            f"method {config.method} drafts by heads, which need the whole model in one process: choose another one"
+        )
 
 
 def check_device(wanted: str) -> None:

@@ -15,11 +15,11 @@ import torch
 
 from hdtool.cli import app
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
-from hdtool.runtime import placement
-from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime import placement, ranks
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.load import load
-from hdtool.runtime.ranks import check_device, check_plan
+from hdtool.runtime.ranks import check_decoding, check_device, check_plan
 from hdtool.runtime.target import Target
 from tests.families import _of, model_of
 from tests.oracle import prompt_of
@@ -113,6 +113,17 @@ def test_what_cannot_be_cut_is_refused() -> None:
 def test_options_that_do_not_go_together(attempt: object, said_so: str) -> None:
     with pytest.raises(OptionError, match=said_so):
         attempt()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said_so"),
+    [(DecodeConfig(batch_size=2), "batch-size is 2"), (DecodeConfig("hd+amphista"), "drafts by heads")],
+)
+def test_what_needs_the_whole_model(asked: DecodeConfig, said_so: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_decoding(asked)
+    monkeypatch.setattr(ranks, "_ranks", object())
+    with pytest.raises(OptionError, match=said_so):
+        check_decoding(asked)
 
 
 def test_a_device_map_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:

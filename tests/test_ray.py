@@ -238,14 +238,14 @@ def test_no_cluster_at_an_address(capfd: pytest.CaptureFixture[str], inputs: lis
 def test_an_input_that_workers_do_not_see(cluster: Any) -> None:
     """A file of this process's own."""
     with open("/proc/self/comm", "rb") as opened:
-        os.dup2(opened.fileno(), 250)
-        reading = Reading([Path("/proc/self/fd/250")])
+        own = fcntl.fcntl(opened, fcntl.F_DUPFD, 900)  # a number that no worker has open
+        reading = Reading([Path(f"/proc/self/fd/{own}")])
         with (
             ray_engine(cluster.address, None, quiet=True) as engine,
-            pytest.raises(ClusterError, match=r"fd/250 cannot be read by all workers: node .* does not see it"),
+            pytest.raises(ClusterError, match=r"fd/9\d\d cannot be read by all workers: node .* does not see it"),
         ):
             engine.prepare(reading)
-        os.close(250)
+        os.close(own)
 
 
 def test_what_a_worker_complains_of_is_told_here(

@@ -35,7 +35,7 @@ from hdtool.runtime.corpus_index import LONGEST_CONTEXT, CorpusIndex
 from hdtool.runtime.load import load_tokenizer
 from hdtool.runtime.surroundings import machine
 
-LOOK_UPS, FRESH = 3000, 300
+LOOK_UPS, FRESH = 3000, 60
 GROWN = 1.7
 """A look-up in 199 million tokens against one in 10 million: docs/results/stores.md."""
 SIZES = (10**9, 10**10, 10**11, 10**12)
