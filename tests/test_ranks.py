@@ -45,8 +45,7 @@ Letters are so short that prompts and trees do not fit into one."""
 ASKED = ["generate", "--prompt", "Tom has 3 boxes with 12 pencils each. How many pencils?", "--json", "--threads", "1"]
 COMMANDS = [
     [*ASKED, "--max-new-tokens", "24"],
-    [*ASKED, "--max-new-tokens", "24", "--temperature", "0.8", "--seed", "5"],
-    [*ASKED, "--max-new-tokens", "24", "--method", "hd+logitspec", "--budget", "8"],
+    [*ASKED, "--max-new-tokens", "24", "--temperature", "0.8", "--seed", "5", "--method", "hd+logitspec"],
 ]
 
 
