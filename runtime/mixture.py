@@ -24,7 +24,7 @@ from hdtool.runtime.sources.corpus_levels import (
 from hdtool.runtime.sources.heads_levels import WHOLE as ALL_OF_HEADS
 from hdtool.runtime.sources.heads_levels import head_for
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
-from hdtool.runtime.sources.recycled import LONG_RUN, WHOLE, rankings_of, row_of, tag_of
+from hdtool.runtime.sources.recycled import LONG_RUN, WHOLE, fetch_rankings, rankings_of, row_of, tag_of
 from hdtool.runtime.weights import (
     CONTEXT_LEVELS,
     COPIED_LEVELS,
@@ -72,6 +72,12 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
         lap(work, MODEL)
     else:
         deepest = 0
+    if copied.longest > 0:
+        fetch_rankings(copied, work.tails[node, LONGEST_MATCH - 1], work.marks)
+        lap(work, COPIED)
+    if recycled.longest > 0:
+        fetch_rankings(recycled, work.tails[node, LONGEST_MATCH - 1], work.marks)
+        lap(work, RECYCLED)
     left_open = 1.0
     lowest = LONGEST_RANGE + 1
     for order in range(LONGEST_MATCH, 0, -1):
@@ -177,14 +183,14 @@ def _ask_kept(
     row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
         return left_open
-    all_tokens, all_shares, tags, runs = rankings_of(table)
-    if all_shares[row, 0] == 0 or tags[row] != tag_of(work.marks[order]):
+    kept = rankings_of(table)[row]
+    if kept.shares[0] == 0 or kept.tag != tag_of(work.marks[order]):
         return left_open
-    said = all_tokens[row], all_shares[row]
+    said = kept.tokens, kept.shares
     level = (COPIED_LEVELS if source == COPIED else RECYCLED_LEVELS) + order - 1
     # How sure it was, and how often it would have said the same, take the place of how much evidence there is.
-    sure: Any = SIZES * np.int64(all_shares[row, 0]) // WHOLE
-    spread = ONE if runs[row] >= LONG_RUN else FEW if runs[row] > 0 else MANY
+    sure: Any = SIZES * np.int64(kept.shares[0]) // WHOLE
+    spread = ONE if kept.run >= LONG_RUN else FEW if kept.run > 0 else MANY
     bucket = 3 * min(SIZES - 1, sure) + spread
     return _weigh(work, weights, source, level, said, WHOLE, bucket, left_open, floor, truth)
 

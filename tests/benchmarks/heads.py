@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,13 +62,15 @@ class Sums:
 
     def __init__(self) -> None:
         self.tokens = self.steps = 0
+        self.wall_clock = 0.0
         self.seconds: list[float] = []
         self.said: list[list[int]] = []
 
     def answer(self, bench: Bench, number: int, drafter: Drafter, sampling: SamplingConfig) -> None:
-        started = time.process_time()
+        began, started = time.perf_counter(), time.process_time()
         steps = bench.answer(bench.prompts[number], drafter, sampling)
         self.seconds.append(time.process_time() - started)
+        self.wall_clock += time.perf_counter() - began
         self.said.append([token for step in steps for token in step.tokens])
         self.tokens += len(self.said[-1])
         self.steps += len(steps)
@@ -129,22 +132,20 @@ def steps(bench: Bench, folders: Folders, budgets: Sequence[int], temperatures: 
     for name, case in list(cases.items()):
         if name == "amphista":
             cases |= {"hd": Case("hd"), f"hd+{name}": Case("hd+amphista", case.folder)}
-    settings = [(tree, budget, heat) for tree in ("dynamic", "static") for heat in temperatures for budget in budgets]
-    print("| tokens per step | " + " | ".join(f"{tree}, {budget} nodes, T {heat:g}" for tree, budget, heat in settings))
-    print("|---" * (len(settings) + 1) + "|")
+    print("| tokens per step | tree | T | " + " | ".join(f"{budget} nodes" for budget in budgets) + " |")
+    print("|---" * (len(budgets) + 3) + "|")
     plain: dict[float, list[list[int]]] = {}
-    for name, case in cases.items():
+    for heat, (name, case), tree in product(temperatures, cases.items(), ("dynamic", "static")):
+        if tree == "static" and case.method.startswith("hd"):
+            continue
         cells = []
-        for tree, budget, heat in settings:
-            if tree == "static" and "hd" in case.method:
-                cells.append("")
-                continue
+        for budget in budgets:
             sums, drafter = Sums(), case.drafter(bench, budget=budget, tree=tree)
             for number in range(len(bench.prompts)):
                 sums.answer(bench, number, drafter, SamplingConfig(temperature=heat, seed=1))
             assert plain.setdefault(heat, sums.said) == sums.said, "a token has changed"
             cells.append(f"{sums.per_step:.2f}")
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        print(f"| {name} | {tree} | {heat:g} | " + " | ".join(cells) + " |", flush=True)
 
 
 def speed(bench: Bench, folders: Folders, temperatures: Sequence[float]) -> None:
@@ -184,7 +185,7 @@ def share_of_heads(drafter: Drafter, sums: Sums) -> str:
     if session is None or not session.passes:
         return "| |"
     took = 1e6 * session.seconds / session.passes
-    return f"{session.passes / sums.steps:.0%} | {took:.0f} | {session.seconds / sum(sums.seconds):.1%}"
+    return f"{session.passes / sums.steps:.0%} | {took:.0f} | {session.seconds / sums.wall_clock:.1%}"
 
 
 def session_of(drafter: Drafter) -> Any:
@@ -203,7 +204,7 @@ def garbage(bench: Bench, folders: Folders) -> None:
             sums, drafters = raced(bench, cases, SamplingConfig())
             one, session = sums[method], session_of(drafters[method])
             median, whole = one.speed_of(sums[without]), sum(sums[without].seconds) / sum(one.seconds)
-            asked = f"{session.passes} | {one.steps:,} | {session.seconds / sum(one.seconds):.1%}"
+            asked = f"{session.passes} | {one.steps:,} | {session.seconds / one.wall_clock:.1%}"
             print(f"| {method} | {without} | {median:.3f} | {whole:.3f} | {asked} |")
 
 
