@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test format types unit docs bench clean
+.PHONY: demo test test-ray format types unit docs bench clean
 
 demo: .venv/installed .compiled
 	$(BIN)/hdtool demo
@@ -16,6 +16,10 @@ test: .venv/installed-dev .compiled
 	$(MAKE) --no-print-directory types
 	$(BIN)/python -m tests.command_reference --check
 	$(BIN)/pytest -n auto --dist loadfile
+
+# Ray brings libraries of its own, so its tests have an environment of their own.
+test-ray: .venv-ray/installed
+	.venv-ray/bin/pytest tests/test_ray.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
@@ -40,7 +44,7 @@ bench: .venv/installed-dev
 	@touch $@
 
 clean:
-	rm -rf .venv .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -55,3 +59,8 @@ clean:
 .venv/installed-dev: .venv/python $(PINS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/installed
+
+.venv-ray/installed: .venv/python $(PINS)
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	@touch $@

@@ -9,6 +9,7 @@ HdtoolError
 ├── HeadsError      drafting heads cannot be opened, trained or written
 ├── CostError       what forward passes cost cannot be read or written
 ├── ResultError     a folder of results cannot be read or written
+├── ClusterError    a cluster cannot be reached, or cannot do what it is asked for
 └── OptionError     options that do not go together
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
@@ -57,6 +58,10 @@ class CostError(HdtoolError):
 
 class ResultError(HdtoolError):
     """A folder of results cannot be read or written."""
+
+
+class ClusterError(HdtoolError):
+    """A cluster cannot be reached, or cannot do what it is asked for."""
 
 
 class OptionError(HdtoolError):
