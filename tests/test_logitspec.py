@@ -141,7 +141,7 @@ def test_nodes_come_likeliest_first_and_learn_from_what_was_taken(tree: DraftTre
             at = int(kind[node]), depths[node]
             taken, asked = rates.get(at, (prior[at[0]] * STRENGTH, STRENGTH))
             rates[at] = taken + (node in path), asked + 1
-    expected = []
+    expected: list[float] = []
     for node, above in enumerate(tree.parents.tolist()):
         taken, asked = rates.get((int(kind[node]), depths[node]), (prior[kind[node]], 1.0))
         expected.append((expected[above] if above != ROOT else 1.0) * taken / asked)

@@ -74,10 +74,10 @@ def look_up_times(folder: Path) -> Floats:
     index = CorpusIndex(folder)
     taken = []
     for number, context in enumerate(contexts(index, LOOK_UPS + 200, 0)):
-        started = time.perf_counter()
+        started = time.thread_time()
         index.after(context)
         if number >= 200:
-            taken.append(1e6 * (time.perf_counter() - started))
+            taken.append(1e6 * (time.thread_time() - started))
     return np.array(taken)
 
 
