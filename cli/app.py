@@ -10,7 +10,19 @@ from typing import Annotated
 
 import typer
 
-from hdtool.cli import bench, build_corpus_db, build_model_db, collect, demo, generate, inspect, replay, rework, verify
+from hdtool.cli import (
+    bench,
+    build_corpus_db,
+    build_model_db,
+    collect,
+    demo,
+    generate,
+    inspect,
+    replay,
+    rework,
+    serve,
+    verify,
+)
 from hdtool.cli.options import INTERRUPTED
 from hdtool.data.errors import HdtoolError
 
@@ -32,6 +44,7 @@ app.command("add")(rework.add)
 app.command("drop")(rework.drop)
 app.command("replay")(replay.replay)
 app.command("verify")(verify.verify)
+app.command("serve", context_settings=serve.PASSED_ON)(serve.serve)
 app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 

@@ -17,6 +17,7 @@ def build_model_db(
     ],
     model: options.Tokenizer = ModelConfig.model,
     out: options.StoreOut = None,
+    namespace: options.Namespace = None,
     top_k: Annotated[
         int, typer.Option(help="Sequences kept of each length, the most frequent ones.")
     ] = BuildConfig.top_k,
@@ -44,7 +45,7 @@ def build_model_db(
     quiet_libraries()
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
     mark = TokenizerMark.of(tokenizer)
-    folder = out or store_at_home(KIND, mark)
+    folder = out or store_at_home(KIND, mark, namespace)
     with reading(inputs, tokenizer, answers_only=True, tolerate=config.tolerate, quiet=quiet) as (read, documents):
         manifest = build_model_store(folder, documents, mark, read.sources, top_k=config.top_k, per_key=config.per_key)
     report(folder, manifest, as_json=as_json)

@@ -102,6 +102,10 @@ StoreOut = Annotated[
     Path | None,
     typer.Option("--out", help="The store's folder. Default: in hdtool's home, where generate finds it."),
 ]
+Namespace = Annotated[
+    str | None,
+    typer.Option(help="Whose store it is: the name under which a server serves the model, where hdtool serve finds it."),
+]
 Tolerate = Annotated[float, typer.Option(help="The share of records that may be unusable; they are counted and named.")]
 StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]
 Report = Annotated[

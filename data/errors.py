@@ -8,6 +8,7 @@ HdtoolError
 ├── StoreError      a store cannot be opened or written
 ├── CostError       what forward passes cost cannot be read or written
 ├── ResultError     a folder of results cannot be read or written
+├── ServeError      the serving engine is not there
 └── OptionError     options that do not go together
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
@@ -52,6 +53,10 @@ class CostError(HdtoolError):
 
 class ResultError(HdtoolError):
     """A folder of results cannot be read or written."""
+
+
+class ServeError(HdtoolError):
+    """The serving engine is not there."""
 
 
 class OptionError(HdtoolError):

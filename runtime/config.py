@@ -327,6 +327,27 @@ class ShelfConfig:
 
     model_db: str | None = None
     corpus_db: str | None = None
+    namespace: str | None = None
+    """Whose stores: with one, the model store is the tenant's own or none, and a corpus index of its own comes first."""
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """How requests are drafted for inside a serving engine."""
+
+    draft_tokens: int = 8
+    """Of each request in a step, at most."""
+    worth: float | None = None
+    """From which odds on a draft is sent; None means those that pay, by what the engine's passes take."""
+    context_mib: int = 256
+    """For the context tables of requests; those that find no place are not drafted for."""
+
+    def __post_init__(self) -> None:
+        largest = LARGEST_BUDGET
+        _require(1 <= self.draft_tokens <= largest, "draft-tokens", self.draft_tokens, f"from 1 to {largest}")
+        fits = self.worth is None or 0 < self.worth <= 1
+        _require(fits, "worth", self.worth, "above 0 and at most 1")
+        _require(self.context_mib >= 1, "context-mib", self.context_mib, "1 or more")
 
 
 @dataclass(frozen=True)
