@@ -104,7 +104,9 @@ StoreOut = Annotated[
 ]
 Namespace = Annotated[
     str | None,
-    typer.Option(help="Whose store it is: the name under which a server serves the model, where hdtool serve finds it."),
+    typer.Option(
+        help="Whose store it is: the name under which a server serves the model, where hdtool serve finds it."
+    ),
 ]
 Tolerate = Annotated[float, typer.Option(help="The share of records that may be unusable; they are counted and named.")]
 StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from hdtool.cli import options
-from hdtool.data.errors import OptionError
+from hdtool.data.errors import OptionError, ServeError
 from hdtool.runtime.config import ServeConfig, ShelfConfig
 
 PASSED_ON = {"ignore_unknown_options": True}
@@ -51,6 +52,11 @@ def serve(
     model, *passed_on = arguments or [""]
     if model.startswith("-"):
         raise OptionError(f"{model} stands where the model is expected: hdtool serve MODEL [VLLM OPTIONS]")
+    if not dry_run and not find_spec("vllm"):
+        raise ServeError(
+            'vLLM is not installed here: pip install "hdtool[vllm]", or have the command printed for another place by '
+            "--dry-run"
+        )
 
     from hdtool.cli.answers import quiet_libraries, tell_sources
     from hdtool.data import demo

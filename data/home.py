@@ -11,7 +11,6 @@ from urllib.parse import quote
 from hdtool.data.errors import OptionError
 from hdtool.data.store import TokenizerMark
 
-
 LONGEST_NAME = 200
 """Of a namespace, as file systems take it."""
 

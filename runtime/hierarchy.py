@@ -78,7 +78,9 @@ class Hierarchy:
 
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         model, corpus = self._stores
-        work["vocabulary"] = min([vocabulary, *(store.manifest.tokenizer.vocab_size for store in self._stores if store)])
+        work["vocabulary"] = min(
+            [vocabulary, *(store.manifest.tokenizer.vocab_size for store in self._stores if store)]
+        )
         for source, there in ((SourceName.CONTEXT, context), (SourceName.MODEL, model), (SourceName.CORPUS, corpus)):
             work["has"][0, source] = bool(there)
         work["instant_at"] = work["instant"].ctypes.data

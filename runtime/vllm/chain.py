@@ -73,7 +73,7 @@ def catch_up(corpus: Ints, at: Ints, context: Ints, few: int) -> None:
     """Take in what ``context`` has beyond what was known of it, and learn from it if it is ``few`` tokens at most."""
     table = memory_at(at).table[0]
     known = table.end
-    if 0 < known and len(context) - known <= few:
+    if known > 0 and len(context) - known <= few:
         fresh = np.empty(len(context) - known, np.int64)
         fresh[:] = context[known:]
         feed(corpus, at, fresh)
@@ -115,7 +115,7 @@ def draft_rows(
             work.tails[0] = requests.tails[request]
             places_of(ranges)[0] = requests.places[request]
             ranges.read[0] = 0
-            length = np.int64(lengths[rows[turn]])
+            length: Any = np.int64(lengths[rows[turn]])
             catch_up(corpus, at, contexts[rows[turn], :length], most + 1)
             # Behind the last draft the target says one token more.
             size = grow_chain(corpus, at, min(most, longest - length - 1), floor)

@@ -76,9 +76,7 @@ class BatchDrafter:
         recognise(self._requests.tables[: len(self)], self._held[: len(self)], contexts, lengths, rows, self._chosen)
         memories = self._hierarchy.corpus, self._hierarchy.addresses
         limits = self._longest, self._drafts.shape[1], floor
-        draft_rows(
-            memories, self._requests, self._chosen, contexts, lengths, rows, limits, self._drafts, self._sizes
-        )
+        draft_rows(memories, self._requests, self._chosen, contexts, lengths, rows, limits, self._drafts, self._sizes)
 
     def _make_tables(self, wanted: int) -> None:
         """As many context tables as are wanted, if there may be so many."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,13 +61,6 @@ class Launch:
 
     def run(self) -> NoReturn:
         """Become the server: signals and its exit code go straight through."""
-        import os
-
-        if not find_spec("vllm"):
-            raise ServeError(
-                'vLLM is not installed here: pip install "hdtool[vllm]", or run the command where it is (--dry-run '
-                "prints it)"
-            )
         os.execv(self.command[0], self.command)
 
 

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 LOWEST = 0.02
 """Less likely drafts cost more to find than they bring, even where a pass has all the room."""
-HOPELESS = 0.95
+HOPELESS = 0.9
 """Where a draft must be likelier than this, none is looked for."""
 ROOM = 256.0
 """Tokens that a pass takes in the time of two passes of one, as long as nothing else is known."""
-TRUST = 16.0
+TRUST = 1.0
 """What is assumed weighs as much as what was seen where the tokens of passes have this variance."""
 MEMORY = 64.0
 """Passes that are remembered."""

@@ -77,7 +77,7 @@ def _look_around(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chos
 
 @njit(cache=True, nogil=True)
 def _goes_on(at: int, context: Ints, length: int) -> bool:
-    """Whether a memory holds the beginning of a context; the end of it is looked at first, as strangers differ there."""
+    """Whether a memory holds the beginning of a context; its end is looked at first, as strangers differ there."""
     table = array_at(at, 1, TABLE)[0]
     size = table.end
     if size == 0 or size > length or table.ring[(size - 1) & (len(table.ring) - 1)] != context[size - 1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hdtool.data.errors import OptionError
@@ -20,7 +20,7 @@ class Settings:
     """Which stores are drafted from, and how."""
 
     serving: ServeConfig
-    stores: ShelfConfig = ShelfConfig()
+    stores: ShelfConfig = field(default_factory=ShelfConfig)
 
     @classmethod
     def of(cls, additional: Any, draft_tokens: int) -> Settings:
