@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hdtool.cli.app import run
 from hdtool.data import demo
@@ -19,7 +20,7 @@ from hdtool.data.home import home, store_at_home
 from hdtool.data.store import TokenizerMark
 from hdtool.runtime.config import ModelConfig, ServeConfig, ShelfConfig
 from hdtool.runtime.load import load_tokenizer
-from hdtool.runtime.vllm import HierarchyProposer
+from hdtool.runtime.vllm import HierarchyProposer, repair
 from hdtool.runtime.vllm.launch import PROPOSER, Launch
 from hdtool.runtime.vllm.settings import Settings
 
@@ -59,6 +60,7 @@ def worker(additional: Any = None, tokenizer: str = MODEL, served: str = "name")
         speculative_config=SimpleNamespace(num_speculative_tokens=4),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         additional_config=additional or {},
+        device_config=SimpleNamespace(device_type="cuda"),
     )
     return HierarchyProposer(config)
 
@@ -97,6 +99,20 @@ def test_a_worker_drafts_in_vllms_form() -> None:
     drafts = proposer.propose([[1], [1, 2], []], lengths, contexts, slot_mappings={})
     assert [bool(draft) for draft in drafts] == [True, True, False]
     assert all(type(token) is int and len(draft) <= 4 for draft in drafts for token in draft)
+
+
+def test_settings_are_spread_over_drafted_tokens() -> None:
+    """As vLLM's kernel on GPUs does it: 0 as a temperature means greedy, and is replaced."""
+    settings, ends = torch.tensor([0.5, 0.0, 2.0, 7.0]), torch.tensor([2, 3, 3, 5], dtype=torch.int32)
+    assert repair.expanded(settings, ends, 5, 0, 1).tolist() == [0.5, 0.5, 1.0, 7.0, 7.0]
+    assert repair.expanded(settings.int(), ends, 5).tolist() == [0, 0, 0, 7, 7]
+
+
+def test_nothing_is_applied_to_no_rows() -> None:
+    guarded = repair.with_rows_only(lambda logits, k: logits[k.max()])
+    nothing = torch.empty(0, 3)
+    assert guarded(nothing, torch.empty(0, dtype=torch.int32)) is nothing
+    assert guarded(torch.eye(3), torch.tensor([1])).tolist() == [0, 1, 0]
 
 
 def test_what_the_user_tells_vllm_besides_stays() -> None:

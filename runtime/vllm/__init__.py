@@ -1,7 +1,7 @@
 """Drafting inside vLLM: its server, its batches, our hierarchy.
 
 vLLM imports the class that its speculative configuration names in every worker, and asks it after each pass what may
-come next in each row of the batch. Nothing here imports vLLM: what it hands over is taken as it comes.
+come next in each row of the batch. What it hands over is taken as it comes; only `repair` imports it.
 """
 
 from hdtool.runtime.vllm.proposer import HierarchyProposer

@@ -15,6 +15,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.load import load_tokenizer
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.vllm.drafter import BatchDrafter
+from hdtool.runtime.vllm.repair import repair_sampling
 from hdtool.runtime.vllm.settings import Settings
 
 LOGGER = logging.getLogger("vllm.hdtool")
@@ -41,10 +42,13 @@ class HierarchyProposer:
             longest=model.max_model_len,
             vocabulary=model.get_vocab_size(),
         )
+        self._on_cpu = vllm_config.device_config.device_type == "cpu"
         LOGGER.info("hdtool drafts from %s", shelf)
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
-        """vLLM asks for it; there is no model to load."""
+        """There is none to load, but vLLM is complete by now."""
+        if self._on_cpu and (mended := repair_sampling()):
+            LOGGER.warning("this vLLM has mistakes on CPUs, mended in this process: %s", ", ".join(mended))
 
     def propose(
         self,
