@@ -39,7 +39,7 @@ bench: .venv/installed-dev
 	$(BIN)/python -m tests.benchmarks.plain_decoding
 
 # numba keeps compiled functions beside their files and does not see when what they call has changed elsewhere.
-COMPILED := $(wildcard builders/*.py runtime/*.py runtime/sources/*.py runtime/vllm/*.py)
+COMPILED := $(wildcard builders/*.py runtime/*.py runtime/*/*.py)
 
 .compiled: $(COMPILED)
 	@find builders runtime -name '*.nb[ic]' -delete

@@ -1,18 +1,20 @@
 """The demo's held-out prompts: ``python -m hdtool.builders.demo_prompts --gsm8k DIR --out FILE``.
 
 Questions from pages and source files that the demo model never read, as many of each kind, in an
-order that a hash decides. ``reference`` is the text that was held out.
+order that a hash decides. ``reference`` is the text that was held out. With ``--learned N``, N questions
+of each kind that it did learn from, and of which none is held out: to collect its own answers to.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hdtool.builders.demo_corpus import DEFAULT_DOCS, Document, documents, stable_hash
+from hdtool.data.prompts import Prompt
 
 KINDS = ("math", "explain", "write", "edit")
 OF_EACH = 50
@@ -38,13 +40,30 @@ def in_turn(ordered: Collection[Document], of_each: int) -> Iterator[tuple[Docum
     return zip(*([d for d in ordered if d.kind == kind][:of_each] for kind in KINDS), strict=False)
 
 
+def learned_questions(everything: Sequence[Document], of_each: int) -> Iterator[Prompt]:
+    """Questions of all kinds in turn that the model learned from, each once, in an order that a hash decides."""
+    held_out = {document.question for document in everything if document.held_out}
+    learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
+    # Not by name: the tasks made of one function share theirs, and half of the questions would be of the same ones.
+    ordered = sorted(learned.values(), key=lambda document: stable_hash(document.question))
+    for number, row in enumerate(in_turn(ordered, of_each), start=1):
+        for document in row:
+            asked = {"role": "user", "content": document.question}
+            yield Prompt((asked,), id=f"{document.kind}-{number:03}", category=document.kind)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
     parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
     parser.add_argument("--out", type=Path, required=True, help="where the prompts go")
+    parser.add_argument("--learned", type=int, help="so many questions of each kind that the model learned from")
     options = parser.parse_args()
-    rows = list(prompts(documents(options.gsm8k, options.docs)))
+    everything = list(documents(options.gsm8k, options.docs))
+    rows = list(prompts(everything))
+    if options.learned is not None:
+        questions = learned_questions(everything, options.learned)
+        rows = [{"id": q.id, "category": q.category, "messages": list(q.messages)} for q in questions]
     options.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} prompts in {options.out}")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from hdtool.builders.corpus_index import build_corpus_index
 from hdtool.builders.demo_corpus import DEFAULT_DOCS, Document, documents, stable_hash
-from hdtool.builders.demo_prompts import in_turn
+from hdtool.builders.demo_prompts import learned_questions
 from hdtool.builders.generations import GenerationFile, collect
 from hdtool.builders.model_store import build_model_store
 from hdtool.builders.progress import bar
@@ -44,18 +44,6 @@ KINDS = ("math", "explain", "write")
 TOKENS_OF_EACH = 200_000
 OWN_TERMS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
 """Source files that speak of these may be under other terms than the library as a whole, and stay out of the index."""
-
-
-def questions(everything: Sequence[Document], of_each: int = QUESTIONS_OF_EACH) -> Iterator[Prompt]:
-    """Questions of all kinds in turn that the model learned from, each once, in an order that a hash decides."""
-    held_out = {document.question for document in everything if document.held_out}
-    learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
-    # Not by name: the tasks made of one function share theirs, and half of the questions would be of the same ones.
-    ordered = sorted(learned.values(), key=lambda document: stable_hash(document.question))
-    for number, row in enumerate(in_turn(ordered, of_each), start=1):
-        for document in row:
-            asked = {"role": "user", "content": document.question}
-            yield Prompt((asked,), id=f"{document.kind}-{number:03}", category=document.kind)
 
 
 def answer(prompts: Sequence[Prompt], path: Path) -> None:
@@ -114,7 +102,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the two stores go")
     options = parser.parse_args()
     everything = list(documents(options.gsm8k, options.docs))
-    answer(list(questions(everything)), options.answers)
+    answer(list(learned_questions(everything, QUESTIONS_OF_EACH)), options.answers)
     tokenizer = load_tokenizer(ModelConfig())
     for folder, manifest in build(options.out, options.answers, corpus(everything, tokenizer), tokenizer):
         # It would be shipped with the store.

@@ -19,6 +19,10 @@ class Bar:
     def advance(self) -> None:
         self._shown.update(1)
 
+    def tell(self, words: str) -> None:
+        """Behind the bar, from its next move on."""
+        self._shown.set_postfix_str(words, refresh=False)
+
 
 @contextmanager
 def bar(total: int, what: str, *, unit: str = "", quiet: bool = False) -> Iterator[Bar]:

@@ -21,6 +21,7 @@ from hdtool.cli import (
     replay,
     rework,
     serve,
+    train_heads,
     verify,
 )
 from hdtool.cli.options import INTERRUPTED
@@ -42,6 +43,7 @@ app.command("inspect")(inspect.inspect)
 app.command("merge")(rework.merge)
 app.command("add")(rework.add)
 app.command("drop")(rework.drop)
+app.command("train-heads")(train_heads.train_heads)
 app.command("replay")(replay.replay)
 app.command("verify")(verify.verify)
 app.command("serve", context_settings=serve.PASSED_ON)(serve.serve)

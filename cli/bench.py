@@ -67,6 +67,8 @@ def bench(
     model_db: options.ModelDb = ShelfConfig.model_db,
     corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
     budget: options.Budget = DecodeConfig.budget,
+    heads: options.Heads = None,
+    tree: options.Tree = DecodeConfig.tree,
     max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
     temperature: options.Temperature = SamplingConfig.temperature,
     top_k: options.TopK = SamplingConfig.top_k,
@@ -111,7 +113,7 @@ def bench(
     """
     chosen = tuple(name.strip() for listed in methods for name in listed.split(",")) if methods else None
     settings = BenchConfig(None if shape else chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
-    decoding = DecodeConfig(budget=budget, max_new_tokens=max_new_tokens)
+    decoding = DecodeConfig(budget=budget, max_new_tokens=max_new_tokens, heads=tuple(heads or ()), tree=tree)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     loading = ModelConfig(model, device, dtype, trust_remote_code)
     if cost or contexts is not None:

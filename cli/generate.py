@@ -26,6 +26,8 @@ def generate(
     use: options.Use = DecodeConfig.use,
     order: options.Order = DecodeConfig.order,
     lookahead: options.Lookahead = DecodeConfig.lookahead,
+    heads: options.Heads = None,
+    tree: options.Tree = DecodeConfig.tree,
     max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
     batch_size: options.BatchSize = DecodeConfig.batch_size,
     temperature: options.Temperature = SamplingConfig.temperature,
@@ -48,7 +50,8 @@ def generate(
     Whatever the method, the answer is that of plain decoding; drafting only makes it come sooner.
     """
     # Everything that can be wrong with what was typed is found before a model is loaded.
-    decoding = DecodeConfig(method, max_new_tokens, budget, use, order, lookahead, batch_size)
+    folders = tuple(heads or ())
+    decoding = DecodeConfig(method, max_new_tokens, budget, use, order, lookahead, batch_size, folders, tree)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = _asked(prompt, prompts)
 

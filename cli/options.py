@@ -84,6 +84,13 @@ Chat = Annotated[
     bool | None,
     typer.Option("--chat/--raw", help="Ask through the model's chat template, or as it stands. Default: chat if any."),
 ]
+Heads = Annotated[
+    list[str] | None,
+    typer.Option(help="Folder of trained heads for amphista or medusa; may be given for each. Default: the demo's."),
+]
+Tree = Annotated[
+    str, typer.Option(help="Of heads alone: dynamic, the likeliest paths of each step, or static, the trained tree.")
+]
 Stats = Annotated[bool, typer.Option("--stats", help="Tell on standard error what each answer took.")]
 Color = Annotated[
     bool, typer.Option("--color", help="Show each token in the colour of the source that drafted it, with a legend.")

@@ -32,6 +32,8 @@ def verify(
     model_db: options.ModelDb = ShelfConfig.model_db,
     corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
     budget: options.Budget = DecodeConfig.budget,
+    heads: options.Heads = None,
+    tree: options.Tree = DecodeConfig.tree,
     max_new_tokens: options.MaxNewTokens = VerifyConfig.max_new_tokens,
     temperature: options.Temperature = SamplingConfig.temperature,
     top_k: options.TopK = SamplingConfig.top_k,
@@ -53,7 +55,7 @@ def verify(
     rounding does there is a near tie. Exit code 0 if all is identical or a near tie, else 1.
     """
     size = VerifyConfig(limit, max_new_tokens)
-    decoding = DecodeConfig(method, size.max_new_tokens, budget)
+    decoding = DecodeConfig(method, size.max_new_tokens, budget, heads=tuple(heads or ()), tree=tree)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
 
     from hdtool.cli.answers import quiet_libraries, tell_sources

@@ -6,6 +6,7 @@ HdtoolError
 │   └── FamilyError     a model whose kind cannot verify a tree of drafts
 ├── RecordError     an input of a builder, or a recorded conversation, cannot be used
 ├── StoreError      a store cannot be opened or written
+├── HeadsError      drafting heads cannot be opened, trained or written
 ├── CostError       what forward passes cost cannot be read or written
 ├── ResultError     a folder of results cannot be read or written
 ├── ServeError      the serving engine is not there
@@ -45,6 +46,10 @@ class RecordError(HdtoolError):
 
 class StoreError(HdtoolError):
     """A store cannot be opened or written."""
+
+
+class HeadsError(HdtoolError):
+    """Drafting heads cannot be opened, trained or written."""
 
 
 class CostError(HdtoolError):

@@ -34,12 +34,25 @@ ANSWERERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model")
 BAD_SHOWN = 20
 
 
+class Said(NamedTuple):
+    """A part of a record."""
+
+    text: str
+    by_model: bool
+    ids: tuple[int, ...] | None = None
+    """Its tokens, where they were recorded."""
+    role: str = "user"
+    """Of somebody else in a chat."""
+
+
 @dataclass(frozen=True)
 class Record:
     """Texts that belong together, each a document of its own, and the input they came from."""
 
     texts: tuple[str, ...]
     source: int
+    said: tuple[Said, ...] = ()
+    """All of the record's parts in their order, those by others than the model too."""
 
 
 class Reading:
@@ -77,28 +90,29 @@ class Reading:
         self._restart()
         found = False
         for source, path in enumerate(self._inputs):
-            for texts in self._texts(source, path):
-                found = True
-                yield Record(texts, source)
+            for said in self._said(source, path):
+                texts = tuple(part.text for part in said if part.by_model or not self._answers_only)
+                if texts:
+                    found = True
+                    yield Record(texts, source, said)
         self._check_tolerance()
         if not found:
             what = "answers of a model" if self._answers_only else "text"
             raise RecordError(f"no {what} found in {_names(self._inputs)}: name files that hold some")
 
-    def _texts(self, source: int, path: Path) -> Iterator[tuple[str, ...]]:
+    def _said(self, source: int, path: Path) -> Iterator[tuple[Said, ...]]:
         size = self._sizes[source]
         before = self.bytes_read
         with faults_named(path), CountedFile(path) as raw:
             for row in rows_of(path, raw, size):
                 self.bytes_read = before + row.consumed
                 try:
-                    texts = _texts_of(row.value, self._answers_only)
+                    said = _parts_of(row.value)
                 except RowError as fault:
                     self._note(f"{path}{row.place}", fault)
                     continue
                 self.good_count += 1
-                if texts:
-                    yield texts
+                yield said
             # Parquet is read around the counted file; its hash waits until someone asks.
             if raw.count >= size:
                 self._hashes[source] = raw.sha256()
@@ -132,19 +146,14 @@ def _names(paths: Sequence[Path]) -> str:
     return f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else str(paths[0])
 
 
-class _Said(NamedTuple):
-    text: str
-    by_model: bool
-
-
-def _texts_of(value: Any, answers_only: bool) -> tuple[str, ...]:
-    """The texts of a row, in their order; none at all raises, no answers among them does not."""
-    said = [part for part in _said(value) if part.text and not part.text.isspace()]
+def _parts_of(value: Any) -> tuple[Said, ...]:
+    """The parts of a row, in their order; none at all raises."""
+    said = tuple(part for part in _said(value) if part.text and not part.text.isspace())
     if not said:
         raise RowError("empty conversation" if isinstance(value, dict) else "empty text")
     for part in said:
         _check_unicode(part.text)
-    return tuple(part.text for part in said if part.by_model or not answers_only)
+    return said
 
 
 def _check_unicode(text: str) -> None:
@@ -155,24 +164,39 @@ def _check_unicode(text: str) -> None:
         raise RowError(f"half a character, \\u{ord(text[error.start]):x}, which is no text") from None
 
 
-def _said(value: Any) -> list[_Said]:
+def _said(value: Any) -> list[Said]:
     if isinstance(value, RowError):
         raise value
     if isinstance(value, str):
-        return [_Said(value, True)]
+        return [Said(value, True)]
     if not isinstance(value, dict):
         raise RowError(f"a record is an object or a text (found: {type(value).__name__})")
     # A Parquet row has all columns of its file.
     row = {key: held for key, held in value.items() if held is not None}
     for key in CONVERSATION_KEYS:
         if key in row:
-            return [_turn(turn) for turn in _listed(row[key], key)]
+            said = [_turn(turn) for turn in _listed(row[key], key)]
+            return _with_ids(said, row["answers"]) if "answers" in row else said
     if "choices" in row:
         return _chosen(row["choices"])
     return _pair(row)
 
 
-def _turn(turn: Any) -> _Said:
+def _with_ids(said: list[Said], answers: Any) -> list[Said]:
+    """``collect`` keeps the tokens of the last answers."""
+    ids = (
+        [answer.get("output_ids") for answer in answers if isinstance(answer, dict)]
+        if isinstance(answers, list)
+        else []
+    )
+    places = [place for place, part in enumerate(said) if part.by_model][-len(ids) :] if ids else []
+    for place, found in zip(places, ids, strict=False):
+        if isinstance(found, list) and found and all(type(token) is int and token >= 0 for token in found):
+            said[place] = said[place]._replace(ids=tuple(found))
+    return said
+
+
+def _turn(turn: Any) -> Said:
     held = [turn[key] for key in TURN_KEYS if key in turn] if isinstance(turn, dict) else []
     if not held:
         raise RowError("a turn needs a role and a text, as `from` and `value` or as `role` and `content`")
@@ -181,7 +205,8 @@ def _turn(turn: Any) -> _Said:
     if isinstance(text, list):
         text = "\n".join(_texts_of_parts(text))
     role = turn.get("from") or turn.get("role")
-    return _Said(_text(text, "a turn's text"), str(role).lower() in ANSWERERS)
+    name = str(role).lower()
+    return Said(_text(text, "a turn's text"), name in ANSWERERS, role="system" if name == "system" else "user")
 
 
 def _texts_of_parts(parts: list[Any]) -> Iterator[str]:
@@ -193,20 +218,20 @@ def _texts_of_parts(parts: list[Any]) -> Iterator[str]:
             yield _text(part["text"], "the `text` of a message's part")
 
 
-def _chosen(choices: Any) -> list[_Said]:
+def _chosen(choices: Any) -> list[Said]:
     first = next(iter(_listed(choices, "choices")), None)
     if not isinstance(first, dict) or "turns" not in first:
         raise RowError("`choices` must begin with an object that has `turns`")
-    return [_Said(_text(turn, "a turn of `choices`"), True) for turn in _listed(first["turns"], "turns")]
+    return [Said(_text(turn, "a turn of `choices`"), True) for turn in _listed(first["turns"], "turns")]
 
 
-def _pair(row: dict[str, Any]) -> list[_Said]:
+def _pair(row: dict[str, Any]) -> list[Said]:
     asked = [key for key in PROMPT_KEYS if key in row]
     # Beside an answer, `text` is as a rule the whole of prompt and answer once more.
     answers = [key for key in ANSWER_KEYS if key in row] or [key for key in TEXT_KEYS if key in row][:1]
     if not asked and not answers:
         raise RowError(f"no conversation, answer or text in it (found: {', '.join(map(str, row)) or 'nothing'})")
-    return [_Said(_text(row[key], f"`{key}`"), key in answers) for key in asked + answers]
+    return [Said(_text(row[key], f"`{key}`"), key in answers) for key in asked + answers]
 
 
 def _listed(value: Any, name: str) -> list[Any]:

@@ -116,7 +116,10 @@ def decode_batch(
         if not taken:
             return
         logits = seats.verify([turn.draft() for _, turn in taken])
-        steps = [_answered(seats, seat, turn, logits[seat]) for seat, (_, turn) in enumerate(taken)]
+        steps = []
+        for seat, (_, turn) in enumerate(taken):
+            target.look_at(seat)
+            steps.append(_answered(seats, seat, turn, logits[seat]))
         for (request, _), step in zip(taken, steps, strict=True):
             yield request, step
         for seat in range(len(taken) - 1, -1, -1):

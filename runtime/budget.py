@@ -26,6 +26,10 @@ MOVED = 64
 """Tokens by which a context grows before the cost behind it is looked up again."""
 LONGEST_REST = 64
 """Steps without a draft, at most, where drafting was not worth it before."""
+SAVED_LEARNING = 0.1
+"""How far one draft moves what drafts are thought to save, where they take time themselves."""
+TRYING = 0.01
+"""Share of the time that may go into drafts which have not paid."""
 
 SIZE_OF = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
 """For each number of nodes, which of these sizes it costs."""
@@ -46,6 +50,10 @@ class Budget(Protocol):
         """How many of the best nodes to send."""
         ...
 
+    def hear_of_draft(self, seconds: float) -> None:
+        """What the draft took that is asked about next, where it is worth speaking of."""
+        ...
+
 
 @dataclass(frozen=True)
 class FixedBudget:
@@ -55,6 +63,9 @@ class FixedBudget:
 
     def nodes(self, odds: Odds) -> int:
         return min(len(odds), self.most)
+
+    def hear_of_draft(self, seconds: float) -> None:
+        pass
 
 
 class CostBudget:
@@ -81,6 +92,9 @@ class CostBudget:
 
     def nodes(self, odds: Odds) -> int:
         return self._choice.nodes(gains(odds), self._costs, self._steps)
+
+    def hear_of_draft(self, seconds: float) -> None:
+        self._choice.drafting = seconds
 
 
 class MeasuredBudget:
@@ -110,6 +124,9 @@ class MeasuredBudget:
     def _stand_at(self, context: int) -> None:
         self._context = context
         self._costs = self._curve.of_passes(np.array(ROWS) - 1, np.full(len(ROWS), context))
+
+    def hear_of_draft(self, seconds: float) -> None:
+        self._choice.drafting = seconds
 
     def _learn(self) -> None:
         """Correct what a pass is thought to cost by the last one, if it was the only one since then."""
@@ -148,6 +165,10 @@ class SharedBudget:
         in_all = np.sum(list(self._together.values()), axis=0)
         return min(len(odds), self._choice.nodes(in_all, self._costs, self._target.passes))
 
+    def hear_of_draft(self, seconds: float) -> None:
+        # All conversations draft before the pass that they share.
+        self._choice.drafting = seconds * max(1, len(self._together))
+
 
 def gains(odds: Odds) -> Odds:
     """The tokens that trees of 0, 1, 2 … of these nodes bring on average: one, and the sum of their odds."""
@@ -167,6 +188,10 @@ class _Choice:
         self._most = LARGEST_BUDGET
         self._rest = 0
         self._asleep_until = 0
+        self.drafting = 0.0
+        """Seconds that the last draft took, where that counts."""
+        self._saved: float | None = None
+        """Seconds that drafts of this kind save a step, as a rule; None after a rest."""
 
     def most(self, step: int) -> int:
         return 0 if step < self._asleep_until else self._most
@@ -175,8 +200,20 @@ class _Choice:
         """The best number of nodes, by what 0, 1, 2 … of them bring and the seconds of such passes."""
         rate = gain / (costs[: len(gain)] + self._around)
         best = int(rate.argmax())
-        self._rest = 0 if best else min(max(1, 2 * self._rest), LONGEST_REST)
-        self._asleep_until = step + 1 + self._rest if self._rest > 2 else 0
+        self._decide(bool(best), gain[best], costs[best], costs[0], step)
         # Nodes that are never sent need not be grown.
         self._most = min(LARGEST_BUDGET, max(2 * best, self._most - 1, ROWS[3]))
         return best
+
+    def _decide(self, paid: bool, gain: float, cost: float, plain: float, step: int) -> None:
+        """Whether to rest, and for how long."""
+        longest = LONGEST_REST
+        if self.drafting:
+            saved = gain * (plain + self._around) - (cost + self._around + self.drafting)
+            self._saved = saved if self._saved is None else self._saved + SAVED_LEARNING * (saved - self._saved)
+            paid = self._saved > 0
+            longest = max(longest, int(self.drafting / (TRYING * (plain + self._around))))
+        self._rest = 0 if paid else min(max(1, 2 * self._rest), longest)
+        self._asleep_until = step + 1 + self._rest if self._rest > 2 else 0
+        if self._asleep_until:
+            self._saved = None

@@ -18,12 +18,13 @@ from hdtool.runtime.mixture import CORPUS, NO_TRUTH, TREE, expand
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, add
 from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE, narrow, places_of
+from hdtool.runtime.sources.heads_levels import fall_silent, pass_by
 from hdtool.runtime.sources.last_logit import forget
 from hdtool.runtime.weights import learn
 from hdtool.runtime.workspace import memory_at
 
 DEEPEST = 32
-WORTH_EXPANDING = 1.25
+WORTH_EXPANDING = 1.6
 """A node is worth it if its path is so many times as likely as the last one of a full list."""
 WORTH_ADDING = 0.1
 """A contribution is left out below this share of the last path's odds."""
@@ -108,6 +109,7 @@ def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
     memory = memory_at(at)
     memory.work[0].tails[0] = -1
     forget(memory.last[0])
+    fall_silent(memory.heads[0])
     ranges = memory.ranges[0]
     places_of(ranges)[0] = 0
     ranges.read[0] = 0
@@ -132,6 +134,7 @@ def _advance(corpus: Ints, at: Ints, token: int) -> None:
     work, ranges = memory.work[0], memory.ranges[0]
     extend(work, 0, 0, token)
     forget(memory.last[0])
+    pass_by(memory.heads[0])
     if work.has[CORPUS]:
         # In place: the longest first, as each comes from the next shorter one of before.
         for order in range(LONGEST_RANGE, 0, -1):

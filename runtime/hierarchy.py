@@ -15,10 +15,13 @@ from hdtool.runtime.budget import Budget, FixedBudget, Odds
 from hdtool.runtime.clock import HAS_CLOCK
 from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.growth import feed, grow, restart
+from hdtool.runtime.heads.asking import Asking
+from hdtool.runtime.heads.session import Session
 from hdtool.runtime.model_store import ModelStore
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.sources.corpus_levels import no_shards, range_record
+from hdtool.runtime.sources.heads_levels import HEADS, note
 from hdtool.runtime.sources.model_levels import model_record
 from hdtool.runtime.sources.rankings import Rankings
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -37,7 +40,8 @@ class Hierarchy:
 
     And from what the target thought likely: ``last`` in place of the root, ``copied`` where it last said the
     same tokens, ``recycled`` at nodes of earlier trees, whether it took them or not. What is learned of the
-    sources' worth, and what is copied and recycled, is kept from one generation to the next.
+    sources' worth, and what is copied and recycled, is kept from one generation to the next. Trained ``heads``
+    are one source more, which is asked as long as it brings more than its own pass takes.
     """
 
     def __init__(
@@ -50,10 +54,14 @@ class Hierarchy:
         last: bool = False,
         copied: bool = False,
         recycled: bool = False,
+        heads: Session | None = None,
         vocabulary: int = ANY_TOKEN,
     ) -> None:
         """No token from ``vocabulary`` on is ever drafted."""
         self.budget = budget or FixedBudget()
+        self._heads = heads
+        self._asking = None if isinstance(self.budget, FixedBudget) else Asking()
+        self._began = time.perf_counter()
         self.table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive the addresses
         self._shards = corpus.shards if corpus else no_shards()
@@ -61,7 +69,10 @@ class Hierarchy:
         ranges, self._places = range_record(self._shards)
         self._rankings = Rankings(last=last, copied=copied, recycled=recycled)
         work, learned = np.zeros(1, WORK), new_weights()
-        self._memory = Memory(work, learned, self.table.memory, model_record(model), ranges, *self._rankings.memories)
+        said = np.zeros(1, HEADS)
+        self._memory = Memory(
+            work, learned, self.table.memory, model_record(model), ranges, *self._rankings.memories, said
+        )
         self._at = self._memory.addresses()
         self._fill_in(work, context, vocabulary)
         # Fields of a record cost a tenth of a microsecond each time they are asked for.
@@ -127,20 +138,27 @@ class Hierarchy:
         if not whole:
             return {}
         parts = (self._spent * self._clocked / whole).tolist()
+        parts[SourceName.HEADS] += self._heads.seconds if self._heads else 0.0
         return {SourceName(source): part for source, part in enumerate(parts) if part}
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._catch_up()
         self.odds = self._odds[:0]
+        if self._heads:
+            self._heads.begin(list(prompt))
         self.table.read(prompt)
         restart(self._corpus, self._at, np.array(prompt[-LONGEST_MATCH:], np.int64))
 
     def draft(self, context: Sequence[int]) -> DraftTree:
+        self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:
             self.odds = self._odds[:0]
             return DraftTree.bare(context[-1])
         self._catch_up()
+        if self._heads and (not self._asking or self._asking.now):
+            self._heads.look_ahead()
+            note(self._memory.heads, self._heads.tokens, self._heads.odds)
         timed = HAS_CLOCK and self._drafts % TIMED_EVERY == 0
         self._timed[0] = timed
         started = time.perf_counter()
@@ -157,6 +175,8 @@ class Hierarchy:
         return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        if self._heads:
+            self._heads.hear(accepted)
         current = not self._pending  # else nobody knows what the rows of the tree stand behind
         tails = self._tails[: len(logits)].copy() if current and len(logits) == len(self.odds) + 1 else None
         self._pending += accepted.tokens
@@ -164,6 +184,8 @@ class Hierarchy:
             self._catch_up()
             # Only now: what is learned of these sources must not come from what they heard a moment ago.
             self._rankings.hear(accepted, logits, tails)
+            if self._heads and self._asking and current and len(self.odds):
+                self._asking.hear(1 + float(self.odds.sum()), time.perf_counter() - self._began)
 
     def _catch_up(self) -> None:
         """Take in what was emitted; while drafting is not worth its time, this is put off."""

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-BLOCK = 64
-"""Logits that are compared with the least of the best at once."""
+COLUMNS = 512
+"""More are slower for small vocabularies, fewer for large ones."""
 NO_TOKEN, NO_LOGIT = -1, -np.inf
 
 Array = npt.NDArray[Any]
@@ -46,16 +46,15 @@ def likeliest(logits: torch.Tensor) -> npt.NDArray[np.int64]:
     return np.asarray(found, np.int64)
 
 
-@torch.inference_mode()
 def ranked(logits: torch.Tensor, most: int) -> tuple[Array, Array]:
     """The ``most`` likeliest tokens of each row, best first, and their logits; -1 and -inf where a row has no more."""
-    tokens = np.full((len(logits), most), NO_TOKEN, np.int64)
-    scores = np.full((len(logits), most), NO_LOGIT, np.float32)
+    tokens, scores = np.empty((len(logits), most), np.int64), np.empty((len(logits), most), np.float32)
     if logits.device.type == "cpu":
         # Torch takes ten times as long for this on a CPU.
         _rank(logits.detach().float().numpy(), tokens, scores)
     else:
-        best = logits.float().topk(min(most, logits.shape[-1]))
+        tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
+        best = logits.detach().float().topk(min(most, logits.shape[-1]))
         # Both in one transfer: each costs a wait for the device.
         both = torch.stack([best.values, best.indices.to(torch.int32).view(torch.float32)]).cpu().numpy()
         scores[:, : both.shape[2]] = both[0]
@@ -65,25 +64,50 @@ def ranked(logits: torch.Tensor, most: int) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _rank(logits: Array, tokens: Array, scores: Array) -> None:
-    """Most blocks have nothing to offer, as one quick look tells."""
+    """The vocabulary is folded into columns: whatever is among the best stands in one of the best columns."""
+    columns, best = np.empty(COLUMNS, np.float32), np.empty(scores.shape[1], np.float32)
+    tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
     for row in range(len(logits)):
-        least = scores[row, -1]
-        for start in range(0, logits.shape[1], BLOCK):
-            block = logits[row, start : start + BLOCK]
-            better = 0
-            for place in range(len(block)):
-                better += block[place] > least
-            if better:
-                for place in range(len(block)):
-                    if block[place] > least:
-                        _insert(tokens[row], scores[row], start + place, block[place])
-                        least = scores[row, -1]
+        line = logits[row]
+        _fold(line, columns)
+        least = _least_of_best(columns, best)
+        for column in range(COLUMNS):
+            if columns[column] >= least:
+                for token in range(column, len(line), COLUMNS):
+                    if line[token] >= least:
+                        _insert(tokens[row], scores[row], token, line[token])
+
+
+@njit(cache=True, nogil=True)
+def _fold(line: Array, columns: Array) -> None:
+    """The highest of each column."""
+    columns[:] = NO_LOGIT
+    for start in range(0, len(line), COLUMNS):
+        part = line[start : start + COLUMNS]
+        for column in range(len(part)):
+            # Written so that the compiler takes many at once; what is not a number is never higher.
+            columns[column] = part[column] if part[column] > columns[column] else columns[column]
+
+
+@njit(cache=True, nogil=True)
+def _least_of_best(columns: Array, best: Array) -> Any:
+    """The highest but so many: there are as many tokens that are no less."""
+    best[:] = NO_LOGIT
+    for highest in columns:
+        if highest > best[-1]:
+            place = len(best) - 1
+            while place > 0 and best[place - 1] < highest:
+                best[place] = best[place - 1]
+                place -= 1
+            best[place] = highest
+    return best[-1]
 
 
 @njit(cache=True, nogil=True)
 def _insert(tokens: Array, scores: Array, token: int, score: float) -> None:
+    """Put a token among the best, of equals the first one first."""
     place = len(scores)
-    while place > 0 and scores[place - 1] < score:
+    while place > 0 and (scores[place - 1] < score or (scores[place - 1] == score and tokens[place - 1] > token)):
         place -= 1
         if place + 1 < len(scores):
             tokens[place + 1], scores[place + 1] = tokens[place], scores[place]

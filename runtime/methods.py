@@ -10,9 +10,12 @@ from threading import Timer
 
 from hdtool.data.errors import StoreError
 from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget, Odds, SharedBudget
-from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig, PaperConfig
+from hdtool.runtime.config import LARGEST_BUDGET, NEED_HEADS, DecodeConfig, PaperConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.heads.chosen import heads_for
+from hdtool.runtime.heads.drafter import HeadsDrafter
+from hdtool.runtime.heads.session import Session
 from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.logitspec import LogitSpec
 from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
@@ -26,7 +29,7 @@ PATIENCE = 2.0
 """Seconds after which a user is told what takes so long."""
 
 BudgetMaker = Callable[[], Budget]
-Maker = Callable[[DecodeConfig, Shelf, BudgetMaker], Drafter]
+Maker = Callable[[DecodeConfig, Shelf, BudgetMaker, Target | None], Drafter]
 
 
 def drafter_for(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
@@ -48,11 +51,13 @@ def drafters_for(config: DecodeConfig, target: Target, shelf: Shelf) -> list[Dra
             return FixedBudget(config.budget)
         return MeasuredBudget(target, curve()) if batch == 1 else SharedBudget(target, curve(), together, batch)
 
-    return [drafter_within(budget, config, shelf) for _ in range(batch)]
+    return [drafter_within(budget, config, shelf, target) for _ in range(batch)]
 
 
-def drafter_within(budget: BudgetMaker, config: DecodeConfig, shelf: Shelf) -> Drafter:
+def drafter_within(budget: BudgetMaker, config: DecodeConfig, shelf: Shelf, target: Target | None = None) -> Drafter:
     """The drafter of a method with a budget of somebody's own, which is made only if the method takes one.
+
+    Without a target there are no drafts from what it computes.
 
     Drafters compile themselves when they are made, so that no answer waits for it.
     """
@@ -60,24 +65,24 @@ def drafter_within(budget: BudgetMaker, config: DecodeConfig, shelf: Shelf) -> D
     note = Timer(PATIENCE, print, [told], {"file": sys.stderr})
     note.start()
     try:
-        return MAKERS[config.method](config, shelf, budget)
+        return MAKERS[config.method](config, shelf, budget, target)
     finally:
         note.cancel()
 
 
-def _plain(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
+def _plain(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
     return NoDraft()
 
 
-def _prompt_lookup(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
+def _prompt_lookup(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
     return PromptLookup()
 
 
-def _lookahead(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
+def _lookahead(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
     return lookahead_decoding()
 
 
-def _corpus(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
+def _corpus(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
     if not shelf.corpus:
         raise StoreError(
             "method rest drafts from a corpus index, and there is none for this model's tokenizer: "
@@ -86,13 +91,17 @@ def _corpus(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
     return CorpusDrafter(shelf.corpus, budget())
 
 
-def _paper(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
+def _paper(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
     order = "".join(letter for letter in config.order if letter in config.use)
     settings = PaperConfig(order=order, lookahead=config.lookahead)
     return PaperDrafter(settings, model_store=shelf.model, corpus_index=shelf.corpus)
 
 
-def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
+def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+    heads = None
+    if config.method in NEED_HEADS:
+        assert target is not None
+        heads = Session(heads_for(config.method, config.heads, target.model), target)
     return Hierarchy(
         shelf.model if "M" in config.sources else None,
         shelf.corpus if "S" in config.sources else None,
@@ -101,11 +110,18 @@ def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Draft
         last="L" in config.sources,
         copied="K" in config.sources,
         recycled="R" in config.sources,
+        heads=heads,
     )
 
 
-def _logitspec(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker) -> Drafter:
+def _logitspec(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
     return LogitSpec(LARGEST_BUDGET if config.budget is None else config.budget)
+
+
+def _heads(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+    assert target is not None
+    saved = heads_for(config.method, config.heads, target.model)
+    return HeadsDrafter(saved, target, budget(), static=config.tree == "static")
 
 
 MAKERS: dict[str, Maker] = {
@@ -114,7 +130,10 @@ MAKERS: dict[str, Maker] = {
     "lade": _lookahead,
     "rest": _corpus,
     "hd-paper": _paper,
+    "medusa": _heads,
+    "amphista": _heads,
     "hd": _hierarchy,
     "logitspec": _logitspec,
     "hd+logitspec": _hierarchy,
+    "hd+amphista": _hierarchy,
 }

@@ -21,13 +21,16 @@ from hdtool.runtime.sources.corpus_levels import (
     size_of,
     tally,
 )
+from hdtool.runtime.sources.heads_levels import WHOLE as ALL_OF_HEADS
+from hdtool.runtime.sources.heads_levels import head_for
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
-from hdtool.runtime.sources.recycled import LONG_RUN, WHOLE, rankings_of, row_of, tag_of
+from hdtool.runtime.sources.recycled import LONG_RUN, WHOLE, fetch_rankings, rankings_of, row_of, tag_of
 from hdtool.runtime.weights import (
     CONTEXT_LEVELS,
     COPIED_LEVELS,
     CORPUS_LEVELS,
     FEW,
+    HEADS_LEVELS,
     MANY,
     MODEL_LEVELS,
     ONE,
@@ -39,10 +42,12 @@ from hdtool.runtime.workspace import CANDIDATES, SLOTS, memory_at
 
 TREE, CONTEXT, MODEL = SourceName.NONE.value, SourceName.CONTEXT.value, SourceName.MODEL.value
 CORPUS, RECYCLED = SourceName.CORPUS.value, SourceName.RECYCLED.value
-COPIED, LAST = SourceName.COPIED.value, SourceName.LAST.value
+COPIED, LAST, TRAINED = SourceName.COPIED.value, SourceName.LAST.value, SourceName.HEADS.value
 NO_TRUTH = -1
 WORTH_A_SEARCH = 5.0
 """The corpus costs the most, and is asked only where so many times the least that matters is open."""
+BEFORE_ORDER = 3
+"""Trained heads are asked before the levels that know so many tokens."""
 MOST_OF_THE_REST = 0.9
 """Of what no level has explained, the candidates of the last logit get at most this part."""
 
@@ -67,9 +72,20 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
         lap(work, MODEL)
     else:
         deepest = 0
+    if copied.longest > 0:
+        fetch_rankings(copied, work.tails[node, LONGEST_MATCH - 1], work.marks)
+        lap(work, COPIED)
+    if recycled.longest > 0:
+        fetch_rankings(recycled, work.tails[node, LONGEST_MATCH - 1], work.marks)
+        lap(work, RECYCLED)
     left_open = 1.0
     lowest = LONGEST_RANGE + 1
     for order in range(LONGEST_MATCH, 0, -1):
+        if order == BEFORE_ORDER and memory.heads[0].count > 0:
+            left_open = _ask_heads(work, weights, memory.heads[0], node, left_open, floor, truth)
+            lap(work, TRAINED)
+            if left_open < least:
+                break
         if work.has[CONTEXT]:
             left_open = _ask_context(work, weights, table, node, order, left_open, floor, truth)
             lap(work, CONTEXT)
@@ -167,16 +183,28 @@ def _ask_kept(
     row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
         return left_open
-    all_tokens, all_shares, tags, runs = rankings_of(table)
-    if all_shares[row, 0] == 0 or tags[row] != tag_of(work.marks[order]):
+    kept = rankings_of(table)[row]
+    if kept.shares[0] == 0 or kept.tag != tag_of(work.marks[order]):
         return left_open
-    said = all_tokens[row], all_shares[row]
+    said = kept.tokens, kept.shares
     level = (COPIED_LEVELS if source == COPIED else RECYCLED_LEVELS) + order - 1
     # How sure it was, and how often it would have said the same, take the place of how much evidence there is.
-    sure: Any = SIZES * np.int64(all_shares[row, 0]) // WHOLE
-    spread = ONE if runs[row] >= LONG_RUN else FEW if runs[row] > 0 else MANY
+    sure: Any = SIZES * np.int64(kept.shares[0]) // WHOLE
+    spread = ONE if kept.run >= LONG_RUN else FEW if kept.run > 0 else MANY
     bucket = 3 * min(SIZES - 1, sure) + spread
     return _weigh(work, weights, source, level, said, WHOLE, bucket, left_open, floor, truth)
+
+
+@njit(cache=True, nogil=True)
+def _ask_heads(work: Any, weights: Any, heads: Any, node: int, left_open: float, floor: float, truth: int) -> float:
+    """What remains open behind the trained head that speaks of this depth."""
+    head = head_for(heads, work.depths[node] if node > 0 else 0)
+    if head < 0:
+        return left_open
+    said = heads.tokens[head], heads.shares[head]
+    sure: Any = SIZES * heads.shares[head, 0] // ALL_OF_HEADS
+    bucket = 3 * min(SIZES - 1, sure) + ONE
+    return _weigh(work, weights, TRAINED, HEADS_LEVELS + head, said, ALL_OF_HEADS, bucket, left_open, floor, truth)
 
 
 @njit(cache=True, nogil=True)

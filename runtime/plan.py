@@ -13,6 +13,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.data.results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
 from hdtool.runtime.bench import Bench, hash_of
 from hdtool.runtime.config import METHODS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.heads.chosen import methods_with_heads
 from hdtool.runtime.lineup import Lineup
 from hdtool.runtime.load import load
 from hdtool.runtime.scores import baseline_of
@@ -40,7 +41,8 @@ class Plan:
         parts = (self.model, self.decoding, self.sampling, self.shelf, self.bench)  # the bench's threads count
         named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
         methods = list(self.bench.methods) if self.bench.methods else None
-        return named | {"methods": methods, "chat": self.chat, "questions": hash_of(self.questions)}
+        heads = list(self.decoding.heads)
+        return named | {"methods": methods, "heads": heads, "chat": self.chat, "questions": hash_of(self.questions)}
 
     def at(self, temperature: float) -> Plan:
         """The same at another temperature, its results in a folder within the one of these."""
@@ -70,7 +72,8 @@ class Plan:
         compute_with(self.bench.threads)
         loaded = load(self.model)
         shelf = Shelf.for_tokenizer(loaded.tokenizer, self.shelf, self._databases())
-        methods = self.bench.chosen(has_corpus=shelf.corpus is not None)
+        heads = methods_with_heads(self.decoding.heads, loaded.target.model)
+        methods = self.bench.chosen(has_corpus=shelf.corpus is not None, heads=heads)
         baseline_of(methods, self.bench.baseline)
         run = Run(
             self.options(),

@@ -45,6 +45,20 @@ class StaticSteps:
         self._memory: Memory | None = None
         self._steps: dict[tuple[int, int], Run] = {}
         self._moves: tuple[int, Sequence[int]] | None = None
+        self._seen: Callable[[], torch.Tensor] | None = None
+        self._hidden = self._logits[:0]
+
+    def watch(self, seen: Callable[[], torch.Tensor]) -> None:
+        """Keep the hidden states of each step too; ``seen`` are those of a pass of the model that has just been."""
+        like = seen()
+        self._hidden = like.new_zeros((LARGEST_TREE + 1, like.shape[1]))
+        self._seen = seen
+        self._steps.clear()
+        self._capture.forget()
+
+    def hidden(self, used: int) -> torch.Tensor:
+        """Those of the last step, in memory of their own: the next step writes over what was recorded."""
+        return self._hidden[:used].clone()
 
     @staticmethod
     def capacity_for(needed: int, limit: int | None) -> int:
@@ -116,6 +130,8 @@ class StaticSteps:
             ).logits[0]
             self._logits[:size].copy_(logits)
             torch.argmax(logits, dim=-1, out=self._likeliest[:size])
+            if self._seen:
+                self._hidden[:size].copy_(self._seen())
 
         return self._capture.record(run)
 

@@ -63,7 +63,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     """What tells models apart: the names and shapes of their weights, and a few numbers out of each."""
     found = hashlib.sha256(type(model).__name__.encode())
     for name, weight in model.named_parameters():
-        corner = weight[(0,) * (weight.dim() - 1)].reshape(-1)[:SAMPLED]
+        # As far as all types tell numbers apart: a checkpoint is the same whatever it is loaded as.
+        corner = weight[(0,) * (weight.dim() - 1)].reshape(-1)[:SAMPLED].to(torch.bfloat16)
         found.update(f"{name} {tuple(weight.shape)} {corner.tolist()}".encode())
     return found.hexdigest()[:16]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from hdtool.data.errors import FamilyError, HdtoolError, reason_of
 from hdtool.runtime.cache import LayerShape, Memory, StaticRows, layer_shapes
 from hdtool.runtime.capture import Capture, CaptureMaker, by_device
 from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits, strays
+from hdtool.runtime.hidden import giver_of_hidden, hidden_in
 from hdtool.runtime.masks import Mask, reaches_of, tree_mask
 from hdtool.runtime.placement import device_of, scattered
 from hdtool.runtime.static_steps import StaticSteps
@@ -52,6 +54,11 @@ class Target:
         self._prefill_options = {"logits_to_keep": 1} if _keeps_logits(model) else {}
         self._pending = 0
         self._steps: StaticSteps | None = None
+        self.hidden: torch.Tensor | None = None
+        """What the output layer read in the last pass, ``[tokens, width]``; kept once it is watched."""
+        self.all_hidden = torch.empty(0)
+        """The same of every conversation in the pass, ``[batch, tokens, width]``."""
+        self._watched = False
         self._prove_trees()
         if recorder := capture(self.device):
             self._fix_shapes(recorder)
@@ -96,7 +103,10 @@ class Target:
             except Exception as error:  # whatever foreign model code does that cannot be recorded
                 self._free_shapes(reason_of(error))
             else:
-                return self._counted(step)
+                logits = self._counted(step)
+                if self._watched:
+                    self.hidden = self._steps.hidden(len(tree) + 1)
+                return logits
         mask = tree_mask(tree, self.length, self.reaches, self.dtype, self.device)
         return self.forward([tree.all_tokens], [(self.length + tree.depths).tolist()], mask, self._rows)[0]
 
@@ -107,6 +117,32 @@ class Target:
             self._steps.keep(self._rows, self._pending, path)
         else:
             self._rows.keep(self._pending, path)
+
+    def watch_hidden(self) -> None:
+        """Keep the hidden states of each pass from now on, for those who draft from them."""
+        if self._watched:
+            return
+
+        def run() -> None:
+            self.prefill(some_context(4, self.config.vocab_size))
+
+        giver = giver_of_hidden(self.model, self.model.config.model_type, run)
+        mine = weakref.ref(self)  # the model may outlive its target
+
+        def keep(module: torch.nn.Module, given: object, returned: object) -> None:
+            if (target := mine()) and (found := hidden_in(returned)) is not None:
+                target.all_hidden, target.hidden = found, found[0]
+
+        giver.register_forward_hook(keep)
+        self._watched = True
+        run()
+        if self._steps:
+            self._steps.watch(lambda: self.all_hidden[0])
+
+    def look_at(self, seat: int) -> None:
+        """Of several conversations in one pass, mean this one by ``hidden``."""
+        if self._watched:
+            self.hidden = self.all_hidden[seat]
 
     def rows(self, capacity: int) -> StaticRows:
         """Memory for a conversation of this model."""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from hdtool.runtime.config import MOST_HEADS
 from hdtool.runtime.model_store import LONGEST_PREFIX
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH
@@ -31,7 +32,8 @@ MODEL_LEVELS = CONTEXT_LEVELS + LONGEST_MATCH
 CORPUS_LEVELS = MODEL_LEVELS + LONGEST_PREFIX
 COPIED_LEVELS = CORPUS_LEVELS + LONGEST_RANGE
 RECYCLED_LEVELS = COPIED_LEVELS + LONGEST_NODE
-LEVELS = RECYCLED_LEVELS + LONGEST_NODE
+HEADS_LEVELS = RECYCLED_LEVELS + LONGEST_NODE
+LEVELS = HEADS_LEVELS + MOST_HEADS
 
 SIZES = 8
 ONE, FEW, MANY = range(3)
@@ -67,7 +69,8 @@ PRIOR = {
     SourceName.MODEL: (MODEL_LEVELS, CORPUS_LEVELS, 0.9, 0.75, 0.4, 0.05),
     SourceName.CORPUS: (CORPUS_LEVELS, COPIED_LEVELS, 0.9, 0.75, 0.35, 0.12),
     SourceName.COPIED: (COPIED_LEVELS, RECYCLED_LEVELS, 0.9, 0.9, 0.3, 0.3),
-    SourceName.RECYCLED: (RECYCLED_LEVELS, LEVELS, 0.9, 0.9, 0.3, 0.3),
+    SourceName.RECYCLED: (RECYCLED_LEVELS, HEADS_LEVELS, 0.9, 0.9, 0.3, 0.3),
+    SourceName.HEADS: (HEADS_LEVELS, LEVELS, 0.5, 0.85, 0.5, 0.5),
 }
 RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
 

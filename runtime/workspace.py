@@ -17,6 +17,7 @@ from hdtool.runtime.memory import array_at
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, PLACES, TABLE
 from hdtool.runtime.sources.corpus_levels import RANGES, ROWS, SAMPLES
+from hdtool.runtime.sources.heads_levels import HEADS
 from hdtool.runtime.sources.last_logit import LAST
 from hdtool.runtime.sources.model_levels import MODEL
 from hdtool.runtime.sources.recycled import RECYCLED
@@ -93,6 +94,7 @@ class Memory(NamedTuple):
     last: Array
     copied: Array
     recycled: Array
+    heads: Array
 
     def addresses(self) -> Array:
         """Where the records are, for ``memory_at``; they must outlive it."""
@@ -112,4 +114,5 @@ def memory_at(at: Array) -> Memory:
         array_at(at[5], 1, LAST),
         array_at(at[6], 1, RECYCLED),
         array_at(at[7], 1, RECYCLED),
+        array_at(at[8], 1, HEADS),
     )

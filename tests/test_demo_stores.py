@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders import demo_stores
 from hdtool.builders.demo_corpus import Document
-from hdtool.builders.demo_stores import answer, build, corpus, questions
+from hdtool.builders.demo_prompts import learned_questions
+from hdtool.builders.demo_stores import answer, build, corpus
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.documents import stored_documents
@@ -85,7 +86,7 @@ def morsel() -> list[Document]:
 def test_the_questions_are_of_every_kind_and_not_held_out() -> None:
     everything = morsel()
     held_out = {document.question for document in everything if document.held_out}
-    asked = list(questions(everything, of_each=70))
+    asked = list(learned_questions(everything, of_each=70))
     assert held_out and not held_out & {prompt.messages[0]["content"] for prompt in asked}
     assert [prompt.category for prompt in asked[:4]] == ["math", "explain", "write", "edit"]
     assert len({prompt.messages[0]["content"] for prompt in asked}) == len({prompt.id for prompt in asked}) == 280
@@ -106,7 +107,7 @@ def test_the_stores_are_the_same_again_and_keep_collected_answers(
 ) -> None:
     monkeypatch.setattr(demo_stores, "LONGEST_ANSWER", 8)
     everything = morsel()
-    asked = list(questions(everything, of_each=1))
+    asked = list(learned_questions(everything, of_each=1))
     answers = tmp_path / "whatever.jsonl"
     answer(asked[:2], answers)
     first = answers.read_bytes()

@@ -161,10 +161,7 @@ def test_a_smaller_tree_is_a_prefix_of_a_larger_one(tmp_path: Path) -> None:
     documents = random_documents(1, 30)
     stores = stores_of(tmp_path, documents, 30, 1 << 20)
 
-    @dataclass(frozen=True)
-    class Half:
-        most: int = 32
-
+    class Half(FixedBudget):
         def nodes(self, odds: Odds) -> int:
             return len(odds) // 2
 
@@ -188,6 +185,9 @@ def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
 
         def nodes(self, odds: Odds) -> int:
             return len(odds)
+
+        def hear_of_draft(self, seconds: float) -> None:
+            pass
 
     context = [1, 2, 3, 4, 5] * 3
     switch = Switch(0)

@@ -119,7 +119,7 @@ def test_no_tree_is_larger_than_asked_for(most: int) -> None:
 
 
 @settings(max_examples=100)
-@given(st.integers(1, 12), st.integers(1, 300), st.integers(1, 70), st.integers(0, 2**16), st.booleans())
+@given(st.integers(1, 12), st.integers(1, 2000), st.integers(1, 70), st.integers(0, 2**16), st.booleans())
 def test_ranks_are_those_of_the_logits(rows: int, vocabulary: int, most: int, seed: int, coarse: bool) -> None:
     logits = torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(seed))
     logits = logits.bfloat16() if coarse else logits

@@ -22,8 +22,9 @@ import torch
 from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.config import METHODS, DecodeConfig
+from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig
 from hdtool.runtime.corpus_index import CorpusIndex
+from hdtool.runtime.load import load
 from hdtool.runtime.methods import drafter_for
 from hdtool.runtime.model_store import ModelStore
 from hdtool.runtime.shelf import Shelf
@@ -31,20 +32,22 @@ from hdtool.runtime.shelf import Shelf
 def ready():
     return {(f, signature) for f in gc.get_objects() if isinstance(f, CPUDispatcher) for signature in f.signatures}
 
+target = load(ModelConfig(threads=1)).target
 shelf = Shelf(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
 for method in METHODS:
     if method == "ar":
         continue
-    drafter = drafter_for(DecodeConfig(method, budget=40), None, shelf)
-    before = ready()
+    drafter = drafter_for(DecodeConfig(method, budget=40), target, shelf)
     words = [place % 7 for place in range(40)]
+    target.prefill(words)
+    before = ready()
     drafter.begin(words)
-    drafted = 0
+    drafted = size = 0
     for _ in range(4):
-        tree = drafter.draft(words)
-        drafted += len(tree)
         words.append(words[-7])
-        drafter.observe(Accepted([], words[-1:]), torch.zeros(1 + len(tree), 4096))
+        drafter.observe(Accepted([], words[-1:]), torch.zeros(1 + size, 4096))
+        size = len(drafter.draft(words))
+        drafted += size
     print(method, drafted > 0, [f.__name__ for f, _ in ready() - before])
 """
 

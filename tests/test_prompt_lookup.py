@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import DecodeConfig
+from hdtool.runtime.replay import Contender, play
+from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.prompt_lookup import PromptLookup
+from hdtool.runtime.turns import RecordedTurn
+from tests.benchmarks.prompt_lookup import accept_lengths
 
 
 def library(context: list[int], tokens: int, longest: int) -> list[int]:
@@ -53,6 +58,20 @@ def test_a_context_may_grow_and_a_new_one_begin(steps: list[list[int]]) -> None:
         # Compared at the end: a tree must not change when the context grows.
         for tree, expected in trees:
             assert tree.tokens.tolist() == expected
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), min_size=1, max_size=60))
+def test_a_replay_takes_the_steps_of_an_independent_count(prompt: list[int], answer: list[int]) -> None:
+    turn = RecordedTurn("one", "", 0, prompt, answer)
+    played = play(Contender("pld", DecodeConfig("pld")), [turn], Shelf())
+    assert played.turns[0].accept_lengths.tolist() == accept_lengths(prompt, answer)
+
+
+def test_the_independent_count_on_a_case_by_hand() -> None:
+    """Behind [7, 8] stand 9, 1, 2, 7: all drafted, and taken as far as the answer goes on so."""
+    prompt, answer = [7, 8, 9, 1, 2, 7], [8, 9, 1, 5, 8, 9]
+    assert accept_lengths(prompt, answer) == [1, 3, 1, 1]
+    assert accept_lengths(prompt, answer, drafts_first=True) == [4, 1, 1]
 
 
 @pytest.mark.parametrize("size", [31_000, 32_768])

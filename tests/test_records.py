@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hdtool.data.documents import Source
 from hdtool.data.errors import RecordError
 from hdtool.data.inputs import find_inputs
-from hdtool.data.records import Reading, Record
+from hdtool.data.records import Reading, Record, Said
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 TURNS = ["user", "assistant", "tool", "model"]
@@ -271,7 +271,7 @@ def test_one_long_line(tmp_path: Path, name: str) -> None:
 def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", "\n".join(['"text"'] * 100_000) + "\n\xff")
     reading = Reading([path])
-    assert next(iter(reading)) == Record(("text",), 0)
+    assert next(iter(reading)) == Record(("text",), 0, (Said("text", True),))
     assert reading.bytes_read < 200_000
 
 

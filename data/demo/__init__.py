@@ -17,3 +17,6 @@ MODEL_STORE = _HERE / "stores" / "model"
 
 CORPUS_INDEX = _HERE / "stores" / "corpus"
 """Worked problems, documentation and code that the model learned from, nothing held out."""
+
+HEADS = (_HERE / "heads" / "amphista", _HERE / "heads" / "medusa")
+"""Drafting heads, trained on the model's own answers to questions that it learned from; ``docs/heads.md``."""

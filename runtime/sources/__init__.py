@@ -16,6 +16,7 @@ class SourceName(IntEnum):
     RECYCLED = 5
     COPIED = 6
     LAST = 7
+    HEADS = 8
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -44,7 +44,7 @@ class Rankings:
             return
         rows = [0, *(node + 1 for node in accepted.path)]
         if self._wants_last:
-            tokens, scores = ranked(logits[rows[-1] :][:1], MOST_CANDIDATES + 1)
+            tokens, scores = ranked(logits[rows[-1] : rows[-1] + 1], MOST_CANDIDATES + 1)
             remember(self._last, accepted.tokens[-1], tokens[0], scores[0])
         if tails is None:
             return

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.memory import array_at
+from hdtool.runtime.memory import array_at, prefetch
 from hdtool.runtime.model_store import mixed
 
 BEST = 8
@@ -29,12 +29,21 @@ SHARPNESS = 1.5
 LONG_RUN = 4
 """Rankings whose best token was the same so many times in a row are trusted the most."""
 
+RANKING = np.dtype(
+    [
+        ("tokens", np.int32, BEST),  # best first
+        ("shares", np.int16, BEST),  # in thousandths
+        ("tag", np.uint32),  # the other half of the hash
+        ("run", np.uint8),  # how often in a row the best token was the same
+        ("unused", np.uint8, 11),
+    ]
+)
+"""A row of the table. It fills one line of the processor's cache, so that it takes one wait for memory."""
+LINE = RANKING.itemsize
+
 RECYCLED = np.dtype(
     [
-        ("tokens", np.int64),  # address of the tokens by row, best first; 0 before anything is kept
-        ("shares", np.int64),  # in thousandths
-        ("tags", np.int64),  # other halves of the hashes
-        ("runs", np.int64),  # how often in a row the best token was the same
+        ("rankings", np.int64),  # address of the rows; 0 before anything is kept
         ("vocabulary", np.int64),  # rows for a single token
         ("longest", np.int64),  # last tokens that rows are kept by; 0 before anything is kept
     ],
@@ -49,50 +58,57 @@ class Recycled:
 
     def __init__(self) -> None:
         self.memory = np.zeros(1, RECYCLED)
-        self._arrays: tuple[Array, ...] = ()
+        self._lines: Array | None = None
         # Compiled, or loaded, before a step waits for it.
         tokens, scores = np.zeros((0, BEST), np.int64), np.zeros((0, BEST), np.float32)
         _keep(self.memory, tokens, tokens, scores)
 
     def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
         """Keep the rankings of nodes whose last tokens are the rows of ``tails``; the likeliest node comes first."""
-        if not self._arrays:
+        if self._lines is None:
             self._allocate(vocabulary)
         _keep(self.memory, tails, tokens, scores)
 
     def _allocate(self, vocabulary: int) -> None:
         rows = vocabulary + (LONGEST_NODE - 1) * HASHED_ROWS
-        self._arrays = (
-            np.zeros((rows, BEST), np.int32),
-            np.zeros((rows, BEST), np.int16),
-            np.zeros(rows, np.uint32),
-            np.zeros(rows, np.uint8),
-        )
-        for field, array in zip(("tokens", "shares", "tags", "runs"), self._arrays, strict=True):
-            self.memory[field] = array.ctypes.data
+        self._lines = np.zeros((rows + 1) * LINE, np.uint8)  # one more, as they begin where a line does
+        self.memory["rankings"] = -(-self._lines.ctypes.data // LINE) * LINE
         self.memory["vocabulary"], self.memory["longest"] = vocabulary, LONGEST_NODE
 
 
 @njit(cache=True, nogil=True)
 def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
     table = memory[0]
-    kept_tokens, kept_shares, tags, runs = rankings_of(table)
+    rankings = rankings_of(table)
     shares = np.empty(BEST)
+    marks = np.zeros(LONGEST_NODE + 1, np.uint64)
     for node in range(len(tails) - 1, -1, -1):  # the likeliest last: its ranking is the one that stays
         if not np.isfinite(scores[node, 0]):
             continue
+        for length in range(1, table.longest + 1):
+            marks[length] = mixed(marks[length - 1], tails[node, -length])
+        fetch_rankings(table, tails[node, -1], marks)
         for place in range(BEST):
             shares[place] = np.exp(SHARPNESS * (scores[node, place] - scores[node, 0]))
         shares *= WHOLE / shares.sum()
-        mark = np.uint64(0)
         for length in range(1, table.longest + 1):
-            mark = mixed(mark, tails[node, -length])
-            row = row_of(table, tails[node, -1], mark, length)
+            row = row_of(table, tails[node, -1], marks[length], length)
             if row >= 0:
-                again = tags[row] == tag_of(mark) and kept_tokens[row, 0] == tokens[node, 0]
-                tags[row], runs[row] = tag_of(mark), min(runs[row] + 1, LONG_RUN) if again else 0
+                kept, tag = rankings[row], tag_of(marks[length])
+                again = kept.tag == tag and kept.tokens[0] == tokens[node, 0]
+                kept.tag, kept.run = tag, min(kept.run + 1, LONG_RUN) if again else 0
                 for place in range(BEST):
-                    kept_tokens[row, place], kept_shares[row, place] = tokens[node, place], int(shares[place])
+                    kept.tokens[place], kept.shares[place] = tokens[node, place], int(shares[place])
+
+
+@njit(cache=True, nogil=True)
+def fetch_rankings(table: Any, last: Any, marks: Array) -> None:
+    """Have the rankings behind so many last tokens, of these hashes, on their way all at once."""
+    rankings = rankings_of(table)
+    for length in range(1, table.longest + 1):
+        row = row_of(table, last, marks[length], length)
+        if row >= 0:
+            prefetch(rankings, row)
 
 
 @njit(cache=True, nogil=True)
@@ -112,12 +128,6 @@ def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def rankings_of(table: Any) -> tuple[Array, Array, Array, Array]:
-    """The tokens, shares, tags and runs of all rows."""
-    rows = table.vocabulary + (table.longest - 1) * HASHED_ROWS
-    return (
-        array_at(table.tokens, (rows, BEST), np.int32),
-        array_at(table.shares, (rows, BEST), np.int16),
-        array_at(table.tags, rows, np.uint32),
-        array_at(table.runs, rows, np.uint8),
-    )
+def rankings_of(table: Any) -> Array:
+    """All rows."""
+    return array_at(table.rankings, table.vocabulary + (table.longest - 1) * HASHED_ROWS, RANKING)

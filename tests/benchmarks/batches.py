@@ -1,8 +1,9 @@
 """Several prompts at once on the embedded model: ``python -m tests.benchmarks.batches``.
 
-For each size of batches, plain decoding and ``hd`` answer the same held-out prompts in turn, in one process, on the
-CPU; the first prompts are answered once before, as a warm-up. A time is that of all answers together, prompts included;
-of several rounds the median counts. Answers must be those of plain decoding one at a time; others are counted.
+For each size of batches, plain decoding and ``hd`` (or another ``--method``) answer the same held-out prompts in turn,
+in one process, on the CPU; the first prompts are answered once before, as a warm-up. A time is that of all answers
+together, prompts included; of several rounds the median counts. Answers must be those of plain decoding one at a
+time; others are counted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from hdtool.runtime.surroundings import machine
 
 MOST = 160
 SIZES = (1, 2, 4, 6, 8)
-METHODS = ("ar", "hd")
 
 
 def said(answerer: Answerer, prompts: list[Prompt]) -> tuple[list[list[int]], float, float]:
@@ -43,30 +43,33 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--method", default="hd")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     prompts = list(read_prompts(demo.PROMPTS))[: options.prompts]
+    method, methods = options.method, ("ar", options.method)
     told = f"{options.threads} threads, {len(prompts)} prompts, {options.rounds} rounds"
     print(f"{machine()}; {told}\n")
     print(
-        "| batch | plain, tokens/s | hd, tokens/s | speed-up | hd, tokens per step | plain against batch 1 | differ |"
+        f"| batch | plain, tokens/s | {method}, tokens/s | speed-up | {method}, tokens per step | "
+        "plain against batch 1 | differ |"
     )
     print("|---|---|---|---|---|---|---|")
     alone: list[list[int]] = []
     first = 0.0
     for size in SIZES:
-        answerers = {method: answering(method, size, options.threads) for method in METHODS}
-        speeds: dict[str, list[float]] = {method: [] for method in METHODS}
+        answerers = {each: answering(each, size, options.threads) for each in methods}
+        speeds: dict[str, list[float]] = {each: [] for each in methods}
         per_step, differ = 0.0, 0
         for turn in range(options.rounds + 1):
-            for method, answerer in answerers.items():
+            for each, answerer in answerers.items():
                 ids, speed, per_step = said(answerer, prompts if turn else prompts[: 2 * size])
                 if turn:
                     alone = alone or ids
                     differ += sum(found != plain for found, plain in zip(ids, alone, strict=True))
-                    speeds[method].append(speed)
-        plain, drafting = (statistics.median(speeds[method]) for method in METHODS)
+                    speeds[each].append(speed)
+        plain, drafting = (statistics.median(speeds[each]) for each in methods)
         first = first or plain
         cells = f"{plain:.0f} | {drafting:.0f} | {drafting / plain:.2f} | {per_step:.2f} | {plain / first:.2f}"
         print(f"| {size} | {cells} | {differ} |", flush=True)

@@ -157,7 +157,7 @@ def settings(budgets: Sequence[int]) -> Iterator[tuple[str, str, dict[str, objec
     yield from (("pld", "pld", {}), ("logitspec", "logitspec", {}))
     for budget in budgets:
         yield f"hd, {budget} nodes", "hd", {"budget": budget}
-        for letters in ("L", "K", "R", "LKR"):
+        for letters in ("L", "K", "R", "LR", "LKR"):
             use = SOURCE_LETTERS + letters
             yield f"hd+logitspec of {use}, {budget} nodes", "hd+logitspec", {"budget": budget, "use": use}
     for letters in ("L", "K", "R", "LKR"):

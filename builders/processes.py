@@ -1,0 +1,73 @@
+"""Several processes that train together, one for each GPU, through ``accelerate``; as a rule there is one."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hdtool.data.errors import HeadsError
+
+
+class Alone:
+    """One process."""
+
+    rank, size = 0, 1
+
+    def shared(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module as all processes train it; gradients are the mean over them."""
+        return module
+
+    def quietly(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Passes whose gradients are not exchanged yet."""
+        return nullcontext()
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers
+
+    def wait(self) -> None:
+        pass
+
+
+class Several(Alone):
+    """As many as ``accelerate launch`` has started."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self.rank, self.size = accelerator.process_index, accelerator.num_processes
+
+    def shared(self, module: torch.nn.Module) -> torch.nn.Module:
+        prepared: torch.nn.Module = self._accelerator.prepare_model(module)
+        return prepared
+
+    def quietly(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
+        held: AbstractContextManager[Any] = self._accelerator.no_sync(module)
+        return held
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = self._accelerator.reduce(numbers, reduction="sum")
+        return summed
+
+    def wait(self) -> None:
+        self._accelerator.wait_for_everyone()
+
+
+def started() -> int:
+    """Processes that a launcher has started together with this one, itself included."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def crew(*, on_cpu: bool) -> Alone:
+    """The processes that a launcher has started, or this one alone."""
+    if started() == 1:
+        return Alone()
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        raise HeadsError(
+            "several processes were started, and training together needs accelerate: pip install accelerate, or start "
+            "one process"
+        ) from None
+    return Several(Accelerator(cpu=on_cpu))

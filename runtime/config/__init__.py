@@ -1,0 +1,54 @@
+"""Settings of the runtime; each default lives here and nowhere else.
+
+The command line and the docs read them from these classes, so nothing heavy is imported here.
+"""
+
+from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.decoding import TREES, DecodeConfig, PaperConfig, ReplayConfig, ShelfConfig, VerifyConfig
+from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
+from hdtool.runtime.config.measuring import PEERS, SHAPE_PEERS, SHAPES, BenchConfig, CostConfig, ShapeConfig
+from hdtool.runtime.config.methods import (
+    FIXED_BUDGET,
+    LARGEST_BUDGET,
+    LOGIT_LETTERS,
+    METHODS,
+    NEED_HEADS,
+    NEED_LOGITS,
+    SOURCE_LETTERS,
+    Method,
+)
+from hdtool.runtime.config.model import DEVICES, DTYPES, LOWEST_TEMPERATURE, ModelConfig, SamplingConfig
+from hdtool.runtime.config.serving import ServeConfig
+
+__all__ = [
+    "DEVICES",
+    "DTYPES",
+    "FIXED_BUDGET",
+    "LARGEST_BUDGET",
+    "LOGIT_LETTERS",
+    "LOWEST_TEMPERATURE",
+    "METHODS",
+    "MOST_HEADS",
+    "NEED_HEADS",
+    "NEED_LOGITS",
+    "PEERS",
+    "SHAPES",
+    "SHAPE_PEERS",
+    "SOURCE_LETTERS",
+    "TREES",
+    "BenchConfig",
+    "BuildConfig",
+    "CostConfig",
+    "DecodeConfig",
+    "HeadsConfig",
+    "Method",
+    "ModelConfig",
+    "PaperConfig",
+    "ReplayConfig",
+    "SamplingConfig",
+    "ServeConfig",
+    "ShapeConfig",
+    "ShelfConfig",
+    "TrainConfig",
+    "VerifyConfig",
+]

@@ -1,0 +1,125 @@
+"""Random drafting heads, and the slow way to compute what they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdtool.runtime.config import HeadsConfig
+from hdtool.runtime.heads.modules import EPSILON, TURNING, Heads, HeadsShape
+from hdtool.runtime.heads.saved import Judged, SavedHeads, new_heads
+from hdtool.runtime.surroundings import fingerprint
+from hdtool.runtime.target import Target
+
+VARIANTS = {
+    "amphista": HeadsConfig(rank=8),
+    "alpha": HeadsConfig(rank=8, auto_embedding=2),
+    "no auto-embedding": HeadsConfig(rank=8, auto_embedding=0),
+    "no positions": HeadsConfig(rank=8, positions=False),
+    "no adaptation": HeadsConfig(rank=8, adaptation=0),
+    "one adaptation layer": HeadsConfig(rank=8, adaptation=1),
+    "no sampled token": HeadsConfig(rank=8, sampled_token=False),
+    "full": HeadsConfig(rank=0),
+    "three heads": HeadsConfig(heads=3, rank=8, mlp=20),
+    "medusa": HeadsConfig(rank=8).plain,
+}
+SHAPE = HeadsShape(width=16, vocabulary=53, embedding=12, attention_heads=2, mlp=24)
+
+Numbers = npt.NDArray[np.float64]
+
+
+def random_heads(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, size: float = 0.3) -> Heads:
+    """Heads of random weights, all of which matter."""
+    torch.manual_seed(seed)
+    heads = Heads(shape, config)
+    with torch.no_grad():
+        for weight in heads.parameters():
+            weight.copy_(torch.randn(weight.shape) * size)
+    return heads.eval().requires_grad_(False)
+
+
+def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float = 0.3) -> SavedHeads:
+    """Random heads of a target, and a static tree for them."""
+    target.watch_hidden()
+    assert target.hidden is not None
+    like = new_heads(target.model, target.hidden.shape[-1], target.config.vocab_size, config)
+    paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2]]
+    judged = Judged(
+        tree=[path for path in paths if len(path) <= config.heads], gains=[0.9**n for n in range(len(paths))]
+    )
+    return SavedHeads(
+        random_heads(config, like.shape, seed, size).to(target.dtype), fingerprint(target.model), "random", judged, {}
+    )
+
+
+def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor) -> Numbers:
+    """Logits ``[rows, heads, vocabulary]`` behind every row of one conversation, number by number."""
+    weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
+    config, width = heads.config, heads.shape.attention_heads
+    states = hidden.double().numpy()
+    stages = [] if config.adaptation else [states]
+    for layer in range(config.adaptation):
+        states = _adapted(weights, f"layers.{layer}.", states, tokens.double().numpy(), width, config)
+        stages.append(states)
+    found = np.zeros((len(states), config.heads, heads.shape.vocabulary))
+    for row in range(len(states)):
+        own = []
+        for head in range(config.heads):
+            start = stages[head * len(stages) // config.heads][row]
+            step = weights[f"steps.{head}.weight"] @ start
+            own.append(start + step / (1 + np.exp(-step)) + (weights["positions"][head] if config.positions else 0))
+        looked = np.array(own)
+        for block in range(config.auto_embedding):
+            looked = _attended(weights, f"auto_embedding.{block}.", looked, width, turned=False, causal=False)
+        for head in range(config.heads):
+            down = weights.get(f"outputs.{head}.down.weight")
+            known = looked[head] if down is None else down @ looked[head]
+            found[row, head] = weights[f"outputs.{head}.up.weight"] @ known
+    return found
+
+
+def _adapted(weights: Any, name: str, states: Numbers, tokens: Numbers, heads: int, config: HeadsConfig) -> Numbers:
+    if config.sampled_token:
+        told = np.array([_normed(token, weights[name + "token_norm.weight"]) for token in tokens])
+        states = np.concatenate([states, told], axis=1) @ weights[name + "join.weight"].T
+    states = _attended(weights, name + "attention.", states, heads, turned=True, causal=True)
+    out = []
+    for state in states:
+        wide = weights[name + "widen.weight"] @ _normed(state, weights[name + "norm.weight"])
+        gate, value = wide[: len(wide) // 2], wide[len(wide) // 2 :]
+        out.append(state + weights[name + "narrow.weight"] @ (gate / (1 + np.exp(-gate)) * value))
+    return np.array(out)
+
+
+def _attended(weights: Any, name: str, states: Numbers, heads: int, *, turned: bool, causal: bool) -> Numbers:
+    width = states.shape[1] // heads
+    read = [weights[name + "read.weight"] @ _normed(state, weights[name + "norm.weight"]) for state in states]
+    out = states.copy()
+    for row in range(len(states)):
+        seen = []
+        for head in range(heads):
+            mine = slice(head * width, (head + 1) * width)
+            parts = [np.split(line, 3) for line in read[: row + 1 if causal else None]]
+            query = _turned(np.split(read[row], 3)[0][mine], row if turned else 0)
+            keys = [_turned(part[1][mine], place if turned else 0) for place, part in enumerate(parts)]
+            scores = np.exp([query @ key / np.sqrt(width) for key in keys])
+            seen.append(sum(score * part[2][mine] for score, part in zip(scores, parts, strict=True)) / scores.sum())
+        out[row] += weights[name + "write.weight"] @ np.concatenate(seen)
+    return out
+
+
+def _turned(part: Numbers, place: int) -> Numbers:
+    half, out = len(part) // 2, part.copy()
+    for number in range(half):
+        angle = place * TURNING ** (-2 * number / len(part))
+        first, second = part[number], part[number + half]
+        out[number] = first * np.cos(angle) - second * np.sin(angle)
+        out[number + half] = second * np.cos(angle) + first * np.sin(angle)
+    return out
+
+
+def _normed(state: Numbers, weight: Numbers) -> Numbers:
+    return np.asarray(state / np.sqrt(np.mean(state**2) + EPSILON) * weight)
