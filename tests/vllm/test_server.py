@@ -54,7 +54,8 @@ def all_at_once(server: Server, asked: list[dict[str, Any]], cancelled: set[int]
 
 def test_it_says_what_it_runs_and_what_it_drafts_from(server: Server) -> None:
     assert server.log.startswith("drafting from ")
-    assert f"serve {demo.MODEL} --served-model-name demo" in server.log
+    assert f"{demo.MODEL} --served-model-name demo" in server.log
+    assert "--speculative-config" in server.log
     assert "hdtool drafts from " in server.log
 
 
