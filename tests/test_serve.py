@@ -25,6 +25,7 @@ from hdtool.runtime.vllm.launch import PROPOSER, Launch
 from hdtool.runtime.vllm.settings import Settings
 
 MODEL = str(demo.MODEL)
+MODEL_STORE, CORPUS_INDEX = str(demo.MODEL_STORE.resolve()), str(demo.CORPUS_INDEX.resolve())
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def test_the_command_is_vllms_own_with_our_drafter() -> None:
     assert launched.command[1:7] == ["serve", MODEL, "--port", "9", "-tp", "2"]
     speculation, additional = told(launched)
     assert speculation == {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8}
-    assert additional == {"hdtool": {"model_db": str(demo.MODEL_STORE), "corpus_db": str(demo.CORPUS_INDEX)}}
+    assert additional == {"hdtool": {"model_db": MODEL_STORE, "corpus_db": CORPUS_INDEX}}
     assert f"hdtool.runtime.vllm.{HierarchyProposer.__name__}" == PROPOSER
 
 
@@ -79,7 +80,7 @@ def test_a_worker_opens_what_the_command_says() -> None:
     launched = Launch(MODEL, [], ServeConfig(3, 0.5, 1), ShelfConfig(corpus_db="none"))
     speculation, additional = told(launched)
     assert additional["hdtool"] == {
-        "model_db": str(demo.MODEL_STORE), "corpus_db": "none", "worth": 0.5, "context_mib": 1
+        "model_db": MODEL_STORE, "corpus_db": "none", "worth": 0.5, "context_mib": 1
     }  # fmt: skip
     settings = Settings.of(additional, speculation["num_speculative_tokens"])
     assert settings.serving == ServeConfig(3, 0.5, 1)
@@ -118,7 +119,7 @@ def test_nothing_is_applied_to_no_rows() -> None:
 def test_what_the_user_tells_vllm_besides_stays() -> None:
     _, additional = told(launch("--additional_config", '{"other": 1, "hdtool": {}}'))
     assert additional["other"] == 1
-    assert additional["hdtool"]["model_db"] == str(demo.MODEL_STORE)
+    assert additional["hdtool"]["model_db"] == MODEL_STORE
 
 
 @pytest.mark.parametrize(
