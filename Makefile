@@ -1,11 +1,11 @@
-# Two commands: `make demo` shows hdtool at work, `make test` checks all of it but vLLM: that is `make test-vllm`.
+# Two commands: `make demo` shows hdtool at work, `make test` checks all but vLLM and Ray: `make test-vllm test-ray`.
 # Each sets up its environment on its first run and again only when the pins change.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-vllm format types unit docs bench clean
+.PHONY: demo test test-ray test-vllm format types unit docs bench clean
 
 demo: .venv/installed .compiled
 	$(BIN)/hdtool demo
@@ -20,6 +20,10 @@ test: .venv/installed-dev .compiled
 # vLLM brings its own torch and transformers, so it has an environment of its own.
 test-vllm: .venv-vllm/installed .venv-vllm/numba
 	NUMBA_CACHE_DIR=$(CURDIR)/.venv-vllm/numba OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/vllm
+
+# Ray brings libraries of its own, so its tests have an environment of their own.
+test-ray: .venv-ray/installed
+	.venv-ray/bin/pytest tests/test_ray.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
@@ -50,7 +54,7 @@ COMPILED := $(wildcard builders/*.py runtime/*.py runtime/*/*.py)
 	@mkdir $@
 
 clean:
-	rm -rf .venv .venv-vllm .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray .venv-vllm .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -73,3 +77,8 @@ clean:
 .venv/installed-dev: .venv/python $(PINS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/installed
+
+.venv-ray/installed: .venv/python $(PINS)
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	@touch $@

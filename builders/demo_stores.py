@@ -19,6 +19,7 @@ from typing import Any
 from hdtool.builders.corpus_index import build_corpus_index
 from hdtool.builders.demo_corpus import DEFAULT_DOCS, Document, documents, stable_hash
 from hdtool.builders.demo_prompts import learned_questions
+from hdtool.builders.engine import LocalEngine
 from hdtool.builders.generations import GenerationFile, collect
 from hdtool.builders.model_store import build_model_store
 from hdtool.builders.progress import bar
@@ -84,7 +85,7 @@ def build(out: Path, answers: Path, chosen: Iterable[Document], tokenizer: Any) 
         lines = (json.dumps({"text": document.answer}, ensure_ascii=False) + "\n" for document in chosen)
         path.write_text("".join(lines), encoding="utf-8", newline="\n")
         written, sources = _tokens_of(path, path.name, tokenizer, answers_only=False)
-    yield out / "corpus", build_corpus_index(out / "corpus", written, mark, sources, workers=1)
+    yield out / "corpus", build_corpus_index(out / "corpus", written, mark, sources, engine=LocalEngine(1))
 
 
 def _tokens_of(path: Path, name: str, tokenizer: Any, *, answers_only: bool) -> tuple[list[Tokenized], list[Source]]:

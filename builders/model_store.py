@@ -8,15 +8,15 @@ flat arrays for look-ups, and as LMDB for everybody else, which goes on while lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from numba import njit
 
 from hdtool.builders.documents import DocumentFile
+from hdtool.builders.engine import Engine, LocalEngine
 from hdtool.builders.entries import Group, write_entries
-from hdtool.builders.sequences import Answers, Frequent, most_frequent, table_size
+from hdtool.builders.sequences import Answers, table_size
 from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.store import Manifest, TokenizerMark, building
@@ -38,10 +38,6 @@ from hdtool.runtime.model_store import (
     slot_of,
 )
 
-LARGEST_COUNT = 2**31 - 1
-WORKERS = 2
-"""Lengths counted at once: compiled code leaves Python free for the writing."""
-
 
 def build_model_store(
     folder: Path,
@@ -52,6 +48,7 @@ def build_model_store(
     top_k: int = BuildConfig.top_k,
     per_key: int = BuildConfig.per_key,
     once_per_document: bool = True,
+    engine: Engine | None = None,
 ) -> Manifest:
     """Write the store of all documents to ``folder``, replacing the one there in one step.
 
@@ -71,15 +68,9 @@ def build_model_store(
         tokens = np.asarray(np.memmap(build.path("documents"), token_type(end), "r"))
         answers = Answers(tokens, end, once_per_document)
         groups: list[Group] = []
-        with ThreadPoolExecutor(WORKERS) as pool:
-            # The longest takes the most time, but the shortest is written first.
-            counted = {
-                length: pool.submit(_groups, answers, length, top_k, per_key)
-                for length in (PHRASE + 1, *range(2, PHRASE + 1))
-            }
-            in_order = (group for length in sorted(counted) for group in counted[length].result())
-            numbered = enumerate(_noted(in_order, groups), start=1)
-            write_entries(build.path("entries", "mdb"), numbered, (LONGEST_PREFIX + 1) * min(top_k, len(tokens)))
+        in_order = (engine or LocalEngine()).mine(answers, top_k, per_key)
+        numbered = enumerate(_noted(in_order, groups), start=1)
+        write_entries(build.path("entries", "mdb"), numbered, (LONGEST_PREFIX + 1) * min(top_k, len(tokens)))
         *levels, phrases = groups
         arrays = {**_hashed(levels), **_by_token(phrases, end)}
         for part, array in arrays.items():
@@ -105,51 +96,6 @@ def _noted(groups: Iterable[Group], notes: list[Group]) -> Iterator[Group]:
     for group in groups:
         notes.append(group)
         yield group
-
-
-def _groups(answers: Answers, length: int, top_k: int, per_key: int) -> list[Group]:
-    """What the sequences of a length say: what comes next, and of the longest also phrases."""
-    frequent = most_frequent(answers, length, top_k)
-    tokens = answers.tokens[frequent.places[:, None] + np.arange(length)]
-    groups = [_group(tokens, frequent, length - 1, per_key)]
-    if length == PHRASE + 1:
-        groups.append(_group(tokens, frequent, 1, per_key))
-    return groups
-
-
-def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group:
-    """Sequences by their prefixes, the most frequent first."""
-    counts = np.minimum(frequent.counts, LARGEST_COUNT)
-    order = _sorted([*tokens.T[:prefix], counts.max() - counts, *tokens.T[prefix:]])
-    tokens, frequent, counts = tokens[order], frequent[order], counts[order]
-    firsts = np.flatnonzero(np.append(True, (tokens[1:, :prefix] != tokens[:-1, :prefix]).any(1)))
-    sizes = np.diff(np.append(firsts, len(tokens)))
-    chosen = np.arange(len(tokens)) - np.repeat(firsts, sizes) < per_key
-    totals, distinct = frequent.totals[firsts], frequent.distinct[firsts]
-    if prefix + 1 < tokens.shape[1]:
-        totals, distinct = np.add.reduceat(counts, firsts), sizes  # what was counted is another prefix's
-    return Group(
-        heads=tokens[firsts, :prefix],
-        totals=np.minimum(totals, LARGEST_COUNT),
-        distinct=np.minimum(distinct, LARGEST_COUNT),
-        stops=np.cumsum(np.minimum(sizes, per_key)),
-        tokens=tokens[chosen, prefix:],
-        counts=counts[chosen],
-    )
-
-
-def _sorted(columns: list[Ints]) -> Ints:
-    """The order of rows by these columns, no two alike; as many columns as fit are sorted as one number."""
-    keys = [np.zeros(len(columns[0]), np.uint64)]
-    free = 64
-    for column in columns:
-        bits = int(column.max()).bit_length()
-        if bits > free:
-            keys.append(np.zeros_like(keys[0]))
-            free = 64
-        free -= bits
-        keys[-1] |= column.astype(np.uint64) << np.uint64(free)
-    return np.argsort(keys[0]) if len(keys) == 1 else np.lexsort(keys[::-1])
 
 
 def _hashed(levels: list[Group]) -> dict[str, Ints]:

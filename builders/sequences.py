@@ -7,6 +7,7 @@ and not on the input.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -55,19 +56,39 @@ class Frequent:
 
 def most_frequent(answers: Answers, length: int, top_k: int) -> Frequent:
     """The ``top_k`` most frequent sequences of a length; among equals those with the smaller tokens."""
-    size = min(table_size(len(answers.tokens)), TABLE_SLOTS)
-    parts = 1 << (len(answers.tokens) * 4 // (size * 3)).bit_length()
-    while True:
-        best = Frequent(*np.empty((4, 0), np.int64))
-        for part in range(parts):
-            table, repeats = np.full(size, -1, answers.place_type), np.zeros(size, np.uint32)
-            if not _count(answers.tokens, answers.end, length, part, parts, answers.once, table, repeats):
-                break  # the part does not fit into the table
-            best += _all_of(answers.tokens, length, table, repeats)
-            best = best[_best(answers.tokens, best.places, best.counts, length, top_k)]
-        else:
-            return best
-        parts *= 2
+    parts = parts_of(answers)
+    found = (frequent_of_part(answers, length, part, parts, top_k) for part in range(parts))
+    return united(answers, length, found, top_k)
+
+
+def parts_of(answers: Answers) -> int:
+    """Into how many parts the prefixes are cut so that those of each may fit into the counting table."""
+    return 1 << (len(answers.tokens) * 4 // (_slots(answers) * 3)).bit_length()
+
+
+def frequent_of_part(answers: Answers, length: int, part: int, parts: int, top_k: int) -> Frequent:
+    """The most frequent sequences among those whose prefixes are of one part."""
+    size = _slots(answers)
+    table, repeats = np.full(size, -1, answers.place_type), np.zeros(size, np.uint32)
+    if _count(answers.tokens, answers.end, length, part, parts, answers.once, table, repeats):
+        found = _all_of(answers.tokens, length, table, repeats)
+        return found[_best(answers.tokens, found.places, found.counts, length, top_k)]
+    del table, repeats  # the part does not fit; its halves are counted one after the other
+    halves = (frequent_of_part(answers, length, half, 2 * parts, top_k) for half in (part, part + parts))
+    return united(answers, length, halves, top_k)
+
+
+def united(answers: Answers, length: int, found: Iterable[Frequent], top_k: int) -> Frequent:
+    """The most frequent sequences of several parts."""
+    best = Frequent(*np.empty((4, 0), np.int64))
+    for more in found:
+        best += more
+        best = best[_best(answers.tokens, best.places, best.counts, length, top_k)]
+    return best
+
+
+def _slots(answers: Answers) -> int:
+    return min(table_size(len(answers.tokens)), TABLE_SLOTS)
 
 
 def table_size(entries: int) -> int:

@@ -102,9 +102,9 @@ def _texts(
     window = min(config.window, context_limit(target.config, config.window) or config.window)
     with bar(reading.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         found = lessons(reading, tokenizer, turns, window, shown)
-    left_out = [f"left out: {line}" for line in reading.bad]
-    if reading.bad_count > len(reading.bad):
-        left_out.append(f"left out: {reading.bad_count - len(reading.bad)} more records")
+    left_out = [f"left out: {line}" for line in reading.tally.shown]
+    if reading.tally.bad > len(reading.tally.shown):
+        left_out.append(f"left out: {reading.tally.bad - len(reading.tally.shown)} more records")
     return found, left_out
 
 

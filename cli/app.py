@@ -25,8 +25,10 @@ from hdtool.cli import (
     verify,
 )
 from hdtool.cli.options import INTERRUPTED
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import HdtoolError, OptionError
 
+SEVERAL = "TORCHELASTIC_RUN_ID"
+"""In the environment of processes that torchrun started."""
 BROKEN_PIPE = 141
 """The exit code that shells use for a program whose reader went away."""
 
@@ -68,7 +70,28 @@ def hdtool(
 
 def main() -> None:
     """Run the command line; every outcome leaves through here."""
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(_run_together(sys.argv[1:]) if _several() else run(sys.argv[1:]))
+
+
+def _several() -> bool:
+    return SEVERAL in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def _run_together(arguments: list[str]) -> int:
+    """One of several processes: the first runs the command, the others compute with it."""
+    if arguments[:1] != ["generate"]:
+        message = f"torchrun goes with hdtool generate (found: {' '.join(arguments[:1]) or 'no command'}): run it alone"
+        return _complain(message, OptionError.exit_code) if os.environ["RANK"] == "0" else 0
+
+    from hdtool.cli.answers import quiet_libraries
+    from hdtool.runtime.load import load_part
+    from hdtool.runtime.ranks import follow, leading
+
+    if os.environ["RANK"] != "0":
+        quiet_libraries()
+        return follow(load_part)
+    with leading():
+        return run(arguments)
 
 
 def run(arguments: list[str]) -> int:

@@ -20,8 +20,10 @@ def build_corpus_db(
         int, typer.Option(help="Bytes of tokens that are sorted as one; sorting takes seven times as much memory.")
     ] = BuildConfig.shard_bytes,
     workers: Annotated[
-        int | None, typer.Option(help="Shards sorted at once. Default: one for each core.")
+        int | None, typer.Option(help="Shards sorted at once, and workers of Ray here. Default: one for each core.")
     ] = BuildConfig.workers,
+    engine: options.Engine = BuildConfig.engine,
+    address: options.Address = BuildConfig.address,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -30,11 +32,11 @@ def build_corpus_db(
 
     A suffix array over all text of the inputs, every turn of a conversation a document of its own.
     """
-    config = BuildConfig(tolerate=tolerate, shard_bytes=shard_bytes, workers=workers)
+    config = BuildConfig(tolerate=tolerate, shard_bytes=shard_bytes, workers=workers, engine=engine, address=address)
 
     from hdtool.builders.corpus_index import build_corpus_index
     from hdtool.cli.answers import quiet_libraries
-    from hdtool.cli.stores import reading, report
+    from hdtool.cli.stores import engine_for, reading, report
     from hdtool.data.home import store_at_home
     from hdtool.data.store import TokenizerMark
     from hdtool.runtime.corpus_index import KIND
@@ -44,8 +46,9 @@ def build_corpus_db(
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
     mark = TokenizerMark.of(tokenizer)
     folder = out or store_at_home(KIND, mark, namespace)
-    with reading(inputs, tokenizer, answers_only=False, tolerate=config.tolerate, quiet=quiet) as (read, documents):
-        manifest = build_corpus_index(
-            folder, documents, mark, read.sources, shard_bytes=config.shard_bytes, workers=config.workers
-        )
+    with (
+        engine_for(config, quiet=quiet) as who,
+        reading(inputs, tokenizer, who, answers_only=False, tolerate=tolerate, quiet=quiet) as (read, documents),
+    ):
+        manifest = build_corpus_index(folder, documents, mark, read.sources, shard_bytes=shard_bytes, engine=who)
     report(folder, manifest, as_json=as_json)

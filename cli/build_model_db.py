@@ -23,6 +23,8 @@ def build_model_db(
     ] = BuildConfig.top_k,
     per_key: Annotated[int, typer.Option(help="Continuations kept for each prefix.")] = BuildConfig.per_key,
     tolerate: options.Tolerate = BuildConfig.tolerate,
+    engine: options.Engine = BuildConfig.engine,
+    address: options.Address = BuildConfig.address,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -32,11 +34,11 @@ def build_model_db(
     Keeps the sequences that the model says most often, by their first 1 to 4 tokens. Of conversations
     only the model's turns are read.
     """
-    config = BuildConfig(tolerate=tolerate, top_k=top_k, per_key=per_key)
+    config = BuildConfig(tolerate=tolerate, top_k=top_k, per_key=per_key, engine=engine, address=address)
 
     from hdtool.builders.model_store import build_model_store
     from hdtool.cli.answers import quiet_libraries
-    from hdtool.cli.stores import reading, report
+    from hdtool.cli.stores import engine_for, reading, report
     from hdtool.data.home import store_at_home
     from hdtool.data.store import TokenizerMark
     from hdtool.runtime.load import load_tokenizer
@@ -46,6 +48,9 @@ def build_model_db(
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
     mark = TokenizerMark.of(tokenizer)
     folder = out or store_at_home(KIND, mark, namespace)
-    with reading(inputs, tokenizer, answers_only=True, tolerate=config.tolerate, quiet=quiet) as (read, documents):
-        manifest = build_model_store(folder, documents, mark, read.sources, top_k=config.top_k, per_key=config.per_key)
+    with (
+        engine_for(config, quiet=quiet) as who,
+        reading(inputs, tokenizer, who, answers_only=True, tolerate=tolerate, quiet=quiet) as (read, documents),
+    ):
+        manifest = build_model_store(folder, documents, mark, read.sources, top_k=top_k, per_key=per_key, engine=who)
     report(folder, manifest, as_json=as_json)

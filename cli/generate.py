@@ -36,6 +36,7 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
     device: options.Device = ModelConfig.device,
+    device_map: options.DeviceMap = ModelConfig.device_map,
     dtype: options.DType = ModelConfig.dtype,
     threads: options.Threads = ModelConfig.threads,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
@@ -48,6 +49,7 @@ def generate(
 
     Asks the embedded demo model unless --model names another; streams the answers to standard output.
     Whatever the method, the answer is that of plain decoding; drafting only makes it come sooner.
+    Under torchrun the processes share one model: torchrun --nproc-per-node 2 -m hdtool.cli generate ...
     """
     # Everything that can be wrong with what was typed is found before a model is loaded.
     folders = tuple(heads or ())
@@ -60,7 +62,8 @@ def generate(
 
     quiet_libraries()
     shelf = ShelfConfig(model_db, corpus_db)
-    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code, threads), decoding, sampling, chat, shelf)
+    asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, device_map)
+    answerer = Answerer(asked_for, decoding, sampling, chat, shelf)
     answerer.check(asked)
     tell_sources(answerer.shelf)
     if color:

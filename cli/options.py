@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hdtool.runtime.config import DEVICES, DTYPES, LARGEST_BUDGET, METHODS
+from hdtool.runtime.config import DEVICE_MAPS, DEVICES, DTYPES, ENGINES, LARGEST_BUDGET, METHODS
 
 INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
@@ -68,6 +68,10 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Same seed, same answer: every draw is keyed by seed and position.")]
 Device = Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)} or cuda:N.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help=f"Spread a model over all GPUs of this machine: {', '.join(DEVICE_MAPS)}."),
+]
 DType = Annotated[
     str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. auto: float32 on CPUs, else the checkpoint's own.")
 ]
@@ -116,6 +120,13 @@ Namespace = Annotated[
     ),
 ]
 Tolerate = Annotated[float, typer.Option(help="The share of records that may be unusable; they are counted and named.")]
+Engine = Annotated[
+    str, typer.Option(help=f"Who reads, tokenizes, counts and sorts: {', '.join(ENGINES)}. The store is the same.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of a Ray cluster's head. Default: Ray starts workers on this machine."),
+]
 StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]
 Report = Annotated[
     Path | None, typer.Option(help="Folder for a page with tables and figures, index.html, and the figures as PNG.")

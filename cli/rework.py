@@ -42,6 +42,7 @@ def add(
     config = BuildConfig(tolerate=tolerate)
 
     from hdtool.builders import rework
+    from hdtool.builders.engine import LocalEngine
     from hdtool.cli.answers import quiet_libraries
     from hdtool.cli.stores import reading, report
     from hdtool.data.store import TokenizerMark, read_manifest
@@ -50,7 +51,8 @@ def add(
     quiet_libraries()
     answers_only = read_manifest(store).kind == "model"
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
-    with reading(inputs, tokenizer, answers_only=answers_only, tolerate=config.tolerate, quiet=quiet) as (
+    here = LocalEngine()
+    with reading(inputs, tokenizer, here, answers_only=answers_only, tolerate=config.tolerate, quiet=quiet) as (
         read,
         documents,
     ):

@@ -11,28 +11,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hdtool.builders.engine import Engine
     from hdtool.data.documents import Document
     from hdtool.data.records import Reading
     from hdtool.data.store import Manifest
+    from hdtool.runtime.config import BuildConfig
+
+
+@contextmanager
+def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
+    """Who carries out the tasks of a build, for as long as it lasts."""
+    if config.engine == "local":
+        from hdtool.builders.engine import LocalEngine
+
+        yield LocalEngine(config.workers, quiet=quiet)
+        return
+    from hdtool.builders.ray_engine import ray_engine
+
+    with ray_engine(config.address, config.workers, quiet=quiet) as engine:
+        yield engine
 
 
 @contextmanager
 def reading(
-    inputs: list[str], tokenizer: Any, *, answers_only: bool, tolerate: float, quiet: bool
+    inputs: list[str], tokenizer: Any, engine: Engine, *, answers_only: bool, tolerate: float, quiet: bool
 ) -> Iterator[tuple[Reading, Iterator[Document]]]:
     """Inputs on their way into a store, with a bar; afterwards, what could not be used is told."""
     from hdtool.builders.progress import bar
-    from hdtool.builders.tokenize import tokenized
     from hdtool.data.inputs import find_inputs
     from hdtool.data.records import Reading
 
     source = Reading(find_inputs(inputs), answers_only=answers_only, tolerance=tolerate)
     with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
-        yield source, tokenized(source, tokenizer, shown)
-    for line in source.bad:
+        engine.prepare(source)
+        yield source, engine.documents(source, tokenizer, shown)
+    for line in source.tally.shown:
         print(f"left out: {line}", file=sys.stderr)
-    if source.bad_count > len(source.bad):
-        print(f"left out: {source.bad_count - len(source.bad)} more records", file=sys.stderr)
+    if source.tally.bad > len(source.tally.shown):
+        print(f"left out: {source.tally.bad - len(source.tally.shown)} more records", file=sys.stderr)
 
 
 def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:

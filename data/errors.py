@@ -10,6 +10,7 @@ HdtoolError
 ├── CostError       what forward passes cost cannot be read or written
 ├── ResultError     a folder of results cannot be read or written
 ├── ServeError      the serving engine is not there
+├── ClusterError    a cluster cannot be reached, or cannot do what it is asked for
 └── OptionError     options that do not go together
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
@@ -62,6 +63,10 @@ class ResultError(HdtoolError):
 
 class ServeError(HdtoolError):
     """The serving engine is not there."""
+
+
+class ClusterError(HdtoolError):
+    """A cluster cannot be reached, or cannot do what it is asked for."""
 
 
 class OptionError(HdtoolError):

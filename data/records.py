@@ -15,14 +15,15 @@ What cannot be used is counted and named, and ends the reading only once it is t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hdtool.data.documents import Source
 from hdtool.data.errors import RecordError
 from hdtool.data.inputs import CountedFile, RowError, faults_named, rows_of
+from hdtool.data.tally import Tally
 
 CONVERSATION_KEYS = ("conversations", "messages", "conversation")
 PROMPT_KEYS = ("instruction", "input", "prompt", "question")
@@ -30,8 +31,6 @@ ANSWER_KEYS = ("output", "answer", "response", "completion")
 TEXT_KEYS = ("text", "content")
 TURN_KEYS = ("value", "content", "text")
 ANSWERERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model")
-
-BAD_SHOWN = 20
 
 
 class Said(NamedTuple):
@@ -55,53 +54,92 @@ class Record:
     """All of the record's parts in their order, those by others than the model too."""
 
 
+@dataclass(frozen=True)
+class Portion:
+    """A stretch of an input, as one process reads it for another."""
+
+    texts: Sequence[str]
+    tally: Tally
+    consumed: int
+    """Bytes of the input up to here."""
+    is_last: bool = False
+    held_text: bool = False
+    """Whether there were texts, for who has taken them out."""
+
+    def without_texts(self) -> Portion:
+        return replace(self, texts=(), held_text=bool(self.texts))
+
+
 class Reading:
     """The records of inputs: iterate over them, and look here for what came by."""
 
     def __init__(self, inputs: Sequence[Path], *, answers_only: bool = False, tolerance: float = 0.05) -> None:
-        self._inputs = list(inputs)
-        self._answers_only = answers_only
+        self.inputs = list(inputs)
+        self.answers_only = answers_only
         self._tolerance = tolerance
-        self._sizes = [_size(path) for path in self._inputs]
-        self._hashes: dict[int, str] = {}
-        self._restart()
+        self.sizes = [_size(path) for path in self.inputs]
+        self.hashes: dict[int, str] = {}
+        self.restart()
 
-    def _restart(self) -> None:
-        self.bad: list[str] = []
-        self.bad_count = 0
-        self.good_count = 0
+    def restart(self) -> None:
+        self.tally = Tally()
         self.bytes_read = 0
-        self._first_bad = ""
+        self._before = 0
+        self._found = False
 
     @property
     def total_bytes(self) -> int:
-        return sum(self._sizes)
+        return sum(self.sizes)
 
     @property
     def sources(self) -> list[Source]:
         """The inputs and their hashes; a file that was not read to its end is read for it here."""
-        for number, path in enumerate(self._inputs):
-            if number not in self._hashes:
+        for number, path in enumerate(self.inputs):
+            if number not in self.hashes:
                 with faults_named(path), path.open("rb") as file:
-                    self._hashes[number] = hashlib.file_digest(file, "sha256").hexdigest()
-        return [Source(str(path), self._hashes[number]) for number, path in enumerate(self._inputs)]
+                    self.hashes[number] = hashlib.file_digest(file, "sha256").hexdigest()
+        return [Source(str(path), self.hashes[number]) for number, path in enumerate(self.inputs)]
 
     def __iter__(self) -> Iterator[Record]:
-        self._restart()
-        found = False
-        for source, path in enumerate(self._inputs):
-            for said in self._said(source, path):
-                texts = tuple(part.text for part in said if part.by_model or not self._answers_only)
-                if texts:
-                    found = True
+        self.restart()
+        for source in range(len(self.inputs)):
+            for said in self._said(source):
+                if texts := self._wanted(said):
+                    self._found = True
                     yield Record(texts, source, said)
-        self._check_tolerance()
-        if not found:
-            what = "answers of a model" if self._answers_only else "text"
-            raise RecordError(f"no {what} found in {_names(self._inputs)}: name files that hold some")
+        self.finish()
 
-    def _said(self, source: int, path: Path) -> Iterator[tuple[Said, ...]]:
-        size = self._sizes[source]
+    def portions(self, texts: int) -> Iterator[Portion]:
+        """A single input in stretches of so many texts, or some more; for whoever ``takes`` them elsewhere."""
+        self.restart()
+        held: list[str] = []
+        for said in self._said(0):
+            held += self._wanted(said)
+            if len(held) >= texts:
+                yield Portion(held, self.tally, self.bytes_read)
+                held, self.tally = [], Tally()
+        yield Portion(held, self.tally, self.bytes_read, is_last=True)
+
+    def take(self, portion: Portion) -> None:
+        """Count what another process read, stretch by stretch in the order of the inputs."""
+        self.tally.add(portion.tally)
+        self._found |= portion.held_text
+        self.bytes_read = self._before + portion.consumed
+        if portion.is_last:
+            self._before = self.bytes_read
+
+    def finish(self) -> None:
+        """All is read; whether it was enough."""
+        self.tally.check(self._tolerance)
+        if not self._found:
+            what = "answers of a model" if self.answers_only else "text"
+            raise RecordError(f"no {what} found in {_names(self.inputs)}: name files that hold some")
+
+    def _wanted(self, said: Iterable[Said]) -> tuple[str, ...]:
+        return tuple(part.text for part in said if part.by_model or not self.answers_only)
+
+    def _said(self, source: int) -> Iterator[tuple[Said, ...]]:
+        path, size = self.inputs[source], self.sizes[source]
         before = self.bytes_read
         with faults_named(path), CountedFile(path) as raw:
             for row in rows_of(path, raw, size):
@@ -109,30 +147,14 @@ class Reading:
                 try:
                     said = _parts_of(row.value)
                 except RowError as fault:
-                    self._note(f"{path}{row.place}", fault)
+                    self.tally.note(f"{path}{row.place}", fault)
                     continue
-                self.good_count += 1
+                self.tally.good += 1
                 yield said
             # Parquet is read around the counted file; its hash waits until someone asks.
             if raw.count >= size:
-                self._hashes[source] = raw.sha256()
+                self.hashes[source] = raw.sha256()
         self.bytes_read = before + size
-
-    def _note(self, place: str, fault: RowError) -> None:
-        # Whatever names the record itself brings, it is told in a line.
-        reason = " ".join(str(fault).split())[:200]
-        self.bad_count += 1
-        self._first_bad = self._first_bad or f"{place} ({reason})"
-        if len(self.bad) < BAD_SHOWN:
-            self.bad.append(f"{place}: {reason}")
-
-    def _check_tolerance(self) -> None:
-        count = self.bad_count + self.good_count
-        if self.bad_count > self._tolerance * count:
-            raise RecordError(
-                f"{self.bad_count} of {count} records cannot be used, the first at {self._first_bad}: "
-                "mend or remove them, or raise --tolerate"
-            )
 
 
 def _size(path: Path) -> int:

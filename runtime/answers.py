@@ -14,6 +14,7 @@ from hdtool.runtime.decode import Step, decode, room_for
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.load import load
 from hdtool.runtime.methods import drafters_for
+from hdtool.runtime.ranks import check_decoding
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.side_by_side import Seated, SideBySide
@@ -31,6 +32,7 @@ class Answerer:
         chat: bool | None = None,
         shelf: ShelfConfig | None = None,
     ) -> None:
+        check_decoding(decoding)
         self.loaded = load(model)
         settle_threads(self.loaded.target, model.threads)
         self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig(), decoding.databases)

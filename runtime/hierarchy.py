@@ -31,6 +31,10 @@ from hdtool.runtime.workspace import WORK, Memory
 TIMED_EVERY = 32
 """Reading the clock at every turn makes a draft a fifth slower."""
 ANY_TOKEN = 2**31 - 1
+FAITH, FADING = 10.0, 0.995
+"""Tokens that the odds are believed before they are held against what came, and what a step leaves of the past."""
+IN_DOUBT = 1.1
+"""Odds are lowered only if they promise so many times what comes: most of less is chance."""
 
 Array = npt.NDArray[Any]
 
@@ -82,6 +86,8 @@ class Hierarchy:
         self._pending: list[int] = []
         self._drafts = 0
         self._spent = 0.0
+        self._came = self._promised = FAITH
+        """Tokens of late that nodes of trees brought, and what their odds had promised."""
         self._clocked = np.zeros(len(SourceName))
         self.odds: Odds = self._odds[:0]
         """Of the nodes of the last tree: the chance that the target takes the path down to each."""
@@ -169,7 +175,7 @@ class Hierarchy:
             self._timed[0] = 0
             self._clocked += self._laps
         odds = self._odds[:grown]
-        size = self.budget.nodes(odds)
+        size = self.budget.nodes(odds * min(1.0, IN_DOUBT * self._came / self._promised))
         self.odds = odds[:size].copy()
         # The workspace counts the root as row 0.
         return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
@@ -179,6 +185,9 @@ class Hierarchy:
             self._heads.hear(accepted)
         current = not self._pending  # else nobody knows what the rows of the tree stand behind
         tails = self._tails[: len(logits)].copy() if current and len(logits) == len(self.odds) + 1 else None
+        if tails is not None and len(self.odds):
+            self._came = FADING * self._came + len(accepted.path)
+            self._promised = FADING * self._promised + float(self.odds.sum())
         self._pending += accepted.tokens
         if self.budget.most:
             self._catch_up()

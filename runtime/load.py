@@ -13,9 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
+from hdtool.runtime.capture import never
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.families import refuse_by_configuration
 from hdtool.runtime.layout import lay_out_for_few_rows
+from hdtool.runtime.placement import require_accelerate
+from hdtool.runtime.ranks import LeadingTarget, Ranks, check_device, check_plan, leader
 from hdtool.runtime.target import Target
 
 if TYPE_CHECKING:
@@ -49,11 +52,41 @@ def load(config: ModelConfig) -> Loaded:
     settings = _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, **trust))
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
-    model = _weights(config, device)
-    if device.type == "cpu":
-        lay_out_for_few_rows(model)
-    target = _attempt(name, f"on {device}", lambda: Target(model.to(device)))
+    if ranks := leader():
+        target = _led(config, settings, ranks)
+    elif config.device_map:
+        require_accelerate("device-map")
+        spread = _weights(config, device, device_map=config.device_map)
+        target = _attempt(name, f"with device map {config.device_map}", lambda: Target(spread))
+    else:
+        model = _weights(config, device)
+        if device.type == "cpu":
+            lay_out_for_few_rows(model)
+        target = _attempt(name, f"on {device}", lambda: Target(model.to(device)))
     return Loaded(config.model or demo.NAME, target, tokenizer)
+
+
+def load_part(config: ModelConfig) -> Target:
+    """The part of a model that belongs to one of several processes; all of them load theirs at once."""
+    return _attempt(_place(config.model), "a part of it", lambda: Target(_cut_weights(config), never))
+
+
+def _led(config: ModelConfig, settings: Any, ranks: Ranks) -> Target:
+    name = config.model or demo.NAME
+    if config.device_map:
+        raise OptionError("device-map is for one process, and torchrun started several: leave it out")
+    check_device(config.device)
+    check_plan(settings, name, ranks.size)
+    require_accelerate("torchrun")
+    ranks.tell("load", config)
+    return _attempt(name, "a part of it", lambda: LeadingTarget(_cut_weights(config), ranks))
+
+
+def _cut_weights(config: ModelConfig) -> Any:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    parts = DistributedConfig(tp_size=torch.distributed.get_world_size())
+    return _weights(config, pick_device("auto"), distributed_config=parts)
 
 
 def load_stock(config: ModelConfig) -> PreTrainedModel:
@@ -93,9 +126,9 @@ def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase)
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
-def _weights(config: ModelConfig, device: torch.device) -> Any:
+def _weights(config: ModelConfig, device: torch.device, **placement: Any) -> Any:
     name = _place(config.model)
-    options = {"dtype": pick_dtype(config.dtype, device), "trust_remote_code": config.trust_remote_code}
+    options = {**placement, "dtype": pick_dtype(config.dtype, device), "trust_remote_code": config.trust_remote_code}
     return _attempt(name, "its weights", lambda: _whole_model(name, **options))
 
 

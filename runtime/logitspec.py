@@ -2,7 +2,7 @@
 
 The root is known; what the target also thought likely in its place, it may well say next. Each of these
 candidates is looked up behind the root, longer matches first, and of equals the latest. Better candidates
-are followed farther, and all of it makes one tree.
+are followed farther, and all of it makes one tree, which is cut where nodes cost more than they bring.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 from numba import njit
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget import Budget, FixedBudget
 from hdtool.runtime.likeliest import ranked
+from hdtool.runtime.node_odds import NodeOdds
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.growing import GrowingContext
 from hdtool.runtime.sources.last_logit import MOST_CANDIDATES
 from hdtool.runtime.sources.trie import NO_TOKEN, Trie
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 UNRANKED = -1
 LONGEST = 3
@@ -31,6 +33,11 @@ FOLLOWED = 20
 """Tokens that are taken of what followed the root."""
 DEPTHS = ((8, 4), (32, 3), (MOST_CANDIDATES, 1))
 """The first eight candidates begin sequences of four tokens, those up to the 32nd of three, others stand alone."""
+RATES = (0.2, 0.4, 0.6, 0.02, 0.01, 0.003)
+"""Of kinds of nodes, how often they are taken, before anything is learned: what followed the root where one token
+agreed, where two did, where three; then candidates, and what followed them, by their rank."""
+CANDIDATE_KINDS = LONGEST
+"""Where the kinds of candidates begin."""
 
 Ints = npt.NDArray[Any]
 
@@ -38,15 +45,20 @@ Ints = npt.NDArray[Any]
 class LogitSpec:
     """Drafts from the last logit and the conversation alone."""
 
-    def __init__(self, most: int = LARGEST_TREE) -> None:
+    def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.LAST: 0.0}
         """What the source has taken since this drafter exists."""
-        self._trie = Trie(most)
+        self.budget = budget or FixedBudget(LARGEST_TREE)
+        self._trie = Trie(LARGEST_TREE)
         self._context = GrowingContext()
         self._candidates = np.empty(0, np.int64)
-        depths = [next(depth for end, depth in DEPTHS if rank < end) for rank in range(MOST_CANDIDATES)]
-        self._depths = np.array(depths, np.int64)
+        groups = [next(group for group, (end, _) in enumerate(DEPTHS) if rank < end) for rank in range(MOST_CANDIDATES)]
+        self._depths = np.array([DEPTHS[group][1] for group in groups], np.int64)
+        self._kinds = np.array([CANDIDATE_KINDS + group for group in groups], np.int64)
         self._ranks = np.empty(0, np.int64)
+        self._odds = NodeOdds(RATES)
+        self._sent = np.empty(0, np.int64), np.empty(0, np.int32)
+        """Kinds and parents of the nodes that the target was last asked about."""
         self._compile()
 
     def _compile(self) -> None:
@@ -60,20 +72,31 @@ class LogitSpec:
         self._candidates = self._candidates[:0]
 
     def draft(self, context: Sequence[int]) -> DraftTree:
+        self._sent = self._sent[0][:0], self._sent[1][:0]
+        if not self.budget.most:
+            return DraftTree.bare(context[-1])
         started = time.perf_counter()
         words = self._context.grown(context)
-        rows = look_up(words, self._candidates, self._depths, self._ranks)
+        rows, matched = look_up(words, self._candidates, self._depths, self._ranks)
         self._trie.clear()
         self._trie.add(rows[:1], SourceName.CONTEXT, wanted=1)
         self._trie.add(rows[1:], SourceName.LAST, wanted=len(rows))
-        tree = DraftTree(context[-1], *self._trie.nodes())
+        tokens, parents, sources = self._trie.nodes()
+        kinds = kinds_of(tokens, parents, sources == SourceName.CONTEXT, matched - 1, self._candidates, self._kinds)
+        order, odds = self._odds.likeliest_first(kinds, parents)
+        order = order[: self.budget.nodes(odds)]
+        parents = moved(parents, order)
+        self._sent = kinds[order], parents
         self.seconds[SourceName.LAST] += time.perf_counter() - started
-        return tree
+        return DraftTree(context[-1], tokens[order], parents, sources[order])
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         started = time.perf_counter()
+        kinds, parents = self._sent
+        if len(logits) == len(kinds) + 1:  # else the tree was clipped, and its nodes are others
+            self._odds.learn(kinds, parents, accepted.path)
         self._candidates = self._candidates[:0]
-        if len(logits):
+        if len(logits) and self.budget.most:
             end = accepted.path[-1] + 1 if accepted.path else 0
             tokens, scores = ranked(logits[end : end + 1], MOST_CANDIDATES + 1)
             likely = tokens[0, np.isfinite(scores[0])]
@@ -84,8 +107,42 @@ class LogitSpec:
 
 
 @njit(cache=True, nogil=True)
-def look_up(words: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> Ints:
+def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candidates: Ints, kinds: Ints) -> Ints:
+    """The kind of each node: ``root_kind`` for what followed the root, else that of the candidate it stands behind."""
+    found = np.full(len(tokens), root_kind, np.int64)
+    for node in range(len(tokens)):
+        if not follows[node]:
+            above = parents[node]
+            if above != ROOT and not follows[above]:
+                found[node] = found[above]
+            else:
+                # A candidate, or one that followed the root too and is followed farther as a candidate.
+                first = node if above == ROOT else above
+                while parents[first] != ROOT:
+                    first = parents[first]
+                for rank in range(len(candidates)):
+                    if candidates[rank] == tokens[first]:
+                        found[node] = kinds[rank]
+    return found
+
+
+@njit(cache=True, nogil=True)
+def moved(parents: Ints, order: Ints) -> Ints:
+    """The parents of these nodes once they stand in this order; those of them must be among them."""
+    places = np.full(len(parents) + 1, ROOT, np.int32)  # the last one is the root's
+    for place in range(len(order)):
+        places[order[place]] = place
+    above = np.empty(len(order), np.int32)
+    for place in range(len(order)):
+        above[place] = places[parents[order[place]]]
+    return above
+
+
+@njit(cache=True, nogil=True)
+def look_up(words: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> tuple[Ints, Any]:
     """A row for the root, then one for each candidate: itself and what followed it, as far as its depth.
+
+    And how many tokens agreed where the root was found.
 
     The longest match counts, of equals the one that more is known behind, then the latest. ``ranks`` has
     room for each token of the vocabulary and is left as it was found.
@@ -119,4 +176,4 @@ def look_up(words: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> Ints:
                 rows[row, start + place] = words[end + 1 + place] if place < follow else NO_TOKEN
     for token in candidates:
         ranks[token] = UNRANKED
-    return rows
+    return rows, matched[0]

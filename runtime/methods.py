@@ -10,7 +10,7 @@ from threading import Timer
 
 from hdtool.data.errors import StoreError
 from hdtool.runtime.budget import Budget, FixedBudget, MeasuredBudget, Odds, SharedBudget
-from hdtool.runtime.config import LARGEST_BUDGET, NEED_HEADS, DecodeConfig, PaperConfig
+from hdtool.runtime.config import NEED_HEADS, DecodeConfig, PaperConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.heads.chosen import heads_for
@@ -115,7 +115,7 @@ def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: 
 
 
 def _logitspec(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
-    return LogitSpec(LARGEST_BUDGET if config.budget is None else config.budget)
+    return LogitSpec(budget())
 
 
 def _heads(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:

@@ -107,7 +107,8 @@ def _checking(target: Target, context: Sequence[int], room: int, batch: int) -> 
 
 def cost_here(target: Target, batch: int = 1) -> CostCurve:
     """What ``hdtool bench --cost`` measured of this model on this device, else a quick measurement."""
-    if batch == 1 and (kept := kept_at_home(target)):
+    # What is kept was measured in one process.
+    if batch == 1 and target.processes == 1 and (kept := kept_at_home(target)):
         return kept
     taken = seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch)
     return CostCurve(NODES, (tuple(1e3 * taken),))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+
+from hdtool.data.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,3 +29,9 @@ def scattered(model: PreTrainedModel) -> str:
     if len(places) > 1:
         return f"its weights lie on {', '.join(sorted(map(str, places)))}"
     return ""
+
+
+def require_accelerate(whose: str) -> None:
+    """The library that transformers places weights with, which only those need who have several places."""
+    if not find_spec("accelerate"):
+        raise ModelError(f'{whose} needs accelerate, which is not installed: pip install "hdtool[gpus]"')

@@ -48,6 +48,8 @@ class Target:
         """Time spent inside the model's own forward pass since this target exists."""
         self.passes = 0
         """Forward passes that it was spent in."""
+        self.processes = 1
+        """That share its weights."""
         self._shapes: list[LayerShape] = []
         self._rows = self.rows(0)
         self.reaches = reaches_of(self.config)

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders.corpus_index import build_corpus_index, suffix_array
+from hdtool.builders.corpus_index import build_corpus_index
+from hdtool.builders.engine import LocalEngine
+from hdtool.builders.shards import suffix_array
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.store import TokenizerMark, damaged
@@ -24,7 +26,7 @@ def index_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: i
     mark = TokenizerMark("test", vocabulary)
     sources = [Source("some", "0"), Source("more", "1")]
     given = (Document(ids, number * 2 // len(documents)) for number, ids in enumerate(documents))
-    build_corpus_index(folder, given, mark, sources, shard_bytes=shard_bytes, workers=1)
+    build_corpus_index(folder, given, mark, sources, shard_bytes=shard_bytes, engine=LocalEngine(1))
     return CorpusIndex(folder, mark)
 
 
@@ -129,7 +131,7 @@ def test_several_workers_sort_what_one_does(tmp_path: Path) -> None:
     whole = []
     for workers in (1, 2):
         manifest = build_corpus_index(
-            tmp_path / str(workers), documents, mark, [Source("a", "0")], shard_bytes=600, workers=workers
+            tmp_path / str(workers), documents, mark, [Source("a", "0")], shard_bytes=600, engine=LocalEngine(workers)
         )
         assert manifest.counts["shards"] > 2
         whole.append({part: file.sha256 for part, file in manifest.files.items()})

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.builders.corpus_index import build_corpus_index
+from hdtool.builders.engine import LocalEngine
 from hdtool.builders.model_store import build_model_store
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
@@ -43,7 +44,7 @@ def stores_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: 
     mark, source = TokenizerMark("test", vocabulary), [Source("test", "")]
     given = [Document(ids) for ids in documents]
     build_model_store(folder / "model", given, mark, source, top_k=40, per_key=3)
-    build_corpus_index(folder / "corpus", given, mark, source, shard_bytes=shard_bytes, workers=1)
+    build_corpus_index(folder / "corpus", given, mark, source, shard_bytes=shard_bytes, engine=LocalEngine(1))
     return ModelStore(folder / "model", mark), CorpusIndex(folder / "corpus", mark)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -10,13 +13,15 @@ from hypothesis import strategies as st
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget import FixedBudget, Odds
 from hdtool.runtime.config import DecodeConfig, ReplayConfig
 from hdtool.runtime.likeliest import ranked
-from hdtool.runtime.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
+from hdtool.runtime.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up, moved
+from hdtool.runtime.node_odds import STRENGTH, NodeOdds
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.trie import NO_TOKEN
-from hdtool.runtime.tree import DraftTree
-from tests.trees import path_to
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.trees import path_to, trees
 
 NO_LOGITS = torch.empty(0)
 
@@ -45,7 +50,7 @@ def slow_look_up(words: list[int], tail: list[int], wanted: int) -> list[int]:
 def test_look_ups_equal_slow_ones(words: list[int], order: list[int], count: int, depths: list[int]) -> None:
     candidates = [token for token in order if token != words[-1]][:count]
     ranks = np.full(7, UNRANKED)
-    rows = look_up(np.array(words), np.array(candidates, np.int64), np.array(depths), ranks)
+    rows, _ = look_up(np.array(words), np.array(candidates, np.int64), np.array(depths), ranks)
     expected = [slow_look_up(words, words, FOLLOWED)]
     for token, depth in zip(candidates, depths, strict=False):
         expected.append([token, *slow_look_up(words, [*words, token], depth - 1)])
@@ -69,9 +74,9 @@ def drafted(drafter: LogitSpec, context: list[int], likely: list[int]) -> DraftT
 
 
 def ways(tree: DraftTree) -> list[list[int]]:
-    """From the root to each leaf."""
+    """From the root to each leaf, sorted."""
     leaves = set(range(len(tree))) - set(tree.parents.tolist())
-    return [[int(tree.tokens[node]) for node in path_to(tree, leaf)] for leaf in sorted(leaves)]
+    return sorted([int(tree.tokens[node]) for node in path_to(tree, leaf)] for leaf in leaves)
 
 
 def test_better_candidates_are_followed_farther() -> None:
@@ -92,7 +97,8 @@ def test_candidates_that_nothing_followed_stand_alone() -> None:
 def test_what_followed_the_root_comes_first_and_is_shared() -> None:
     tree = drafted(LogitSpec(), [5, 6, 7, 8, 9, 5], [5, 6, 11])
     assert ways(tree) == [[6, 7, 8, 9, 5], [11]]
-    assert tree.sources.tolist() == [SourceName.CONTEXT] * 5 + [SourceName.LAST]
+    assert tree.sources.tolist().count(SourceName.LAST) == 1
+    assert tree.sources[tree.tokens == 11] == SourceName.LAST
 
 
 def test_without_logits_it_looks_up_the_root_alone() -> None:
@@ -115,7 +121,55 @@ def test_the_row_of_the_last_accepted_node_counts() -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 5, 64, 1000])
 def test_no_tree_is_larger_than_asked_for(most: int) -> None:
-    assert len(drafted(LogitSpec(most), [1, 2, 3], list(range(3, 150)))) == min(60, most)
+    assert len(drafted(LogitSpec(FixedBudget(most)), [1, 2, 3], list(range(3, 150)))) == min(60, most)
+
+
+@given(trees(5), st.lists(st.integers(0, 2), min_size=40, max_size=40), st.integers(0, 2**16))
+def test_nodes_come_likeliest_first_and_learn_from_what_was_taken(tree: DraftTree, kinds: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    kind = np.array([kinds[node % 40] for node in range(len(tree))], np.int64)
+    prior = [0.5, 0.25, 1.0]
+    learned = NodeOdds(prior)
+    path: list[int] = []
+    while (below := np.flatnonzero(tree.parents == (path[-1] if path else ROOT))).size and rng.random() < 0.7:
+        path.append(int(rng.choice(below)))
+    learned.learn(kind, tree.parents, path)
+    rates: dict[tuple[int, int], tuple[float, float]] = {}
+    depths = tree.depths[1:].tolist()
+    for node, above in enumerate(tree.parents.tolist()):
+        if above == ROOT or above in path:
+            at = int(kind[node]), depths[node]
+            taken, asked = rates.get(at, (prior[at[0]] * STRENGTH, STRENGTH))
+            rates[at] = taken + (node in path), asked + 1
+    expected = []
+    for node, above in enumerate(tree.parents.tolist()):
+        taken, asked = rates.get((int(kind[node]), depths[node]), (prior[kind[node]], 1.0))
+        expected.append((expected[above] if above != ROOT else 1.0) * taken / asked)
+    order, odds = learned.likeliest_first(kind, tree.parents)
+    assert odds.tolist() == pytest.approx([expected[node] for node in order])
+    assert sorted(order.tolist()) == list(range(len(tree))) and all(a >= b for a, b in pairwise(odds))
+    for size in range(len(tree) + 1):
+        kept = order[:size]
+        DraftTree(tree.root, tree.tokens[kept], moved(tree.parents, kept), tree.sources[kept]).check_integrity()
+
+
+def test_what_is_never_taken_is_soon_not_drafted() -> None:
+    """A budget that sends nodes of at least one in ten; the same repetition never goes on as it did before."""
+
+    class OneInTen(FixedBudget):
+        def nodes(self, odds: Odds) -> int:
+            return int((odds >= 0.1).sum())
+
+    drafter = LogitSpec(OneInTen(64))
+    context = [1, 2, 3, 4] * 3
+    drafter.begin(context)
+    sizes = []
+    for step in range(60):
+        tree = drafter.draft([*context, 1, 2, 3])
+        sizes.append(len(tree))
+        drafter.observe(Accepted([], [100 + step]), torch.cat([logits_of([9, 8])] * (len(tree) + 1)))
+        context += [1, 2, 3, 100 + step]
+    assert sizes[0] > 0 and sizes[-1] == 0
 
 
 @settings(max_examples=100)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders import model_store
+from hdtool.builders import engine
 from hdtool.builders import sequences as counting
 from hdtool.builders.model_store import build_model_store
 from hdtool.data.documents import Document, Source, stored_documents, token_type
@@ -210,7 +210,7 @@ def test_what_says_nothing_is_refused(documents: Documents, found: str, tmp_path
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "TABLE_SLOTS", 1 << 12)
-    monkeypatch.setattr(model_store, "WORKERS", 1)  # which lengths meet in memory would be a matter of chance
+    monkeypatch.setattr(engine, "LENGTHS_AT_ONCE", 1)  # which lengths meet in memory would be a matter of chance
     mark, source = TokenizerMark("test", 1000), Source("test", "")
 
     def documents(number: int) -> Iterator[Document]:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdtool.builders.corpus_index import build_corpus_index
+from hdtool.builders.engine import LocalEngine
 from hdtool.builders.report import sizes as sizes_of_corpora
 from hdtool.builders.report.cases import case_of, pieces
 from hdtool.builders.report.findings import findings
@@ -226,7 +227,7 @@ def test_distances_are_what_searching_finds(answers: list[list[int]]) -> None:
 def test_repeats_know_earlier_answers_and_stores(tmp_path: Path) -> None:
     mark = TokenizerMark("a", 100)
     documents = [Document([50, 51, 52, 53]), Document([60, 61]), Document([62, 63])]
-    build_corpus_index(tmp_path, documents, mark, [Source("text", "")], workers=1)
+    build_corpus_index(tmp_path, documents, mark, [Source("text", "")], engine=LocalEngine(1))
     first, second = turn([1], [10, 11, 12, 13, 14]), turn([1], [50, 51, 52, 53, 60, 61, 62, 63], "2")
     again = turn([1], [10, 11, 12, 13, 99], "2")
     found = repeats([[first], [second, again]], Shelf(None, CorpusIndex(tmp_path)))
@@ -245,7 +246,7 @@ def test_repeats_know_earlier_answers_and_stores(tmp_path: Path) -> None:
 def test_sizes_say_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes(Study([], Shelf())) == "there is no corpus index"
     mark = TokenizerMark("a", 100)
-    build_corpus_index(tmp_path, [Document([1, 2])], mark, [Source("text", "")], workers=1)
+    build_corpus_index(tmp_path, [Document([1, 2])], mark, [Source("text", "")], engine=LocalEngine(1))
     assert "holds 1 documents" in str(sizes(Study([], Shelf(None, CorpusIndex(tmp_path)))))
     monkeypatch.setattr(sizes_of_corpora, "LARGEST", 1)
     assert "made of up to 1 only" in str(sizes(Study([], Shelf(None, CorpusIndex(tmp_path)))))
@@ -254,7 +255,7 @@ def test_sizes_say_why_there_are_none(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_smaller_corpora_are_parts_of_larger_ones(tmp_path: Path) -> None:
     mark = TokenizerMark("a", 1000)
     documents = [Document([at, at, at]) for at in range(400)]
-    build_corpus_index(tmp_path, documents, mark, [Source("text", "")], workers=1)
+    build_corpus_index(tmp_path, documents, mark, [Source("text", "")], engine=LocalEngine(1))
     told: list[int] = []
     answer = [5, 5, 5, 6, 6, 6]
     study = Study([[turn([1], answer)]], Shelf(None, CorpusIndex(tmp_path)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hdtool.builders.corpus_index import build_corpus_index
+from hdtool.builders.engine import LocalEngine
 from hdtool.builders.report.study import Study
 from hdtool.builders.report.tables import Size, Sizes
 from hdtool.data.documents import Document, Source, stored_documents
@@ -56,7 +57,9 @@ def _thinned(corpus: CorpusIndex, part: int, folder: Path) -> CorpusIndex:
     stored = stored_documents(documents_of(corpus.folder, manifest), corpus.end)
     drawn = np.random.default_rng(0).random(manifest.counts["documents"]) < 1 / part
     documents = (Document(tokens) for tokens in compress(stored, drawn))
-    build_corpus_index(folder, documents, manifest.tokenizer, [Source("a part of another index", "")], workers=1)
+    build_corpus_index(
+        folder, documents, manifest.tokenizer, [Source("a part of another index", "")], engine=LocalEngine(1)
+    )
     return CorpusIndex(folder)
 
 

@@ -3,7 +3,7 @@
 The command line and the docs read them from these classes, so nothing heavy is imported here.
 """
 
-from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.building import ENGINES, BuildConfig
 from hdtool.runtime.config.decoding import TREES, DecodeConfig, PaperConfig, ReplayConfig, ShelfConfig, VerifyConfig
 from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
 from hdtool.runtime.config.measuring import PEERS, SHAPE_PEERS, SHAPES, BenchConfig, CostConfig, ShapeConfig
@@ -17,12 +17,14 @@ from hdtool.runtime.config.methods import (
     SOURCE_LETTERS,
     Method,
 )
-from hdtool.runtime.config.model import DEVICES, DTYPES, LOWEST_TEMPERATURE, ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import DEVICE_MAPS, DEVICES, DTYPES, LOWEST_TEMPERATURE, ModelConfig, SamplingConfig
 from hdtool.runtime.config.serving import ServeConfig
 
 __all__ = [
     "DEVICES",
+    "DEVICE_MAPS",
     "DTYPES",
+    "ENGINES",
     "FIXED_BUDGET",
     "LARGEST_BUDGET",
     "LOGIT_LETTERS",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from hdtool.runtime.config.checks import require
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""How transformers spreads a model over the GPUs of a machine."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 LOWEST_TEMPERATURE = 1e-5
 
@@ -22,8 +24,14 @@ class ModelConfig:
     trust_remote_code: bool = False
     threads: int | None = None
     """That torch computes with on a CPU; None means as many as are fastest, by a short measurement."""
+    device_map: str | None = None
+    """How the model is spread over all GPUs; none means that it lies on one device."""
 
     def __post_init__(self) -> None:
+        maps = self.device_map is None or self.device_map in DEVICE_MAPS
+        require(maps, "device-map", self.device_map, f"one of {', '.join(DEVICE_MAPS)}")
+        alone = self.device_map is None or self.device == "auto"
+        require(alone, "device", self.device, "left out with device-map, which chooses the devices")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 

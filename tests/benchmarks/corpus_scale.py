@@ -23,6 +23,7 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.builders.corpus_index import build_corpus_index
+from hdtool.builders.engine import LocalEngine
 from hdtool.builders.progress import bar
 from hdtool.builders.tokenize import tokenized
 from hdtool.data.documents import Document, Source, stored_documents
@@ -76,7 +77,9 @@ def measure(real: str, size: int, place: str, mark: TokenizerMark, shard_bytes: 
     folder = Path(place) / f"{size}"
     started = time.perf_counter()
     walked = synthetic(index, size)
-    made = build_corpus_index(folder, walked, mark, [Source("walk", "0")], shard_bytes=shard_bytes, workers=1)
+    made = build_corpus_index(
+        folder, walked, mark, [Source("walk", "0")], shard_bytes=shard_bytes, engine=LocalEngine(1)
+    )
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     speed = latency_of(folder, made)

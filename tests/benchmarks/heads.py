@@ -3,6 +3,7 @@
     python -m tests.benchmarks.heads accuracy    # how often each head's best tokens come, and the plot
     python -m tests.benchmarks.heads steps       # tokens per step, by heads, number of nodes, tree and temperature
     python -m tests.benchmarks.heads speed       # against plain decoding, answer by answer, and what the heads take
+    python -m tests.benchmarks.heads passes      # the time of one pass of theirs, and of the target
     python -m tests.benchmarks.heads garbage     # heads of random weights: what they slow down
 
 Heads that are shipped take part under the names of their methods, others by ``--heads NAME=FOLDER``. Speeds are ratios
@@ -16,7 +17,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +31,15 @@ from hdtool.builders.judge import judge
 from hdtool.builders.lessons import Lesson
 from hdtool.builders.teacher import Teacher
 from hdtool.data import demo
+from hdtool.runtime.accept import Accepted
 from hdtool.runtime.bench import in_turn
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config import LARGEST_BUDGET, SamplingConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.heads.chosen import kind_of
 from hdtool.runtime.heads.saved import load_heads
+from hdtool.runtime.heads.session import Session
 from hdtool.runtime.surroundings import machine
+from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.logitspec import Bench
 from tests.heads import random_for
 
@@ -99,9 +104,8 @@ def accuracy(bench: Bench, folders: Folders, plot: Path) -> None:
         found[name], places = judged.top, judged.places
     number = max(len(top["1"]) for top in found.values())
     print(f"{len(lessons)} answers, {places:,} places of the first head\n")
-    print(
-        "| heads | weights | " + " | ".join(f"top {top}, head {head + 1}" for top in (1, 5) for head in range(number))
-    )
+    names = (f"top {top}, head {head + 1}" for top in (1, 5) for head in range(number))
+    print("| heads | weights | " + " | ".join(names) + " |")
     print("|---" * (2 * number + 2) + "|")
     for name, top in found.items():
         cells = [f"{share:.1%}" for best in ("1", "5") for share in top[best]]
@@ -208,9 +212,46 @@ def garbage(bench: Bench, folders: Folders) -> None:
             print(f"| {method} | {without} | {median:.3f} | {whole:.3f} | {asked} |")
 
 
+def passes(bench: Bench, folders: Folders) -> None:
+    """Behind the first prompt, by the time of the processor."""
+    target, prompt = bench.loaded.target, bench.prompts[0]
+    sessions = {name: Session(load_heads(folder, target.model), target) for name, folder in folders.items()}
+    print("| pass | ms |\n|---|---|")
+    for nodes in (0, 22, 64):
+        target.prefill(prompt, LARGEST_BUDGET + 1)
+        print(f"| of the target, {nodes} nodes | {median_ms(partial(target.verify, chain(prompt[-1], nodes))):.2f} |")
+    for name, session in sessions.items():
+        for accepted in (1, 2, 4):
+            session.begin(prompt)
+            logits = target.prefill(prompt, LARGEST_BUDGET)
+            session.hear(Accepted([], [int(logits[-1].argmax())]))
+            session.look_ahead()
+            target.verify(chain(prompt[-1], 5))
+
+            def read(session: Session = session, accepted: int = accepted) -> None:
+                session.hear(Accepted(list(range(accepted - 1)), prompt[:accepted]))
+                session.look_ahead()
+
+            print(f"| of heads {name}, {accepted} tokens accepted | {median_ms(read):.2f} |")
+
+
+def chain(root: int, nodes: int) -> DraftTree:
+    places = np.arange(nodes)
+    return DraftTree(root, places, (places - 1).astype(np.int32), np.zeros(nodes, np.uint8))
+
+
+def median_ms(run: Callable[[], object], rounds: int = 60) -> float:
+    found = []
+    for _ in range(rounds):
+        started = time.process_time()
+        run()
+        found.append(time.process_time() - started)
+    return 1e3 * statistics.median(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("accuracy", "steps", "speed", "garbage"))
+    parser.add_argument("what", choices=("accuracy", "steps", "speed", "passes", "garbage"))
     parser.add_argument("--heads", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--alone", action="store_true", help="without the heads that are shipped")
     parser.add_argument("--prompts", type=int, default=40)
@@ -231,6 +272,8 @@ def main() -> None:
         steps(bench, folders, options.budgets, options.temperatures)
     elif options.what == "speed":
         speed(bench, folders, options.temperatures)
+    elif options.what == "passes":
+        passes(bench, folders)
     else:
         garbage(bench, folders)
 

@@ -1,0 +1,98 @@
+"""A Ray cluster: joined or started, asked, and left; whatever goes wrong there is told in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from hdtool.data.errors import ClusterError, HdtoolError, reason_of
+
+CONNECT_SECONDS = 5.0
+"""Ray itself tries for minutes."""
+
+T = TypeVar("T")
+
+
+@contextmanager
+def joined(address: str | None, workers: int | None = None) -> Iterator[Any]:
+    """Ray, connected to the cluster at ``address`` or to one of this machine alone, until the end."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise ClusterError('engine ray needs Ray, which is not installed: pip install "hdtool[ray]"') from None
+    if address:
+        _reach(address)
+    options = {"address": address} if address else {"address": "local", "num_cpus": workers, "include_dashboard": False}
+    try:
+        ray.init(**options, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own
+        place = f"the Ray cluster at {address}" if address else "Ray on this machine"
+        raise ClusterError(f"{place} cannot be used ({reason_of(error)}): check it with ray status") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise at once if nobody listens there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(
+            f"address is {address!r}: give HOST:PORT of the cluster's head, as ray start printed it, and run this on a "
+            "machine of the cluster"
+        )
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or reason_of(error)
+        raise ClusterError(
+            f"no Ray cluster can be reached at {address} ({reason}): start one with ray start --head, or leave "
+            "--address out to build on this machine"
+        ) from None
+
+
+@contextmanager
+def faults_told(ray: Any) -> Iterator[None]:
+    """What a task raised as it was raised there, and what befell Ray as something to mend."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, HdtoolError):
+            raise cause from None
+        if isinstance(cause, ImportError):
+            raise ClusterError(
+                f"the workers of the Ray cluster lack {cause.name or 'a library'}: install the same hdtool on all nodes"
+            ) from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise ClusterError(
+            f"the Ray cluster could not finish the build ({type(error).__name__}: {reason_of(error)}): the store "
+            "there, if any, is unchanged; see ray status, and choose smaller --shard-bytes if memory ran out"
+        ) from None
+
+
+def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> Iterator[tuple[str, T]]:
+    """What a function says on every node, with its address."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    with faults_told(ray):
+        told = [
+            ray.remote(function).options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ).remote(*arguments)
+            for node in nodes
+        ]  # fmt: skip
+        for node, said in zip(nodes, told, strict=True):
+            yield node["NodeManagerAddress"], ray.get(said)
+
+
+def largest_memory(ray: Any) -> float:
+    """Bytes that the largest node offers to tasks."""
+    return max(float(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"])

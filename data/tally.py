@@ -1,0 +1,43 @@
+"""Records that could be used and records that could not, counted and named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hdtool.data.errors import RecordError
+
+BAD_SHOWN = 20
+
+
+@dataclass
+class Tally:
+    """What became of the records of one input or of many."""
+
+    good: int = 0
+    bad: int = 0
+    shown: list[str] = field(default_factory=list)
+    """Of those that could not be used, the first ones: where, and why."""
+    first_bad: str = ""
+
+    def note(self, place: str, fault: Exception) -> None:
+        # Whatever names the record itself brings, it is told in a line.
+        reason = " ".join(str(fault).split())[:200]
+        self.bad += 1
+        self.first_bad = self.first_bad or f"{place} ({reason})"
+        if len(self.shown) < BAD_SHOWN:
+            self.shown.append(f"{place}: {reason}")
+
+    def add(self, later: Tally) -> None:
+        """Count in what was counted elsewhere, further on in the inputs."""
+        self.good += later.good
+        self.bad += later.bad
+        self.first_bad = self.first_bad or later.first_bad
+        self.shown += later.shown[: BAD_SHOWN - len(self.shown)]
+
+    def check(self, tolerance: float) -> None:
+        count = self.bad + self.good
+        if self.bad > tolerance * count:
+            raise RecordError(
+                f"{self.bad} of {count} records cannot be used, the first at {self.first_bad}: "
+                "mend or remove them, or raise --tolerate"
+            )

@@ -1,0 +1,211 @@
+"""What a corpus far larger than this machine would cost: ``python -m tests.benchmarks.scale --corpus FILE``.
+
+Three things are measured on a real corpus: what reading, tokenizing and sorting take, what a look-up takes by the
+number of shards that it must search, and how many pages of the disk it touches that nobody has read yet. From these,
+look-ups over many machines are simulated, and the cost of corpora up to a trillion tokens follows by the formulas
+that are printed with it. Seconds are processor seconds, so that a busy machine spoils them less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hdtool.builders.corpus_index import build_corpus_index
+from hdtool.builders.engine import LocalEngine
+from hdtool.builders.progress import bar
+from hdtool.builders.shards import MEMORY_A_BYTE
+from hdtool.builders.tokenize import tokenized
+from hdtool.data.documents import Document, Source
+from hdtool.data.records import Reading
+from hdtool.data.store import TokenizerMark
+from hdtool.runtime.config import BuildConfig, ModelConfig
+from hdtool.runtime.corpus_index import LONGEST_CONTEXT, CorpusIndex
+from hdtool.runtime.load import load_tokenizer
+from hdtool.runtime.surroundings import machine
+
+LOOK_UPS, FRESH = 3000, 60
+GROWN = 1.7
+"""A look-up in 199 million tokens against one in 10 million: docs/results/stores.md."""
+SIZES = (10**9, 10**10, 10**11, 10**12)
+NAMES = ("1 billion", "10 billion", "100 billion", "1 trillion")
+Floats = npt.NDArray[np.float64]
+
+
+class Slopes(NamedTuple):
+    """What was measured."""
+
+    read: float
+    """Microseconds of a core for each token: reading and tokenizing."""
+    sort: float
+    """The same for sorting, in shards of the size that was measured."""
+    bytes_a_token: float
+    first_shard: float
+    """Microseconds of a look-up, median."""
+    each_shard: float
+    pages: float
+    """Of 4 KiB, that a look-up in one shard reads when it finds nothing in memory."""
+
+
+def contexts(index: CorpusIndex, count: int, seed: int) -> list[npt.NDArray[np.int64]]:
+    """Stretches of the corpus with one token exchanged, as in ``latency_of``."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        at = int(rng.integers(0, len(index.tokens) - LONGEST_CONTEXT))
+        context = np.array(index.tokens[at : at + LONGEST_CONTEXT], np.int64)
+        context[-int(rng.integers(2, 9))] = rng.integers(index.end)
+        found.append(context)
+    return found
+
+
+def look_up_times(folder: Path) -> Floats:
+    index = CorpusIndex(folder)
+    taken = []
+    for number, context in enumerate(contexts(index, LOOK_UPS + 200, 0)):
+        started = time.perf_counter()
+        index.after(context)
+        if number >= 200:
+            taken.append(1e6 * (time.perf_counter() - started))
+    return np.array(taken)
+
+
+def cold_pages(folder: Path, places: list[list[int]]) -> float:
+    """Pages read from disk by a look-up, the mean over those that find nothing of the files in memory."""
+    index = CorpusIndex(folder)
+    index.after([1, 2, 3])  # what is compiled is loaded
+    paths = [folder / file.name for file in index.manifest.files.values()]
+    read = []
+    for context in places:
+        del index
+        for path in paths:
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        index = CorpusIndex(folder)
+        for array in index.shards[:4]:
+            base: Any = array
+            while not isinstance(base, mmap.mmap):
+                base = base.base if isinstance(base, np.ndarray) else base.obj
+            base.madvise(mmap.MADV_RANDOM)  # one page at a time, not its neighbours
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        index.after(context)
+        read.append(resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before)
+    return float(np.mean(read))
+
+
+def cold_in_a_process(folder: Path) -> float:
+    """Pages that another process has mapped would stay in memory."""
+    return float(subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.scale", "--cold", str(folder)],
+        check=True, capture_output=True, text=True,
+    ).stdout)  # fmt: skip
+
+
+def cpu_seconds() -> float:
+    return sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+
+
+def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> tuple[Slopes, dict[int, Floats]]:
+    tokenizer = load_tokenizer(ModelConfig(model))
+    mark, reading = TokenizerMark.of(tokenizer), Reading([corpus])
+    started = cpu_seconds()
+    with bar(1, "", quiet=True) as shown:
+        documents = list(tokenized(reading, tokenizer, shown))
+    read = cpu_seconds() - started
+    tokens = sum(len(document.ids) for document in documents)
+    print(f"{tokens:,} tokens, read and tokenized in {read:.1f} s of a core, {1e6 * read / tokens:.2f} µs a token\n")
+    print("| shards | sorting, s of a core | bytes a token | look-up p50, µs | p99, µs | pages a cold look-up |")
+    print("|---|---|---|---|---|---|")
+    # Compiled before anything is timed.
+    build_corpus_index(place / "first", documents[:50], mark, [Source("a", "")], engine=LocalEngine(1))
+    times, pages, sort, size = {}, {}, 0.0, 0.0
+    for wanted in shards:
+        folder, width = place / str(wanted), 2 if mark.vocab_size < 2**16 else 4
+        shard_bytes = min(1 << 30, int(width * 1.02 * (tokens + len(documents)) / wanted) + 4096)
+        seconds, made = sorted_in(folder, documents, mark, shard_bytes)
+        count = made.counts["shards"]
+        times[count], pages[count] = look_up_times(folder), cold_in_a_process(folder)
+        if count == 1:
+            sort, size = 1e6 * seconds / tokens, made.bytes / tokens
+        p50, p99 = np.percentile(times[count], (50, 99))
+        told = f"{seconds:.1f} | {made.bytes / tokens:.2f} | {p50:.1f} | {p99:.1f} | {pages[count]:.0f}"
+        print(f"| {count} | {told} |", flush=True)
+    medians = [float(np.median(times[count])) for count in times]
+    each, first = np.polyfit(list(times), medians, 1)
+    return Slopes(1e6 * read / tokens, sort, size, float(first + each), float(each), pages[min(pages)]), times
+
+
+def sorted_in(folder: Path, documents: list[Document], mark: TokenizerMark, shard_bytes: int) -> tuple[float, Any]:
+    started = cpu_seconds()
+    engine = LocalEngine(1)
+    made = build_corpus_index(folder, documents, mark, [Source("a", "")], shard_bytes=shard_bytes, engine=engine)
+    return cpu_seconds() - started, made
+
+
+def simulate(times: dict[int, Floats], network: float) -> None:
+    """A look-up over several machines ends with the slowest of them; each is drawn from what was measured."""
+    rng = np.random.default_rng(0)
+    print(f"\nSimulated: 64 shards on so many machines that are asked at once, {network:.0f} µs there and back\n")
+    print("| machines | shards of each | p50, µs | p99, µs |\n|---|---|---|---|")
+    for machines in (1, 2, 4, 8, 16, 64):
+        measured = times[min(times, key=lambda count: abs(count - 64 // machines))]
+        whole = rng.choice(measured, (20_000, machines)).max(1) + (network if machines > 1 else 0)
+        print(f"| {machines} | {64 // machines} | {np.median(whole):.0f} | {np.percentile(whole, 99):.0f} |")
+
+
+def project(slopes: Slopes, cores: int, disk: float) -> None:
+    tokens_a_shard = BuildConfig.shard_bytes // 2
+    print(f"\nProjected, in shards of {tokens_a_shard / 1e6:.0f} million tokens, {cores} cores, {disk:.0f} µs a page\n")
+    print("| tokens | shards | disk, GB | memory of a sort, GiB | build, hours | look-up, µs | cold, ms |")
+    print("|---|---|---|---|---|---|---|")
+    for name, tokens in zip(NAMES, SIZES, strict=True):
+        shards = -(-tokens // tokens_a_shard)
+        memory = MEMORY_A_BYTE * min(BuildConfig.shard_bytes, 2 * tokens) / 2**30
+        hours = tokens * (slopes.read + slopes.sort) / 1e6 / 3600 / cores
+        look_up = GROWN * (slopes.first_shard + slopes.each_shard * (shards - 1))
+        cold = shards * slopes.pages * disk / 1e3
+        disk_gb = tokens * slopes.bytes_a_token / 1e9
+        told = f"{shards:,} | {disk_gb:,.0f} | {memory:.1f} | {hours:,.2f} | {look_up:,.0f} | {cold:,.1f}"
+        print(f"| {name} | {told} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path)
+    parser.add_argument("--model", help="whose tokenizer")
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--network", type=float, default=100.0, help="microseconds to another machine and back")
+    parser.add_argument("--page", type=float, default=100.0, help="microseconds to read a page from an SSD")
+    parser.add_argument("--cores", type=int, default=16, help="that build")
+    parser.add_argument("--cold", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.cold:
+        index = CorpusIndex(options.cold)
+        asked = contexts(index, FRESH, 1)
+        del index
+        print(cold_pages(options.cold, [context.tolist() for context in asked]))
+        return
+    print(machine() + "\n")
+    with tempfile.TemporaryDirectory() as place:
+        slopes, times = measure(options.corpus, options.model, options.shards, Path(place))
+    print("\n" + ", ".join(f"{name} {value:.3g}" for name, value in slopes._asdict().items()))
+    simulate(times, options.network)
+    project(slopes, options.cores, options.page)
+
+
+if __name__ == "__main__":
+    main()
