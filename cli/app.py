@@ -20,6 +20,7 @@ from hdtool.cli import (
     inspect,
     replay,
     rework,
+    serve,
     train_heads,
     verify,
 )
@@ -47,6 +48,7 @@ app.command("drop")(rework.drop)
 app.command("train-heads")(train_heads.train_heads)
 app.command("replay")(replay.replay)
 app.command("verify")(verify.verify)
+app.command("serve", context_settings=serve.PASSED_ON)(serve.serve)
 app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 

@@ -14,6 +14,7 @@ def build_corpus_db(
     inputs: options.Inputs,
     model: options.Tokenizer = ModelConfig.model,
     out: options.StoreOut = None,
+    namespace: options.Namespace = None,
     tolerate: options.Tolerate = BuildConfig.tolerate,
     shard_bytes: Annotated[
         int, typer.Option(help="Bytes of tokens that are sorted as one; sorting takes seven times as much memory.")
@@ -44,7 +45,7 @@ def build_corpus_db(
     quiet_libraries()
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
     mark = TokenizerMark.of(tokenizer)
-    folder = out or store_at_home(KIND, mark)
+    folder = out or store_at_home(KIND, mark, namespace)
     with (
         engine_for(config, quiet=quiet) as who,
         reading(inputs, tokenizer, who, answers_only=False, tolerate=tolerate, quiet=quiet) as (read, documents),

@@ -17,6 +17,7 @@ def build_model_db(
     ],
     model: options.Tokenizer = ModelConfig.model,
     out: options.StoreOut = None,
+    namespace: options.Namespace = None,
     top_k: Annotated[
         int, typer.Option(help="Sequences kept of each length, the most frequent ones.")
     ] = BuildConfig.top_k,
@@ -46,7 +47,7 @@ def build_model_db(
     quiet_libraries()
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
     mark = TokenizerMark.of(tokenizer)
-    folder = out or store_at_home(KIND, mark)
+    folder = out or store_at_home(KIND, mark, namespace)
     with (
         engine_for(config, quiet=quiet) as who,
         reading(inputs, tokenizer, who, answers_only=True, tolerate=tolerate, quiet=quiet) as (read, documents),

@@ -113,6 +113,12 @@ StoreOut = Annotated[
     Path | None,
     typer.Option("--out", help="The store's folder. Default: in hdtool's home, where generate finds it."),
 ]
+Namespace = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose store it is: the name under which a server serves the model, where hdtool serve finds it."
+    ),
+]
 Tolerate = Annotated[float, typer.Option(help="The share of records that may be unusable; they are counted and named.")]
 Engine = Annotated[
     str, typer.Option(help=f"Who reads, tokenizes, counts and sorts: {', '.join(ENGINES)}. The store is the same.")

@@ -9,6 +9,7 @@ HdtoolError
 ├── HeadsError      drafting heads cannot be opened, trained or written
 ├── CostError       what forward passes cost cannot be read or written
 ├── ResultError     a folder of results cannot be read or written
+├── ServeError      the serving engine is not there
 ├── ClusterError    a cluster cannot be reached, or cannot do what it is asked for
 └── OptionError     options that do not go together
 
@@ -58,6 +59,10 @@ class CostError(HdtoolError):
 
 class ResultError(HdtoolError):
     """A folder of results cannot be read or written."""
+
+
+class ServeError(HdtoolError):
+    """The serving engine is not there."""
 
 
 class ClusterError(HdtoolError):

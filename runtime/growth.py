@@ -92,11 +92,11 @@ def _settle(work: Any, node: int) -> None:
     work.odds[node] = work.best_odds[node - 1]
     work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40
     work.depths[node] = work.depths[parent] + 1
-    _extend(work, parent, node, token)
+    extend(work, parent, node, token)
 
 
 @njit(cache=True, nogil=True)
-def _extend(work: Any, above: int, node: int, token: int) -> None:
+def extend(work: Any, above: int, node: int, token: int) -> None:
     """Give a node the last tokens of the one above, and one more."""
     for place in range(LONGEST_MATCH - 1):
         work.tails[node, place] = work.tails[above, place + 1]
@@ -132,7 +132,7 @@ def feed(corpus: Ints, at: Ints, tokens: Ints) -> None:
 def _advance(corpus: Ints, at: Ints, token: int) -> None:
     memory = memory_at(at)
     work, ranges = memory.work[0], memory.ranges[0]
-    _extend(work, 0, 0, token)
+    extend(work, 0, 0, token)
     forget(memory.last[0])
     pass_by(memory.heads[0])
     if work.has[CORPUS]:

@@ -59,7 +59,9 @@ class Hierarchy:
         copied: bool = False,
         recycled: bool = False,
         heads: Session | None = None,
+        vocabulary: int = ANY_TOKEN,
     ) -> None:
+        """No token from ``vocabulary`` on is ever drafted."""
         self.budget = budget or FixedBudget()
         self._heads = heads
         self._asking = None if isinstance(self.budget, FixedBudget) else Asking()
@@ -76,7 +78,7 @@ class Hierarchy:
             work, learned, self.table.memory, model_record(model), ranges, *self._rankings.memories, said
         )
         self._at = self._memory.addresses()
-        self._fill_in(work, context)
+        self._fill_in(work, context, vocabulary)
         # Fields of a record cost a tenth of a microsecond each time they are asked for.
         nodes = (work[field][0, 1:] for field in ("tokens", "parents", "sources", "odds"))
         self._tokens, self._parents, self._sources, self._odds = nodes
@@ -91,10 +93,11 @@ class Hierarchy:
         """Of the nodes of the last tree: the chance that the target takes the path down to each."""
         self._compile()
 
-    def _fill_in(self, work: Array, context: bool) -> None:
+    def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         model, corpus = self._stores
-        vocabularies = (store.manifest.tokenizer.vocab_size for store in self._stores if store)
-        work["vocabulary"] = min(vocabularies, default=ANY_TOKEN)
+        work["vocabulary"] = min(
+            [vocabulary, *(store.manifest.tokenizer.vocab_size for store in self._stores if store)]
+        )
         for source, there in ((SourceName.CONTEXT, context), (SourceName.MODEL, model), (SourceName.CORPUS, corpus)):
             work["has"][0, source] = bool(there)
         work["instant_at"] = work["instant"].ctypes.data
@@ -104,6 +107,21 @@ class Hierarchy:
         self.begin(())
         feed(self._corpus, self._at, np.empty(0, np.int64))
         grow(self._corpus, self._at, 1)
+
+    @property
+    def addresses(self) -> Array:
+        """Where its memory is, which must outlive them: for compiled code that drafts for many."""
+        return self._at
+
+    @property
+    def shards(self) -> int:
+        """Of the corpus index."""
+        return len(self._shards.places)
+
+    @property
+    def corpus(self) -> Array:
+        """The tokens of the corpus index, which compiled code takes beside the addresses."""
+        return self._corpus
 
     @property
     def weights(self) -> Any:

@@ -97,13 +97,13 @@ def load_stock(config: ModelConfig) -> PreTrainedModel:
     return moved
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
     """A model's tokenizer alone, for what is built or looked up without the model."""
     name = _place(config.model, TOKENIZER_FILES)
     tokenizer: PreTrainedTokenizerBase = _attempt(
         name,
         "its tokenizer",
-        lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code),
+        lambda: AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code),
     )
     return tokenizer
 

@@ -45,7 +45,8 @@ class Shelf:
         if model_db == corpus_db == NONE:
             return cls(databases=databases)
         mark = TokenizerMark.of(tokenizer)
-        model, corpus = _open(model_db, MODEL, ModelStore, mark), _open(corpus_db, CORPUS, CorpusIndex, mark)
+        model = _open(model_db or _fitting(MODEL, mark, config.namespace), ModelStore, mark)
+        corpus = _open(corpus_db or _fitting(CORPUS, mark, config.namespace), CorpusIndex, mark)
         return cls(model, corpus, databases)
 
     def __reduce__(self) -> tuple[Callable[..., Shelf], tuple[object, ...]]:
@@ -71,16 +72,18 @@ def _reopened(model: Place | None, corpus: Place | None, databases: str) -> Shel
 
 
 def _open(
-    named: str | None, kind: str, opened: Callable[[Path, TokenizerMark], AnyStore], mark: TokenizerMark
+    place: Path | str | None, opened: Callable[[Path, TokenizerMark], AnyStore], mark: TokenizerMark
 ) -> AnyStore | None:
-    if named == NONE:
-        return None
-    folder = Path(named).expanduser() if named else _fitting(kind, mark)
-    return opened(folder, mark) if folder else None
+    return opened(Path(place).expanduser(), mark) if place and place != NONE else None
 
 
-def _fitting(kind: str, mark: TokenizerMark) -> Path | None:
+def _fitting(kind: str, mark: TokenizerMark, namespace: str | None) -> Path | None:
     """The store at home that is filed under this tokenizer, else the embedded one if it is the demo's."""
+    if namespace:
+        own = store_at_home(kind, mark, namespace)
+        if kind == MODEL or (own / MANIFEST).exists():
+            # What a model said to others is never mixed with what it said to one tenant.
+            return own if (own / MANIFEST).exists() else None
     at_home = store_at_home(kind, mark)
     if (at_home / MANIFEST).exists():
         return at_home

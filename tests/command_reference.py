@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "commands.md"
 STORES = ("build-model-db", "build-corpus-db", "collect", "inspect", "merge", "add", "drop")
-COMMANDS = ("", "generate", *STORES, "train-heads", "replay", "verify", "bench", "demo")
+COMMANDS = ("", "generate", *STORES, "train-heads", "serve", "replay", "verify", "bench", "demo")
 
 INTRODUCTION = """\
 # Command reference

@@ -1,12 +1,15 @@
 """Shared set-up: quiet libraries, one thread a worker, no network."""
 
 import os
+from importlib.util import find_spec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
 import torch
 from transformers.utils import logging
+
+collect_ignore = [] if find_spec("vllm") else ["vllm"]
 
 # Workers of pytest-xdist share the cores; two busy threads each would only wait for one another.
 torch.set_num_threads(1)

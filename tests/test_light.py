@@ -19,6 +19,8 @@ HEAVY = ("torch", "transformers", "tokenizers", "numpy", "rich", "jinja2", "matp
         ["demo", "--help"],
         ["generate", "--top-p", "7"],
         ["bench", "--limit", "0"],
+        ["serve", "--help"],
+        ["serve", "--port", "9"],
     ],
 )
 def test_nothing_heavy_is_imported(arguments: list[str]) -> None:

@@ -18,6 +18,7 @@ from hdtool.runtime.config.methods import (
     Method,
 )
 from hdtool.runtime.config.model import DEVICE_MAPS, DEVICES, DTYPES, LOWEST_TEMPERATURE, ModelConfig, SamplingConfig
+from hdtool.runtime.config.serving import ServeConfig
 
 __all__ = [
     "DEVICES",
@@ -47,6 +48,7 @@ __all__ = [
     "PaperConfig",
     "ReplayConfig",
     "SamplingConfig",
+    "ServeConfig",
     "ShapeConfig",
     "ShelfConfig",
     "TrainConfig",

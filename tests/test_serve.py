@@ -1,0 +1,239 @@
+"""`hdtool serve`, the settings that reach vLLM's workers, and whose stores they open. vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError
+from hdtool.data.home import home, store_at_home
+from hdtool.data.store import TokenizerMark
+from hdtool.runtime.config import ModelConfig, ServeConfig, ShelfConfig
+from hdtool.runtime.load import load_tokenizer
+from hdtool.runtime.vllm import HierarchyProposer, repair
+from hdtool.runtime.vllm.launch import PROPOSER, Launch
+from hdtool.runtime.vllm.settings import Settings
+
+MODEL = str(demo.MODEL)
+MODEL_STORE, CORPUS_INDEX = str(demo.MODEL_STORE.resolve()), str(demo.CORPUS_INDEX.resolve())
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def mark() -> TokenizerMark:
+    return TokenizerMark.of(load_tokenizer(ModelConfig()))
+
+
+def launch(*options: str, **stores: str) -> Launch:
+    return Launch(MODEL, options, ServeConfig(), ShelfConfig(**stores))
+
+
+def told(launched: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The speculative and the additional configuration of a command."""
+    command = launched.command
+    assert command[-4::2] == ["--speculative-config", "--additional-config"]
+    return json.loads(command[-3]), json.loads(command[-1])
+
+
+def worker(additional: Any = None, tokenizer: str = MODEL, served: str = "name") -> HierarchyProposer:
+    """A proposer as one of vLLM's workers makes it."""
+    model = SimpleNamespace(
+        tokenizer=tokenizer, tokenizer_revision=None, trust_remote_code=False, served_model_name=served, model=MODEL,
+        max_model_len=256, get_vocab_size=lambda: 4096,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        model_config=model,
+        speculative_config=SimpleNamespace(num_speculative_tokens=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        additional_config=additional or {},
+        device_config=SimpleNamespace(device_type="cuda"),
+    )
+    return HierarchyProposer(config)
+
+
+def test_the_command_is_vllms_own_with_our_drafter() -> None:
+    launched = launch("--port", "9", "-tp", "2", "--dtype=half")
+    assert Path(launched.command[0]).name == "vllm"
+    assert launched.command[1:7] == ["serve", MODEL, "--port", "9", "-tp", "2"]
+    speculation, additional = told(launched)
+    assert speculation == {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8}
+    assert additional == {"hdtool": {"model_db": MODEL_STORE, "corpus_db": CORPUS_INDEX}}
+    assert f"hdtool.runtime.vllm.{HierarchyProposer.__name__}" == PROPOSER
+
+
+def test_a_worker_opens_what_the_command_says() -> None:
+    launched = Launch(MODEL, [], ServeConfig(3, 0.5, 1), ShelfConfig(corpus_db="none"))
+    speculation, additional = told(launched)
+    assert additional["hdtool"] == {
+        "model_db": MODEL_STORE, "corpus_db": "none", "worth": 0.5, "context_mib": 1
+    }  # fmt: skip
+    settings = Settings.of(additional, speculation["num_speculative_tokens"])
+    assert settings.serving == ServeConfig(3, 0.5, 1)
+    drafter = worker(additional).drafter
+    assert (drafter.shelf.model is None, drafter.shelf.corpus is None) == (False, True)
+    assert drafter.pace.floor(1) == 0.5
+    assert drafter.most == 1
+
+
+def test_a_worker_drafts_in_vllms_form() -> None:
+    proposer = worker()
+    proposer.load_model("whatever", vllm="hands over")
+    contexts, lengths = np.zeros((4, 256), np.int32), np.zeros(4, np.int32)
+    for row, text in enumerate(("one two three one two", "def f(self):\n    return", "unread")):
+        ids = load_tokenizer(ModelConfig())(text)["input_ids"]
+        contexts[row, : len(ids)], lengths[row] = ids, len(ids)
+    drafts = proposer.propose([[1], [1, 2], []], lengths, contexts, slot_mappings={})
+    assert [bool(draft) for draft in drafts] == [True, True, False]
+    assert all(type(token) is int and len(draft) <= 4 for draft in drafts for token in draft)
+
+
+def test_settings_are_spread_over_drafted_tokens() -> None:
+    """As vLLM's kernel on GPUs does it: 0 as a temperature means greedy, and is replaced."""
+    settings, ends = torch.tensor([0.5, 0.0, 2.0, 7.0]), torch.tensor([2, 3, 3, 5], dtype=torch.int32)
+    assert repair.expanded(settings, ends, 5, 0, 1).tolist() == [0.5, 0.5, 1.0, 7.0, 7.0]
+    assert repair.expanded(settings.int(), ends, 5).tolist() == [0, 0, 0, 7, 7]
+
+
+def test_nothing_is_applied_to_no_rows() -> None:
+    guarded = repair.with_rows_only(lambda logits, k: logits[k.max()])
+    nothing = torch.empty(0, 3)
+    assert guarded(nothing, torch.empty(0, dtype=torch.int32)) is nothing
+    assert guarded(torch.eye(3), torch.tensor([1])).tolist() == [0, 1, 0]
+
+
+def test_what_the_user_tells_vllm_besides_stays() -> None:
+    _, additional = told(launch("--additional_config", '{"other": 1, "hdtool": {}}'))
+    assert additional["other"] == 1
+    assert additional["hdtool"]["model_db"] == MODEL_STORE
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--speculative-config", "{}"], "leave it out"),
+        (["--speculative_config={}"], "leave it out"),
+        (["--additional-config", "nonsense"], "additional-config"),
+        (["--additional-config", "[1]"], "JSON object"),
+        (["--tokenizer", "./nowhere"], "does not exist"),
+    ],
+)
+def test_options_that_cannot_be_meant(options: list[str], said: str) -> None:
+    with pytest.raises(HdtoolError, match=said):
+        launch(*options)
+
+
+@pytest.mark.parametrize("hdtool", [1, {"model": 1}, {"worth": "much"}, {"worth": 7}, {"context_mib": 0}])
+def test_settings_that_cannot_be_meant(hdtool: object) -> None:
+    with pytest.raises(OptionError):
+        Settings.of({"hdtool": hdtool}, 8)
+
+
+def test_stores_are_checked_before_vllm_starts(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="holds no store"):
+        launch(model_db=str(tmp_path / "nowhere"))
+    other = other_tokenizer(tmp_path)
+    with pytest.raises(StoreError, match="another tokenizer"):
+        launch("--tokenizer", other, corpus_db=str(demo.CORPUS_INDEX))
+    assert str(launch("--tokenizer", other).shelf).startswith("no stores")
+
+
+def test_a_worker_that_lacks_a_store_says_where_it_runs(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=f"holds no store.*on {socket.gethostname()}"):
+        worker({"hdtool": {"model_db": str(tmp_path / "nowhere")}})
+    with pytest.raises(StoreError, match="another tokenizer"):
+        worker({"hdtool": {"model_db": str(demo.MODEL_STORE)}}, tokenizer=other_tokenizer(tmp_path))
+
+
+def test_tenants_have_their_own_model_stores_and_never_anothers(mark: TokenizerMark) -> None:
+    for namespace in ("acme", "models/beta"):
+        shutil.copytree(demo.MODEL_STORE, store_at_home("model", mark, namespace))
+    shutil.copytree(demo.CORPUS_INDEX, store_at_home("corpus", mark, "empty"))
+
+    def of(*options: str, **stores: str) -> list[Path | None]:
+        shelf = launch(*options, **stores).shelf
+        return [store.folder if store else None for store in (shelf.model, shelf.corpus)]
+
+    own = [store_at_home("model", mark, "acme"), demo.CORPUS_INDEX]
+    assert of("--served-model-name", "acme") == own
+    assert of("--served_model_name=acme") == own
+    assert of(namespace="acme") == own
+    assert of("--served-model-name", "models/beta")[0] == store_at_home("model", mark, "models/beta")
+    assert of("--served-model-name", "unknown") == of() == [demo.MODEL_STORE, demo.CORPUS_INDEX]
+    assert of("--served-model-name", "empty") == [None, store_at_home("corpus", mark, "empty")]
+    assert worker(served="acme").drafter.shelf.model.folder == own[0]  # type: ignore[union-attr]
+    shutil.copytree(demo.MODEL_STORE, store_at_home("model", mark, MODEL))
+    assert of()[0] == store_at_home("model", mark, MODEL), "known by its path"
+    with pytest.raises(ServeError, match="build-model-db --namespace nobody"):
+        launch(namespace="nobody")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "x" * 201])
+def test_namespaces_that_cannot_be_folders(name: str, mark: TokenizerMark) -> None:
+    if name:
+        with pytest.raises(OptionError, match="cannot name a folder"):
+            store_at_home("model", mark, name)
+    for odd in ("../../etc", "a/../b", "/abs", "c:\\d", "a b%"):
+        assert store_at_home("model", mark, odd).parent.parent.parent == home() / "namespaces"
+
+
+@pytest.mark.parametrize(("command", "kind"), [("build-model-db --from", "model"), ("build-corpus-db", "corpus")])
+def test_a_tenants_stores_are_built_where_the_server_finds_them(
+    command: str, kind: str, mark: TokenizerMark, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(folder: Path, *arguments: object, **options: object) -> None:
+        raise StoreError(f"would be built at {folder}")
+
+    monkeypatch.setattr("hdtool.builders.model_store.build_model_store", build)
+    monkeypatch.setattr("hdtool.builders.corpus_index.build_corpus_index", build)
+    run([*command.split(), str(demo.PROMPTS), "--namespace", "acme", "--quiet"])
+    assert capsys.readouterr().err == f"error: would be built at {store_at_home(kind, mark, 'acme')}\n"
+
+
+def test_the_command_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", MODEL, "--port", "9", "--draft-tokens", "5", "--max-num-seqs", "2", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert f"serve {MODEL} --port 9 --max-num-seqs 2 --speculative-config" in shown.out
+    assert '"num_speculative_tokens": 5' in shown.out
+    assert shown.err.startswith("drafting from")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([MODEL], 1, 'pip install "hdtool[vllm]"'),
+        (["--port", "9"], 2, "hdtool serve MODEL"),
+        ([MODEL, "--draft-tokens", "0"], 2, "draft-tokens"),
+        ([MODEL, "--worth", "2"], 2, "worth"),
+        (["./nowhere", "--dry-run"], 1, "does not exist"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hdtool.cli.serve.find_spec", lambda name: None)
+    assert run(["serve", *arguments]) == code
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 1 and said in shown[0]
+
+
+def other_tokenizer(folder: Path) -> str:
+    """The demo's tokenizer with one word more, beside a model that does not matter."""
+    tokenizer = load_tokenizer(ModelConfig())
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return str(folder / "tokenizer")

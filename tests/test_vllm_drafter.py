@@ -1,0 +1,178 @@
+"""Drafting for the rows of an engine's batch: whose row it is, what is drafted, what it may cost."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hdtool.data import demo
+from hdtool.runtime.config import ServeConfig
+from hdtool.runtime.corpus_index import CorpusIndex
+from hdtool.runtime.model_store import ModelStore
+from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.sources.context_table import ContextTable, holds
+from hdtool.runtime.vllm.drafter import BatchDrafter
+from hdtool.runtime.vllm.pace import HOPELESS
+
+ROWS, LONGEST, TOKENS = 8, 256, 6
+SAID = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+class Engine:
+    """Rows of tokens as an engine keeps them: leftovers of old requests stand behind the lengths."""
+
+    def __init__(self, drafter: BatchDrafter) -> None:
+        self.drafter = drafter
+        self.contexts = np.full((ROWS, LONGEST), 7, np.int32)
+        self.lengths = np.zeros(ROWS, np.int32)
+        self.requests: list[list[int]] = []
+
+    def drafts(self, ready: list[bool] | None = None) -> list[list[int]]:
+        for row, tokens in enumerate(self.requests):
+            self.contexts[row, : len(tokens)] = tokens
+            self.lengths[row] = len(tokens)
+        return self.drafter.draft(ready or [True] * len(self.requests), self.lengths, self.contexts)
+
+
+def engine(*requests: list[int], worth: float | None = 0.02, shelf: Shelf | None = None, **limits: Any) -> Engine:
+    config = ServeConfig(TOKENS, worth, limits.pop("context_mib", 256))
+    drafter = BatchDrafter(shelf or Shelf(), config, **{"rows": ROWS, "longest": LONGEST, **limits})
+    made = Engine(drafter)
+    made.requests = [list(request) for request in requests]
+    return made
+
+
+def test_a_chain_goes_on_as_the_context_did() -> None:
+    asked = engine(SAID + SAID + SAID[:3], [1, 2, 3])
+    assert asked.drafts() == [SAID[3:] + SAID[:1], []]
+
+
+def test_every_row_is_drafted_for_as_if_it_were_alone() -> None:
+    contexts = [[number + token for token in SAID * 2] + [number + 11, number + 12] for number in range(0, 80, 20)]
+    alone = [engine(context).drafts()[0] for context in contexts]
+    assert all(alone)
+    assert engine(*contexts).drafts() == alone
+
+
+def test_stores_are_drafted_from() -> None:
+    shelf = Shelf(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
+    start = CorpusIndex(demo.CORPUS_INDEX).shards.tokens[:5].tolist()
+    assert engine(start, shelf=shelf).drafts() != [[]]
+    assert engine(start).drafts() == [[]]
+
+
+def test_no_token_beyond_the_models_vocabulary() -> None:
+    context = SAID + SAID + SAID[:3]
+    assert max(engine(context).drafts()[0]) == 18
+    assert engine(context, vocabulary=17).drafts() == [SAID[3:6]]
+
+
+def test_a_draft_ends_before_the_context_does() -> None:
+    context = SAID + SAID + SAID[:3]
+    assert [len(engine(context, longest=len(context) + room).drafts()[0]) for room in range(4)] == [0, 0, 1, 2]
+
+
+def test_what_is_not_worth_it_is_cut_off() -> None:
+    doubtful = [1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8, 1]
+    bold, careful = engine(doubtful, worth=0.02).drafts()[0], engine(doubtful, worth=0.7).drafts()[0]
+    assert len(careful) < len(bold)
+    assert careful == bold[: len(careful)]
+
+
+def test_a_row_that_still_reads_its_prompt_gets_nothing() -> None:
+    context = SAID + SAID + SAID[:3]
+    assert engine(context, context).drafts([False, True]) == [[], SAID[3:] + SAID[:1]]
+
+
+def test_nothing_is_drafted_where_no_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = engine(SAID + SAID + SAID[:3], worth=None)
+    assert asked.drafts() != [[]]
+    monkeypatch.setattr(asked.drafter.pace, "floor", lambda rows: HOPELESS)
+    assert asked.drafts() == [[]]
+
+
+def test_passes_are_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+    asked = engine(SAID + SAID + SAID[:3], [1, 2, 3])
+    monkeypatch.setattr(asked.drafter.pace, "hear", lambda *told: heard.append(told[:3]))
+    taken = len(asked.drafts()[0]) - 1
+    asked.requests = [
+        tokens + (SAID * 2)[3 : 4 + more] for tokens, more in zip(asked.requests, (taken, 0), strict=True)
+    ]
+    asked.drafts()
+    asked.drafts([True, False])
+    assert heard == [(2, 2 + taken + 1, 2 + taken)], "of two rows, of which one took all drafts but the last"
+
+
+def test_a_request_in_anothers_row_starts_from_nothing() -> None:
+    """As long as the one before, with the same last words: only its first token tells them apart."""
+    asked = engine([1, *SAID, 2, 3, 4])
+    asked.drafts()
+    asked.requests = [[5, *SAID, 2, 3, 4, 1]]
+    assert asked.drafts() == [[]], "behind 1 the other request said 11"
+
+
+def test_rows_that_move_keep_what_is_known_of_them() -> None:
+    asked = engine(*([number, *SAID] for number in range(1, 6)))
+    asked.drafts()
+    asked.requests = [asked.requests[row] + SAID[:2] for row in (4, 0, 2)]
+    assert asked.drafts() == [SAID[2:]] * 3
+    assert len(asked.drafter) == 5
+
+
+def test_tables_are_as_many_as_requests_at_once_and_no_more() -> None:
+    asked = engine([1, 2], [3, 4])
+    for number in range(100):
+        asked.requests = [[number, 1, 2], [number, 3, 4]]
+        asked.drafts()
+    assert len(asked.drafter) == 2
+    assert asked.drafter.nbytes == 2 * engine([1]).drafter.nbytes
+
+
+def test_memory_for_context_tables_has_a_bound() -> None:
+    contexts = [[number, *SAID, *SAID[:3]] for number in range(1, 6)]
+    asked = engine(*contexts, context_mib=2)
+    drafts = asked.drafts()
+    assert len(asked.drafter) == asked.drafter.most == sum(map(bool, drafts))
+    assert asked.drafter.nbytes <= 2 << 20
+    assert drafts == asked.drafts(), "those that have a table keep it"
+
+
+def test_no_request_ever_drafts_from_another() -> None:
+    """An engine that starts, ends, moves, holds back and takes up requests at random, many of them alike."""
+    chance = random.Random(1)
+    asked, held_back = engine(), []
+    for turn in range(400):
+        requests = [tokens + chance.choices(SAID, k=chance.randint(1, 3)) for tokens in asked.requests]
+        requests = [tokens for tokens in requests if chance.random() > 0.05 and len(tokens) < LONGEST - TOKENS - 4]
+        if requests and chance.random() < 0.2:
+            held_back.append(requests.pop(chance.randrange(len(requests))))
+        if held_back and len(requests) < ROWS and chance.random() < 0.3:
+            requests.append(held_back.pop(0))
+        while len(requests) < ROWS and chance.random() < 0.6:
+            # A word of its own in the middle of words of all; some prompts are the same but for that word.
+            requests.append([*SAID, 1000 + turn * ROWS + len(requests), *SAID[:4], *chance.choices(SAID, k=2)])
+        if chance.random() < 0.3:
+            chance.shuffle(requests)
+        asked.requests = requests
+        for tokens, draft in zip(requests, asked.drafts(), strict=True):
+            pairs = set(itertools.pairwise(tokens))
+            assert all(pair in pairs for pair in zip([tokens[-1], *draft], draft, strict=False))
+    assert len(asked.drafter) <= ROWS
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 600])
+def test_contexts_are_compared_whole(length: int) -> None:
+    table = ContextTable()
+    context = np.resize(np.array(SAID, np.int32), length + 1)
+    table.add(context[:length])
+    assert holds(table.memory[0], context) and holds(table.memory[0], context[:length])
+    assert not holds(table.memory[0], context[: length - 1])
+    for place in {0, length // 2, length - 1}:
+        other = context.copy()
+        other[place] += 1
+        assert not holds(table.memory[0], other)

@@ -1,0 +1,1 @@
+"""hdtool inside vLLM: ``make test-vllm``, in an environment of its own."""

@@ -1,0 +1,117 @@
+"""One engine in a process of its own: ``python -m tests.vllm.engine ASKED ANSWERED``, both JSON files.
+
+Asked are the engine's options and waves of requests; answered are the token ids of each, how long each call of the
+drafter took, and, after each wave, what vLLM counted so far and what memory there was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, so that its drafter can be watched
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+ROOT = Path(__file__).parent.parent.parent
+LONGEST = 900
+"""Seconds that an engine may take, compiling included."""
+PROPOSER = "hdtool.runtime.vllm.HierarchyProposer"
+
+
+def drafting(tokens: int = 8, **told: Any) -> dict[str, Any]:
+    """Options of an engine that drafts with hdtool."""
+    speculation = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": tokens}
+    return {"speculative_config": speculation, "additional_config": {"hdtool": told}}
+
+
+class Watch:
+    """Listens to what a drafter is asked and what it answers."""
+
+    def __init__(self, drafter: Any, *, look: bool) -> None:
+        """``look`` whether drafts come from the row's own context; this takes longer than all else."""
+        self._looks = look
+        self.seconds: list[tuple[int, float]] = []
+        """Of the processor, by rows: on a machine that does other things, too, the clock would count these."""
+        self.foreign = 0
+        self._propose, drafter.propose = drafter.propose, self
+
+    def __call__(self, *arguments: Any, **options: Any) -> list[list[int]]:
+        started = time.process_time()
+        drafts: list[list[int]] = self._propose(*arguments, **options)
+        self.seconds.append((len(drafts), time.process_time() - started))
+        if self._looks:
+            self._look(drafts, *arguments)
+        return drafts
+
+    def _look(self, drafts: list[list[int]], *arguments: Any) -> None:
+        """Count drafts that do not stand in the row's own context; without stores there must be none."""
+        _, lengths, contexts = arguments
+        for row, draft in enumerate(drafts):
+            own = contexts[row, : lengths[row]].tolist()
+            pairs = set(itertools.pairwise(own))
+            self.foreign += any(pair not in pairs for pair in zip([own[-1], *draft], draft, strict=False))
+
+
+def drafter_of(engine: Any) -> Any:
+    """The drafter of an engine that lives in this process."""
+    executor = engine.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner.drafter
+
+
+def answer(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What an engine answers that runs in a process of its own."""
+    question, found = folder / "asked.json", folder / "answered.json"
+    question.write_text(json.dumps(asked))
+    command = [sys.executable, "-m", __name__, str(question), str(found)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONGEST)
+    assert done.returncode == 0, done.stderr[-4000:]
+    answered: dict[str, Any] = json.loads(found.read_text())
+    return answered
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGESIZE")
+
+
+def main() -> None:
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    os.environ |= HERE
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(dtype="float32", enforce_eager=True, **asked["engine"])
+    drafts = "speculative_config" in asked["engine"]
+    watch = Watch(drafter_of(engine), look=asked.get("look", False)) if drafts else None
+    answered: dict[str, Any] = {"ids": [], "resident": [], "seconds": [], "counted": []}
+    for wave in asked["waves"]:
+        prompts = [{"prompt_token_ids": request["prompt"]} for request in wave]
+        sampling = [SamplingParams(**request["sampling"]) for request in wave]
+        started = time.perf_counter()
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        answered["seconds"].append(time.perf_counter() - started)
+        answered["ids"] += [list(output.outputs[0].token_ids) for output in outputs]
+        answered["resident"].append(resident())
+        counted = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
+        answered["counted"].append(counted | {"asked for drafts": len(watch.seconds) if watch else 0})
+    if watch:
+        answered |= {"propose": watch.seconds, "foreign": watch.foreign}
+        drafter = getattr(drafter_of(engine), "drafter", None)
+        if drafter is not None:
+            answered |= {"tables": len(drafter), "table_bytes": drafter.nbytes, "most_tables": drafter.most}
+    Path(sys.argv[2]).write_text(json.dumps(answered))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What vLLM says with hdtool as its drafter is what it says without."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hdtool.data import demo
+from tests.vllm.engine import answer, drafting
+from tests.vllm.requests import ENGINE, requests
+
+ASKED = 32
+CRAMPED = {
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 12,
+    "num_gpu_blocks_override": 20,
+    "block_size": 32,
+    "max_model_len": 512,
+}
+"""An engine that reads prompts in pieces and has no room for all that it has begun."""
+
+
+@pytest.fixture(scope="module")
+def greedy(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What vLLM says to the requests without drafting."""
+    plain = answer({"engine": ENGINE, "waves": [requests(ASKED)]}, tmp_path_factory.mktemp("plain"))
+    ids: list[list[int]] = plain["ids"]
+    assert len(set(map(len, ids))) > 5, "answers of mixed lengths"
+    return ids
+
+
+def drafted(answered: dict[str, Any]) -> tuple[int, int]:
+    """Steps with a draft, and tokens accepted."""
+    metrics = answered["counted"][-1]
+    return metrics["vllm:spec_decode_num_drafts"], metrics["vllm:spec_decode_num_accepted_tokens"]
+
+
+def test_greedy_answers_are_the_same_and_come_in_fewer_steps(greedy: list[list[int]], tmp_path: Path) -> None:
+    answered = answer({"engine": ENGINE | drafting(), "waves": [requests(ASKED)]}, tmp_path)
+    assert answered["ids"] == greedy
+    drafts, accepted = drafted(answered)
+    assert accepted > drafts > 100, "more than one draft taken in a step that had any"
+    assert answered["tables"] <= ENGINE["max_num_seqs"]
+
+
+def test_the_same_with_prompts_in_pieces_and_requests_held_back(greedy: list[list[int]], tmp_path: Path) -> None:
+    """Preempted requests come back in other rows; pieces of prompts lie in rows that are not drafted for."""
+    options = ENGINE | drafting(worth=0.05) | CRAMPED
+    answered = answer({"engine": options, "waves": [requests(ASKED)]}, tmp_path)
+    assert answered["ids"] == greedy
+    assert answered["counted"][-1]["vllm:num_preemptions"] > 0
+    assert drafted(answered)[1] > 100
+
+
+def test_where_only_one_token_can_be_drawn_it_is_drawn(greedy: list[list[int]], tmp_path: Path) -> None:
+    waves = [requests(ASKED, temperature=0.7, top_k=1, seed=5)]
+    answered = answer({"engine": ENGINE | drafting(), "waves": waves}, tmp_path)
+    assert answered["ids"] == greedy
+    assert drafted(answered)[1] > 100
+
+
+def test_seeded_sampling_says_the_same_again(tmp_path: Path) -> None:
+    """vLLM draws other numbers where there are drafts, so this is all that it promises; and only offline."""
+    waves = [requests(ASKED // 2, temperature=0.8, seed=5)]
+    asked = {"engine": ENGINE | drafting(worth=0.1), "waves": waves}
+    first, second = answer(asked, tmp_path), answer(asked, tmp_path)
+    assert first["ids"] == second["ids"]
+    assert drafted(first) == drafted(second)
+    assert drafted(first)[1] > 100
+
+
+def test_no_request_drafts_from_what_another_said(tmp_path: Path) -> None:
+    """Prompts alike but for a word of their own; without stores every draft must stand in the row's own context."""
+    chance = random.Random(3)
+    shared = requests(1)[0]["prompt"]
+    planted = []
+    for number in range(80):
+        secret = [1000 + 7 * number, 1500 + 11 * number, 1000 + 7 * number]
+        place = chance.randrange(1, len(shared) - 1)
+        prompt = shared[:place] + secret + shared[place:] + secret[:1] * (number % 2)
+        planted.append({"prompt": prompt, "sampling": {"temperature": 1.0, "max_tokens": 40}})
+    options = ENGINE | drafting(worth=0.02, model_db="none", corpus_db="none") | CRAMPED
+    answered = answer({"engine": options, "look": True, "waves": [planted, planted[::-1]]}, tmp_path)
+    assert drafted(answered)[0] > 300
+    assert answered["foreign"] == 0
+    options = ENGINE | drafting(worth=0.02) | CRAMPED
+    assert answer({"engine": options, "look": True, "waves": [planted]}, tmp_path)["foreign"] > 0, "it would be seen"
+
+
+def test_memory_stays_flat_over_two_thousand_requests(tmp_path: Path) -> None:
+    """vLLM itself keeps some for each request that it has had; with drafting it must not be more."""
+    asked = requests(250, max_tokens=6)
+    # With few blocks vLLM's own cache is in memory from the start.
+    engine, grown = ENGINE | {"num_gpu_blocks_override": 40}, {}
+    for name, options in (("plain", engine), ("drafting", engine | drafting(worth=0.02))):
+        answered = answer({"engine": options, "waves": [asked] * 8}, tmp_path)
+        grown[name] = answered["resident"][-1] - answered["resident"][2]
+        assert answered["ids"][:250] == answered["ids"][-250:]
+    assert answered["tables"] <= ENGINE["max_num_seqs"]
+    assert grown["drafting"] - grown["plain"] < 24 << 20, f"bytes more after 1,250 requests: {grown}"
+
+
+def test_a_store_that_is_not_there_stops_the_engine_with_its_name(tmp_path: Path) -> None:
+    missing = str(demo.MODEL_STORE / "nowhere")
+    with pytest.raises(AssertionError, match=f"{missing} holds no store"):
+        answer({"engine": ENGINE | drafting(model_db=missing), "waves": []}, tmp_path)
