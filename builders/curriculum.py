@@ -25,6 +25,7 @@ class Curriculum:
         self._batch = min(config.batch, len(self.learned))
         self._a_round = -(-len(self.learned) // self._batch)
         self.steps = max(1, round(config.epochs * self._a_round))
+        self._round, self._order = 0, self._ordered(0)
 
     @property
     def tokens(self) -> int:
@@ -34,7 +35,7 @@ class Curriculum:
     def step(self, number: int) -> list[Lesson]:
         """Always as many lessons; the last step of a round takes some of its first ones once more."""
         number_of_round, place = divmod(number, self._a_round)
-        if number_of_round != getattr(self, "_round", None):
+        if number_of_round != self._round:
             self._round, self._order = number_of_round, self._ordered(number_of_round)
         return [self.learned[lesson] for lesson in self._order[place]]
 

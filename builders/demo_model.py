@@ -23,6 +23,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from hdtool.builders.demo_corpus import DEFAULT_DOCS, Document, documents
 from hdtool.builders.demo_tokenizer import as_text, train_tokenizer
+from hdtool.data.beside import beside
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -177,9 +178,8 @@ def save_rescue(
     path: Path, model: LlamaForCausalLM, tools: list[torch.optim.Optimizer], step: int, spent: float
 ) -> None:
     state = {"model": model.state_dict(), "tools": [t.state_dict() for t in tools], "step": step, "spent": spent}
-    beside = path.with_suffix(".new")
-    torch.save(state, beside)
-    beside.replace(path)
+    with beside(path) as written:
+        torch.save(state, written)
 
 
 def restore(path: Path, model: LlamaForCausalLM, tools: list[torch.optim.Optimizer]) -> tuple[int, float]:

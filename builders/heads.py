@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from hdtool.builders.curriculum import Curriculum
 from hdtool.builders.heads_loss import Batch, HeadsLoss, places_of
 from hdtool.builders.processes import Alone
 from hdtool.builders.teacher import Teacher
+from hdtool.data.beside import beside
 from hdtool.data.errors import HeadsError, OptionError, reason_of
 from hdtool.runtime.config import TrainConfig
 from hdtool.runtime.heads.modules import Heads
@@ -82,10 +83,7 @@ class Training:
         parts = [mine[start : start + at_once] for start in range(0, len(mine), at_once)]
         sums = torch.zeros(1 + len(known), device=self._teacher.device)
         for number, part in enumerate(parts, start=1):
-            if number < len(parts):
-                with self._crew.quietly(self._loss):
-                    sums += self._learn(Batch.of(part, self._teacher.device), sum(known))
-            else:
+            with self._crew.quietly(self._loss) if number < len(parts) else nullcontext():
                 sums += self._learn(Batch.of(part, self._teacher.device), sum(known))
         length = torch.nn.utils.clip_grad_norm_(self.heads.parameters(), LONGEST_GRADIENT)
         if not math.isfinite(float(length)):
@@ -120,11 +118,9 @@ class Training:
                 "hits": self.history.hits,
                 "settings": settings,
             }
-            beside = self._checkpoint.with_suffix(".new")
             try:
-                self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(kept, beside)
-                os.replace(beside, self._checkpoint)
+                with beside(self._checkpoint) as path:
+                    torch.save(kept, path)
             except (OSError, RuntimeError) as error:
                 raise HeadsError(
                     f"{self._checkpoint} cannot be written ({reason_of(error)}): make room or choose another --out, "

@@ -102,10 +102,7 @@ def _texts(
     window = min(config.window, context_limit(target.config, config.window) or config.window)
     with bar(reading.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         found = lessons(reading, tokenizer, turns, window, shown)
-    left_out = [f"left out: {line}" for line in reading.tally.shown]
-    if reading.tally.bad > len(reading.tally.shown):
-        left_out.append(f"left out: {reading.tally.bad - len(reading.tally.shown)} more records")
-    return found, left_out
+    return found, reading.tally.left_out()
 
 
 def _digest(texts: Sequence[Lesson]) -> str:

@@ -45,10 +45,8 @@ def reading(
     with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         engine.prepare(source)
         yield source, engine.documents(source, tokenizer, shown)
-    for line in source.tally.shown:
-        print(f"left out: {line}", file=sys.stderr)
-    if source.tally.bad > len(source.tally.shown):
-        print(f"left out: {source.tally.bad - len(source.tally.shown)} more records", file=sys.stderr)
+    for line in source.tally.left_out():
+        print(line, file=sys.stderr)
 
 
 def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:

@@ -34,6 +34,11 @@ class Tally:
         self.first_bad = self.first_bad or later.first_bad
         self.shown += later.shown[: BAD_SHOWN - len(self.shown)]
 
+    def left_out(self) -> list[str]:
+        """What could not be used, as users are told: a line for each of the first ones, and how many more there are."""
+        more = self.bad - len(self.shown)
+        return [f"left out: {line}" for line in self.shown] + ([f"left out: {more} more records"] if more else [])
+
     def check(self, tolerance: float) -> None:
         count = self.bad + self.good
         if self.bad > tolerance * count:

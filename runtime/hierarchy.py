@@ -175,7 +175,8 @@ class Hierarchy:
             self._timed[0] = 0
             self._clocked += self._laps
         odds = self._odds[:grown]
-        size = self.budget.nodes(odds * min(1.0, IN_DOUBT * self._came / self._promised))
+        doubt = IN_DOUBT * self._came / self._promised
+        size = self.budget.nodes(odds * doubt if doubt < 1.0 else odds)
         self.odds = odds[:size].copy()
         # The workspace counts the root as row 0.
         return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
@@ -185,16 +186,17 @@ class Hierarchy:
             self._heads.hear(accepted)
         current = not self._pending  # else nobody knows what the rows of the tree stand behind
         tails = self._tails[: len(logits)].copy() if current and len(logits) == len(self.odds) + 1 else None
-        if tails is not None and len(self.odds):
+        promised = float(self.odds.sum())
+        if tails is not None and promised:
             self._came = FADING * self._came + len(accepted.path)
-            self._promised = FADING * self._promised + float(self.odds.sum())
+            self._promised = FADING * self._promised + promised
         self._pending += accepted.tokens
         if self.budget.most:
             self._catch_up()
             # Only now: what is learned of these sources must not come from what they heard a moment ago.
             self._rankings.hear(accepted, logits, tails)
-            if self._heads and self._asking and current and len(self.odds):
-                self._asking.hear(1 + float(self.odds.sum()), time.perf_counter() - self._began)
+            if self._heads and self._asking and current and promised:
+                self._asking.hear(1 + promised, time.perf_counter() - self._began)
 
     def _catch_up(self) -> None:
         """Take in what was emitted; while drafting is not worth its time, this is put off."""

@@ -39,6 +39,8 @@ agreed, where two did, where three; then candidates, and what followed them, by 
 CANDIDATE_KINDS = LONGEST
 """Where the kinds of candidates begin."""
 
+NO_KINDS = np.empty(0, np.int64)
+
 Ints = npt.NDArray[Any]
 
 
@@ -57,8 +59,8 @@ class LogitSpec:
         self._kinds = np.array([CANDIDATE_KINDS + group for group in groups], np.int64)
         self._ranks = np.empty(0, np.int64)
         self._odds = NodeOdds(RATES)
-        self._sent = np.empty(0, np.int64), np.empty(0, np.int32)
-        """Kinds and parents of the nodes that the target was last asked about."""
+        self._sent = NO_KINDS, DraftTree.bare(0)
+        """What the target was last asked about, and the kinds of its nodes."""
         self._compile()
 
     def _compile(self) -> None:
@@ -72,9 +74,9 @@ class LogitSpec:
         self._candidates = self._candidates[:0]
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        self._sent = self._sent[0][:0], self._sent[1][:0]
         if not self.budget.most:
-            return DraftTree.bare(context[-1])
+            self._sent = NO_KINDS, DraftTree.bare(context[-1])
+            return self._sent[1]
         started = time.perf_counter()
         words = self._context.grown(context)
         rows, matched = look_up(words, self._candidates, self._depths, self._ranks)
@@ -83,18 +85,19 @@ class LogitSpec:
         self._trie.add(rows[1:], SourceName.LAST, wanted=len(rows))
         tokens, parents, sources = self._trie.nodes()
         kinds = kinds_of(tokens, parents, sources == SourceName.CONTEXT, matched - 1, self._candidates, self._kinds)
-        order, odds = self._odds.likeliest_first(kinds, parents)
+        whole = DraftTree(context[-1], tokens, parents, sources)
+        order, odds = self._odds.likeliest_first(kinds, whole)
         order = order[: self.budget.nodes(odds)]
-        parents = moved(parents, order)
-        self._sent = kinds[order], parents
+        tree = whole.picked(order)
+        self._sent = kinds[order], tree
         self.seconds[SourceName.LAST] += time.perf_counter() - started
-        return DraftTree(context[-1], tokens[order], parents, sources[order])
+        return tree
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         started = time.perf_counter()
-        kinds, parents = self._sent
-        if len(logits) == len(kinds) + 1:  # else the tree was clipped, and its nodes are others
-            self._odds.learn(kinds, parents, accepted.path)
+        kinds, tree = self._sent
+        if len(logits) == len(tree) + 1:  # else the tree was clipped, and its nodes are others
+            self._odds.learn(kinds, tree, accepted.path)
         self._candidates = self._candidates[:0]
         if len(logits) and self.budget.most:
             end = accepted.path[-1] + 1 if accepted.path else 0
@@ -124,18 +127,6 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
                     if candidates[rank] == tokens[first]:
                         found[node] = kinds[rank]
     return found
-
-
-@njit(cache=True, nogil=True)
-def moved(parents: Ints, order: Ints) -> Ints:
-    """The parents of these nodes once they stand in this order; those of them must be among them."""
-    places = np.full(len(parents) + 1, ROOT, np.int32)  # the last one is the root's
-    for place in range(len(order)):
-        places[order[place]] = place
-    above = np.empty(len(order), np.int32)
-    for place in range(len(order)):
-        above[place] = places[parents[order[place]]]
-    return above
 
 
 @njit(cache=True, nogil=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.tree import LARGEST_TREE, ROOT
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 STRENGTH = 10.0
 """Observations that the prior is worth."""
@@ -28,42 +28,41 @@ class NodeOdds:
         self._asked = np.full((len(prior), LARGEST_TREE), STRENGTH)
         self._taken = self._asked * np.array(prior)[:, None]
         # Compiled, or loaded, before a step waits for it.
-        none = np.empty(0, np.int32)
-        self.likeliest_first(none, none)
-        self.learn(none, none, ())
+        none, bare = np.empty(0, np.int64), DraftTree.bare(0)
+        self.likeliest_first(none, bare)
+        self.learn(none, bare, ())
 
-    def likeliest_first(self, kinds: Ints, parents: Ints) -> tuple[Ints, Odds]:
+    def likeliest_first(self, kinds: Ints, tree: DraftTree) -> tuple[Ints, Odds]:
         """The order of nodes by the odds that the target takes the whole path to them, and these odds."""
-        return _likeliest_first(kinds, parents, self._taken, self._asked)
+        return _likeliest_first(kinds, tree.parents, tree.depths, self._taken, self._asked)
 
-    def learn(self, kinds: Ints, parents: Ints, path: Sequence[int]) -> None:
-        """The target was asked about these nodes and took those of ``path``."""
+    def learn(self, kinds: Ints, tree: DraftTree, path: Sequence[int]) -> None:
+        """The target was asked about the tree and took the nodes of ``path``."""
         taken = np.zeros(len(kinds), np.bool_)
         taken[list(path)] = True
-        _learn(kinds, parents, taken, self._taken, self._asked)
+        _learn(kinds, tree.parents, tree.depths, taken, self._taken, self._asked)
 
 
 @njit(cache=True, nogil=True)
-def _likeliest_first(kinds: Ints, parents: Ints, taken: Odds, asked: Odds) -> tuple[Ints, Odds]:
-    depths, odds = np.zeros(len(kinds), np.int64), np.ones(len(kinds))
+def _likeliest_first(kinds: Ints, parents: Ints, depths: Ints, taken: Odds, asked: Odds) -> tuple[Ints, Odds]:
+    odds = np.ones(len(kinds))
     for node in range(len(kinds)):
+        kind, depth = kinds[node], depths[node + 1] - 1
         above = parents[node]
+        odds[node] = taken[kind, depth] / asked[kind, depth]
         if above != ROOT:
-            depths[node], odds[node] = depths[above] + 1, odds[above]
-        odds[node] *= taken[kinds[node], depths[node]] / asked[kinds[node], depths[node]]
+            odds[node] *= odds[above]
     # Stable, so that of equals the parent stays before its child.
     order = np.argsort(-odds, kind="mergesort")
     return order, odds[order]
 
 
 @njit(cache=True, nogil=True)
-def _learn(kinds: Ints, parents: Ints, path: Ints, taken: Odds, asked: Odds) -> None:
-    depths = np.zeros(len(kinds), np.int64)
+def _learn(kinds: Ints, parents: Ints, depths: Ints, path: Ints, taken: Odds, asked: Odds) -> None:
     for node in range(len(kinds)):
         above = parents[node]
-        depths[node] = 0 if above == ROOT else depths[above] + 1
         if above == ROOT or path[above]:
-            kind, depth = kinds[node], depths[node]
+            kind, depth = kinds[node], depths[node + 1] - 1
             fading = min(1.0, MEMORY / asked[kind, depth])
             asked[kind, depth] = asked[kind, depth] * fading + 1.0
             taken[kind, depth] = taken[kind, depth] * fading + path[node]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hdtool.data.beside import beside
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.home import cost_at_home
 from hdtool.runtime.batch import Seats
@@ -138,9 +138,7 @@ def kept_at_home(target: Target) -> CostCurve | None:
 def write_curve(curve: CostCurve, path: Path) -> None:
     """In one step: whoever reads it meanwhile finds the old one or the new one."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        curve.write(beside)
-        beside.replace(path)
+        with beside(path) as written:
+            curve.write(written)
     except OSError as error:
         raise CostError(f"{path} cannot be written ({error.strerror or error}): choose another place") from None

@@ -68,11 +68,11 @@ class DraftTree:
         """The tree down to ``depth``, so that no node stands past the end of the context."""
         if not len(self) or self.depths.max() <= depth:
             return self
-        kept = self.depths[1:] <= depth
-        moved = np.cumsum(kept, dtype=np.int32) - 1
-        above = self.parents[kept]
-        parents = np.where(above == ROOT, ROOT, moved[above]).astype(np.int32)
-        return DraftTree(self.root, self.tokens[kept], parents, self.sources[kept])
+        return self.picked(np.flatnonzero(self.depths[1:] <= depth))
+
+    def picked(self, order: npt.NDArray[np.int64]) -> DraftTree:
+        """These nodes in this order; each node's parent must be among them, and before it."""
+        return DraftTree(self.root, self.tokens[order], _moved(self.parents, order), self.sources[order])
 
     def check_integrity(self) -> None:
         """Our own invariants, for tests and debugging."""
@@ -82,6 +82,17 @@ class DraftTree:
 
 
 _NO_NODES = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
+
+
+@njit(cache=True, nogil=True)
+def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """The parents of nodes once they stand in this order."""
+    places = np.full(len(parents) + 1, ROOT, np.int32)  # the last one is the root's
+    above = np.empty(len(order), np.int32)
+    for place in range(len(order)):
+        places[order[place]] = place
+        above[place] = places[parents[order[place]]]
+    return above
 
 
 @njit(cache=True, nogil=True)

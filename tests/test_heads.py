@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import product
 from pathlib import Path
 
@@ -128,11 +129,17 @@ def test_a_low_rank_is_the_best_there_is() -> None:
         torch.testing.assert_close(torch.linalg.norm(weight - found), sizes[5:].norm(), rtol=1e-3, atol=1e-3)
 
 
+def umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
+
+
 def test_saved_heads_come_back_as_they_were(tmp_path: Path) -> None:
     target = Target(model_of("llama"))
     for name, config in VARIANTS.items():
         saved = random_for(target, config)
         saved.save(tmp_path / name)
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / name).iterdir()} == {0o666 & ~umask()}
         found = load_heads(tmp_path / name, target.model)
         assert found.heads.config == config and found.judged == saved.judged
         for key, weight in saved.heads.state_dict().items():

@@ -222,8 +222,8 @@ def test_heads_among_other_sources_change_nothing(family: str, sampling: str) ->
     assert drafter.seconds.get(SourceName.HEADS, 1) > 0
 
 
-def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
-    """With nothing else known, a node has its head's tokens as children, as likely as the head and its weight say."""
+def heads_alone() -> tuple[Hierarchy, Session, list[int]]:
+    """A hierarchy that has nothing but heads, about to draft."""
     target = Target(model_of("llama"))
     session = Session(random_for(target, HeadsConfig(rank=8)), target)
     drafter = Hierarchy(context=False, budget=FixedBudget(30), heads=session)
@@ -231,7 +231,13 @@ def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
     target.prefill(prompt)
     drafter.begin(prompt)
     drafter.observe(Accepted([], [5]), torch.zeros(1, 97))
-    tree = drafter.draft([*prompt, 5])
+    return drafter, session, [*prompt, 5]
+
+
+def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
+    """With nothing else known, a node has its head's tokens as children, as likely as the head and its weight say."""
+    drafter, session, context = heads_alone()
+    tree = drafter.draft(context)
     assert len(tree) == 30 and set(tree.sources.tolist()) == {SourceName.HEADS}
     for node, parent in enumerate(tree.parents.tolist()):
         head = int(tree.depths[node + 1]) - 1
@@ -243,14 +249,8 @@ def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
 
 
 def test_after_a_token_the_next_head_speaks_of_the_root() -> None:
-    target = Target(model_of("llama"))
-    session = Session(random_for(target, HeadsConfig(rank=8)), target)
-    drafter = Hierarchy(context=False, budget=FixedBudget(30), heads=session)
-    prompt = prompt_of(12)
-    target.prefill(prompt)
-    drafter.begin(prompt)
-    drafter.observe(Accepted([], [5]), torch.zeros(1, 97))
-    drafter.draft([*prompt, 5])
+    drafter, session, context = heads_alone()
+    drafter.draft(context)
     session.look_ahead = lambda: None  # type: ignore[method-assign]
     memory = drafter._memory.heads
     for ahead in range(5):

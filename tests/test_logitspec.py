@@ -16,7 +16,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget import FixedBudget, Odds
 from hdtool.runtime.config import DecodeConfig, ReplayConfig
 from hdtool.runtime.likeliest import ranked
-from hdtool.runtime.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up, moved
+from hdtool.runtime.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.node_odds import STRENGTH, NodeOdds
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.trie import NO_TOKEN
@@ -133,7 +133,7 @@ def test_nodes_come_likeliest_first_and_learn_from_what_was_taken(tree: DraftTre
     path: list[int] = []
     while (below := np.flatnonzero(tree.parents == (path[-1] if path else ROOT))).size and rng.random() < 0.7:
         path.append(int(rng.choice(below)))
-    learned.learn(kind, tree.parents, path)
+    learned.learn(kind, tree, path)
     rates: dict[tuple[int, int], tuple[float, float]] = {}
     depths = tree.depths[1:].tolist()
     for node, above in enumerate(tree.parents.tolist()):
@@ -145,12 +145,11 @@ def test_nodes_come_likeliest_first_and_learn_from_what_was_taken(tree: DraftTre
     for node, above in enumerate(tree.parents.tolist()):
         taken, asked = rates.get((int(kind[node]), depths[node]), (prior[kind[node]], 1.0))
         expected.append((expected[above] if above != ROOT else 1.0) * taken / asked)
-    order, odds = learned.likeliest_first(kind, tree.parents)
+    order, odds = learned.likeliest_first(kind, tree)
     assert odds.tolist() == pytest.approx([expected[node] for node in order])
     assert sorted(order.tolist()) == list(range(len(tree))) and all(a >= b for a, b in pairwise(odds))
     for size in range(len(tree) + 1):
-        kept = order[:size]
-        DraftTree(tree.root, tree.tokens[kept], moved(tree.parents, kept), tree.sources[kept]).check_integrity()
+        tree.picked(order[:size]).check_integrity()
 
 
 def test_what_is_never_taken_is_soon_not_drafted() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hdtool.data.beside import beside
 from hdtool.data.errors import FamilyError, HeadsError, reason_of
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.heads.modules import Heads, HeadsShape, OutputLayer
@@ -56,7 +56,7 @@ class SavedHeads:
 
     def save(self, folder: Path) -> None:
         """Weights first: the settings are there only once the heads are whole."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         told = {
             "format": FORMAT,
@@ -69,13 +69,11 @@ class SavedHeads:
         }
         weights = {name: weight.detach().to("cpu", KEPT_AS) for name, weight in self.heads.state_dict().items()}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            beside = folder / f"{WEIGHTS}.new"
-            save_file({name: weight.contiguous() for name, weight in weights.items()}, beside)
-            os.replace(beside, folder / WEIGHTS)
-            beside = folder / f"{SETTINGS}.new"
-            beside.write_text(_written(told) + "\n", encoding="utf-8")
-            os.replace(beside, folder / SETTINGS)
+            with beside(folder / WEIGHTS) as path:
+                # Its own writing of files would leave one that nobody else may read.
+                path.write_bytes(save({name: weight.contiguous() for name, weight in weights.items()}))
+            with beside(folder / SETTINGS) as path:
+                path.write_text(_written(told) + "\n", encoding="utf-8")
         except OSError as error:
             raise HeadsError(
                 f"{folder} cannot be written ({error.strerror or error}): make room or choose another --out, and run "
