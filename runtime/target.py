@@ -48,6 +48,7 @@ class Target:
         """Time spent inside the model's own forward pass since this target exists."""
         self.passes = 0
         """Forward passes that it was spent in."""
+        self._capture = capture
         self.processes = 1
         """That share its weights."""
         self._shapes: list[LayerShape] = []
@@ -75,6 +76,10 @@ class Target:
     def captures(self) -> bool:
         """Whether steps have fixed shapes and are recorded."""
         return self._steps is not None
+
+    def new_recorder(self) -> Capture | None:
+        """For passes of others beside those of the model, if its own are recorded."""
+        return self._capture(self.device) if self._steps else None
 
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)

@@ -37,7 +37,7 @@ def test_a_dry_run_goes_through_all_steps(tmp_path: Path) -> None:
     result = started(tmp_path, "--dry")
     assert result.returncode == 0, result.stderr
     assert "failed" not in result.stderr
-    for name in ("verify-float32", "verify-bfloat16", "cost", "cost-tiny", "tiny"):
+    for name in ("verify-float32", "verify-bfloat16", "verify-heads", "cost", "cost-tiny", "tiny"):
         assert (tmp_path / f"{name}.txt").read_text().strip(), name
     assert json.loads((tmp_path / "cost-tiny" / "cost.json").read_text())["contexts"] == [32, 64]
     table = (tmp_path / "tiny.txt").read_text()

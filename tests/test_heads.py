@@ -18,14 +18,16 @@ from hdtool.builders.judge import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime import hidden
 from hdtool.runtime.config import HeadsConfig
+from hdtool.runtime.heads.fixed_pass import FixedPass
 from hdtool.runtime.heads.guesses import BUCKETS, Calibration, bucket_of, centre_of, likeliest_paths
 from hdtool.runtime.heads.memory import HeadRows
-from hdtool.runtime.heads.modules import Heads, HeadsShape
+from hdtool.runtime.heads.modules import Heads, HeadsShape, best_of
 from hdtool.runtime.heads.saved import load_heads, new_heads
 from hdtool.runtime.target import Target
 from tests.families import FAMILIES, VOCABULARY, model_of
 from tests.heads import SHAPE, VARIANTS, random_for, random_heads, slowly
 from tests.oracle import prompt_of
+from tests.test_static_steps import Rehearsed
 
 
 def conversation(rows: int, shape: HeadsShape = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +63,32 @@ def test_a_conversation_may_come_in_parts(config: HeadsConfig, parts: list[int])
         found = heads.ahead(hidden[done : done + part], tokens[done : done + part], rows)
         done += part
         np.testing.assert_allclose(found.numpy(), expected[done - 1], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_recorded_passes_say_what_others_do(config: HeadsConfig) -> None:
+    """Two conversations in turn, of the same heads, past the end of their first memory."""
+    heads, recorder = random_heads(config), Rehearsed()
+    torch.manual_seed(1)
+    table = torch.randn(SHAPE.vocabulary, SHAPE.embedding)
+    passes = [FixedPass(heads, lambda ids: table[ids], 10, recorder) for _ in range(2)]
+    recorded, usual = [rows_for(heads, 0) for _ in range(2)], [rows_for(heads, 1500) for _ in range(2)]
+    sizes = [500, 1, 3, 16, 2, 8, 1, 200, 5]
+    for number, new in enumerate(sizes * 2):
+        hidden, tokens = torch.randn(new, SHAPE.width), torch.randint(SHAPE.vocabulary, (new,))
+        mine = number % 2 if number < len(sizes) else number // 2 % 2
+        logits = heads.ahead(hidden, table[tokens] if heads.reads_tokens else hidden, usual[mine])
+        if FixedPass.fits(new):
+            recorded[mine].make_room(FixedPass.room(recorded[mine], new))
+            best, shares = passes[mine].read(hidden, tokens.tolist(), recorded[mine])
+            expected, likely = best_of(logits, 10)
+            np.testing.assert_allclose(shares, likely, rtol=1e-3, atol=1e-6)
+            assert (best == expected.numpy()).mean() > 0.99  # equals may stand in another order
+        else:
+            recorded[mine].make_room(recorded[mine].length + new)
+            heads.ahead(hidden, table[tokens] if heads.reads_tokens else hidden, recorded[mine])
+        assert recorded[mine].length == usual[mine].length
+    assert recorder.recorded < len(sizes) * 2
 
 
 def test_room_is_made_without_forgetting() -> None:

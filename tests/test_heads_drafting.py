@@ -14,7 +14,7 @@ from hdtool.data.errors import HeadsError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget import FixedBudget, MeasuredBudget
-from hdtool.runtime.capture import direct
+from hdtool.runtime.capture import CaptureMaker, direct, never
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.decode import decode
@@ -35,6 +35,7 @@ from tests.families import FAMILIES, model_of
 from tests.heads import VARIANTS, random_for, slowly
 from tests.oracle import prompt_of
 from tests.test_decode import SAMPLINGS, run, said
+from tests.test_static_steps import Rehearsed
 
 
 class Checked(HeadsDrafter):
@@ -59,9 +60,11 @@ class Checked(HeadsDrafter):
         return tree
 
 
+@pytest.mark.parametrize("capture", [never, lambda device: Rehearsed()], ids=["as they come", "recorded"])
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_heads_remember_what_was_accepted_and_nothing_else(config: HeadsConfig) -> None:
-    target = Target(model_of("llama"))
+def test_heads_remember_what_was_accepted_and_nothing_else(config: HeadsConfig, capture: CaptureMaker) -> None:
+    target = Target(model_of("llama"), capture)
+    assert target.captures is (capture is not never)
     drafter = Checked(random_for(target, config, size=0.1), target, FixedBudget(40))
     for length in (10, 3):
         run(target, prompt_of(length), SamplingConfig(), most=12, drafter=drafter)

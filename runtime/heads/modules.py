@@ -14,13 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.heads.memory import HeadRows
+from hdtool.runtime.heads.memory import HeadRows, Places, Rows
+from hdtool.runtime.static_steps import extent_for
 
 EPSILON = 1e-6
 TURNING = 10_000.0
 """The base of rotary positions."""
-TABLE_ROWS = 256
-"""Rotary tables are made for multiples of so many positions."""
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 
@@ -92,7 +91,7 @@ class AdaptationLayer(nn.Module):
         self.sampled_token = sampled_token
 
     def forward(
-        self, states: torch.Tensor, tokens: torch.Tensor, turns: Turns, rows: HeadRows | None, layer: int
+        self, states: torch.Tensor, tokens: torch.Tensor, turns: Turns, rows: Rows | None, layer: int
     ) -> torch.Tensor:
         """``states`` and embedded ``tokens`` are ``[batch, rows, width]``; older ones are in ``rows``."""
         if self.sampled_token:
@@ -145,7 +144,7 @@ class Heads(nn.Module):
             Attention(width, shape.attention_heads) for _ in range(config.auto_embedding)
         )
         self.outputs = nn.ModuleList(OutputLayer(shape, config.rank) for _ in range(number))
-        self._tables: dict[tuple[torch.device, torch.dtype], Turns] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype, int], Turns] = {}
 
     @property
     def like(self) -> torch.Tensor:
@@ -156,11 +155,13 @@ class Heads(nn.Module):
     def reads_tokens(self) -> bool:
         return self.config.adaptation > 0 and self.config.sampled_token
 
-    def stages(self, hidden: torch.Tensor, tokens: torch.Tensor, rows: HeadRows | None = None) -> list[torch.Tensor]:
+    def stages(self, hidden: torch.Tensor, tokens: torch.Tensor, rows: Rows | None = None) -> list[torch.Tensor]:
         """The states that the heads start from: one for each adaptation layer, or the target's own."""
         if not self.layers:
             return [hidden]
-        turns = self._turns(rows.length if rows is not None else 0, hidden)
+        new = hidden.shape[-2]
+        places, reach = (rows.places(new), rows.reach(new)) if rows is not None else (slice(new), new)
+        turns = self._turns(places, reach, hidden)
         found, states = [], hidden
         for place, layer in enumerate(self.layers):
             states = layer(states, tokens, turns, rows, place)
@@ -191,14 +192,21 @@ class Heads(nn.Module):
             rows.length += len(hidden)
         return self.logits(self.states(stages))[:, 0]
 
-    def _turns(self, first: int, like: torch.Tensor) -> Turns:
-        """Cosines and sines of the positions from ``first`` on."""
-        new, key = like.shape[-2], (like.device, like.dtype)
-        if key not in self._tables or len(self._tables[key][0]) < first + new:
-            size = -(-2 * (first + new) // TABLE_ROWS) * TABLE_ROWS
+    def _turns(self, places: Places, reach: int, like: torch.Tensor) -> Turns:
+        """Cosines and sines of positions below ``reach``."""
+        size = extent_for(reach)
+        key = like.device, like.dtype, size
+        if key not in self._tables:
+            # Shorter ones are kept: a pass that is recorded goes on reading them.
             self._tables[key] = _table(size, self.shape.width // self.shape.attention_heads, like)
         cosines, sines = self._tables[key]
-        return cosines[first : first + new], sines[first : first + new]
+        return cosines[places], sines[places]
+
+
+def best_of(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of each row, and their shares."""
+    best = logits.float().topk(number, dim=-1)
+    return best.indices, (best.values - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
 
 
 def _table(size: int, width: int, like: torch.Tensor) -> Turns:

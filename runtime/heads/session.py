@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.heads.fixed_pass import FixedPass
 from hdtool.runtime.heads.guesses import Calibration, bucket_of
 from hdtool.runtime.heads.memory import HeadRows
+from hdtool.runtime.heads.modules import best_of
 from hdtool.runtime.heads.saved import SavedHeads
 from hdtool.runtime.layout import lay_out_for_few_rows
 from hdtool.runtime.sources.heads_levels import BEST
 from hdtool.runtime.target import Target
+
+Array = npt.NDArray[Any]
 
 AT_ONCE = 512
 """Rows of a prompt that are read in one pass."""
@@ -37,20 +43,22 @@ class Session:
         """That each of them comes, if the path down to it was right."""
         self._target = target
         self._embed = target.model.get_input_embeddings()
+        recorder = target.new_recorder()
+        self._fixed = FixedPass(self.heads, self._embed, BEST, recorder) if recorder else None
         self._buckets = np.empty((0, 0), np.int64)
         self._waiting: list[tuple[torch.Tensor, list[int]]] = []
         self._is_prompt = True
         target.watch_hidden()
         if target.device.type == "cpu":
             lay_out_for_few_rows(self.heads)
+        shape = self.heads.shape
+        width = shape.width // shape.attention_heads
+        self._rows = HeadRows(len(self.heads.layers), shape.attention_heads, width, self.heads.like)
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
         """Another conversation: its first rows are those of the prompt, which the target has still to read."""
-        shape = self.heads.shape
-        like = self.heads.like
-        width = shape.width // shape.attention_heads
-        self._rows = HeadRows(len(self.heads.layers), shape.attention_heads, width, like)
+        self._rows.length = 0
         self._waiting.clear()
         self._prompt, self._is_prompt = list(prompt), True
         self._judged = True
@@ -77,23 +85,25 @@ class Session:
         self._waiting.clear()
         if not self.heads.layers:
             hidden, tokens = hidden[-1:], tokens[-1:]
-        self._rows.make_room(self._rows.length + len(tokens))
-        logits = self._read(hidden, torch.tensor(tokens, device=hidden.device))
-        best = logits.topk(min(BEST, logits.shape[-1]), dim=-1)
-        shares = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
-        self.tokens = best.indices.cpu().numpy()
-        self._buckets = bucket_of(shares.cpu().numpy())
+        if self._fixed and self._fixed.fits(len(tokens)):
+            self._rows.make_room(self._fixed.room(self._rows, len(tokens)))
+            self.tokens, shares = self._fixed.read(hidden, tokens, self._rows)
+        else:
+            self._rows.make_room(self._rows.length + len(tokens))
+            self.tokens, shares = self._read(hidden, torch.tensor(tokens, device=hidden.device))
+        self._buckets = bucket_of(shares)
         self.odds = self.calibration(self._buckets)
         self._judged = False
         self.seconds += time.perf_counter() - started
         self.passes += 1
 
-    def _read(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def _read(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[Array, Array]:
         for start in range(0, len(tokens), AT_ONCE):
             chosen = tokens[start : start + AT_ONCE]
             embedded = self._embed(chosen) if self.heads.reads_tokens else hidden[: len(chosen)]
             logits = self.heads.ahead(hidden[start : start + AT_ONCE], embedded, self._rows)
-        return logits.float()
+        found, shares = best_of(logits, min(BEST, logits.shape[-1]))
+        return found.cpu().numpy(), shares.cpu().numpy()
 
     def _learn(self, accepted: Accepted) -> None:
         """Hold what came against what the heads said, once; behind a wrong token nothing is known."""

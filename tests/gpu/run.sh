@@ -48,6 +48,10 @@ for dtype in float32 bfloat16; do
     step "verify-$dtype" verify --device "$DEVICE" --dtype "$dtype" --limit "$PROMPTS" --max-new-tokens "$TOKENS" --quiet
 done
 
+# The heads' passes are recorded, too.
+step verify-heads verify --method hd+amphista --device "$DEVICE" --dtype float32 --limit "$PROMPTS" \
+    --max-new-tokens "$TOKENS" --quiet
+
 # What a pass takes by nodes and context: the embedded model, then the shape.
 step cost bench --cost --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost" --quiet
 step "cost-$SHAPE" bench --cost --shape "$SHAPE" --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost-$SHAPE" --quiet
