@@ -6,12 +6,16 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from tempfile import TemporaryFile
+from typing import IO, Any, TypeVar
 
 from hdtool.data.errors import ClusterError, HdtoolError, reason_of
 
 CONNECT_SECONDS = 5.0
 """Ray itself tries for minutes."""
+STDERR = 2
+NO_TOKEN = b"InvalidAuthToken"
+"""What Ray says of a token that is missing or another one."""
 
 T = TypeVar("T")
 
@@ -27,15 +31,40 @@ def joined(address: str | None, workers: int | None = None) -> Iterator[Any]:
     if address:
         _reach(address)
     options = {"address": address} if address else {"address": "local", "num_cpus": workers, "include_dashboard": False}
-    try:
-        ray.init(**options, log_to_driver=False, logging_level="ERROR")
-    except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own
-        place = f"the Ray cluster at {address}" if address else "Ray on this machine"
-        raise ClusterError(f"{place} cannot be used ({reason_of(error)}): check it with ray status") from None
+    with TemporaryFile() as said:
+        try:
+            with _complaining_to(said):
+                ray.init(**options, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own
+            raise _refusal(address, error, said) from None
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _complaining_to(file: IO[bytes]) -> Iterator[None]:
+    """What this process and Ray's compiled part, once a second, write to standard error goes into a file."""
+    own = os.dup(STDERR)
+    os.dup2(file.fileno(), STDERR)
+    try:
+        yield
+    finally:
+        os.dup2(own, STDERR)
+        os.close(own)
+
+
+def _refusal(address: str | None, error: Exception, said: IO[bytes]) -> ClusterError:
+    """Why Ray could not be used, by its own words."""
+    place = f"the Ray cluster at {address}" if address else "Ray on this machine"
+    said.seek(0)
+    if NO_TOKEN in said.read() + str(error).encode():
+        return ClusterError(
+            f"{place} asks for a token that this process does not have: set RAY_AUTH_MODE=token, and have the "
+            "cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        )
+    return ClusterError(f"{place} cannot be used ({reason_of(error)}): check it with ray status")
 
 
 def _reach(address: str) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
+# Ray wants a token for clusters of its own, and none for others, unless told once for all.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "tests" * 7}
 ray = pytest.importorskip("ray")
 # Ray's own libraries warn about themselves and leave sockets to the collector.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -233,6 +235,17 @@ def test_no_cluster_at_an_address(capfd: pytest.CaptureFixture[str], inputs: lis
         ("auto", "address is 'auto': give HOST:PORT"),
     ):
         assert told in complaint(capfd, str(inputs[0]), *out, "--address", address)
+
+
+def test_a_cluster_that_asks_for_a_token(cluster: Any, inputs: list[Path], tmp_path: Path) -> None:
+    """Ray's own words are a line a second, and not what to do."""
+    words = ["build-corpus-db", str(inputs[0]), "--out", str(tmp_path), "--engine", "ray", "--address", cluster.address]
+    without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    command = [sys.executable, "-m", "hdtool.cli", *words]
+    done = subprocess.run(command, env=without, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"the Ray cluster at {cluster.address} asks for a token" in line and "RAY_AUTH_MODE=token" in line
 
 
 def test_an_input_that_workers_do_not_see(cluster: Any) -> None:

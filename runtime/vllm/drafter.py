@@ -12,10 +12,13 @@ import numpy.typing as npt
 from hdtool.runtime.config import ServeConfig
 from hdtool.runtime.hierarchy import ANY_TOKEN, Hierarchy
 from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.sources.context_table import TABLE, ContextTable
+from hdtool.runtime.sources.context_table import TABLE, clear
 from hdtool.runtime.vllm.chain import draft_rows, no_requests
 from hdtool.runtime.vllm.pace import HOPELESS, Pace
 from hdtool.runtime.vllm.rows import NOBODY, recognise
+
+TABLES_TOGETHER = 32
+"""Context tables lie together, in pages of 2 MiB where the system has them: fewer of these must be looked up."""
 
 Ints = npt.NDArray[Any]
 
@@ -33,7 +36,8 @@ class BatchDrafter:
         """Context tables at most; requests that find none are not drafted for."""
         self._longest = longest
         self._hierarchy = Hierarchy(shelf.model, shelf.corpus, vocabulary=vocabulary)
-        self._tables: list[ContextTable] = []
+        self._tables: list[Ints] = []
+        self._count = 0
         self._requests = no_requests(self.most, self._hierarchy.shards)
         self._held = np.full(self.most, NOBODY, np.int64)
         self._chosen = np.empty(rows, np.int64)
@@ -43,12 +47,12 @@ class BatchDrafter:
 
     def __len__(self) -> int:
         """How many context tables there are."""
-        return len(self._tables)
+        return self._count
 
     @property
     def nbytes(self) -> int:
         """The memory of all context tables."""
-        return sum(table.nbytes for table in self._tables)
+        return self._count * TABLE.itemsize
 
     def draft(self, ready: Sequence[object], lengths: Ints, contexts: Ints) -> list[list[int]]:
         """What may come next in each row of a batch; nothing for rows that are not ``ready``.
@@ -80,13 +84,18 @@ class BatchDrafter:
 
     def _make_tables(self, wanted: int) -> None:
         """As many context tables as are wanted, if there may be so many."""
-        for request in range(len(self), min(wanted, self.most)):
-            self._tables.append(ContextTable())
-            self._requests.tables[request] = self._tables[-1].memory.ctypes.data
+        while self._count < min(wanted, self.most):
+            place = self._count % TABLES_TOGETHER
+            if place == 0:
+                self._tables.append(np.zeros(min(TABLES_TOGETHER, self.most - self._count), TABLE))
+            table = self._tables[-1][place : place + 1]
+            clear(table[0])
+            self._requests.tables[self._count] = table.ctypes.data
+            self._count += 1
 
     def _compile(self) -> None:
         """Have everything compiled, or loaded, before the first request waits for it."""
         self._make_tables(1)
         self._grow(np.zeros(1, np.int64), np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)
-        self._tables[0].reset()
+        clear(self._tables[0][0])
         self._held[:] = NOBODY

@@ -1,8 +1,8 @@
 """hdtool beside vLLM's own drafters that need no model, in vLLM: ``python -m tests.benchmarks.vllm_drafting``.
 
 In the environment of ``make test-vllm``. For each size of batches every drafter answers the same held-out prompts of
-the embedded model, greedily, in an engine of its own; the first ones are answered once before and not counted. How
-long a drafter takes is the processor's time of its ``propose``, in calls for exactly as many rows as the batch has.
+the embedded model, greedily, in an engine of its own; others are answered before and not counted. How long a drafter
+takes is the processor's time of its ``propose``, in calls for exactly as many rows as the batch has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.vllm.requests import ENGINE, requests
 
 MOST = 8
 """Tokens of a draft."""
-ASKED = {1: 6, 8: 24, 32: 64}
+ASKED = {1: 6, 8: 24, 32: 128}
 """Prompts for each size of batches."""
 COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 HEAD = (
@@ -51,8 +51,9 @@ def measured(options: dict[str, Any], batch: int, count: int) -> tuple[list[list
     """The answers, and the cells of a row from what was drafted on."""
     engine = ENGINE | options | {"max_num_seqs": batch}
     with tempfile.TemporaryDirectory() as folder:
-        asked = requests(count, max_tokens=100)
-        answered = answer({"engine": engine, "waves": [asked[:batch], asked]}, Path(folder))
+        asked = requests(count + batch, max_tokens=100)
+        # Not the same ones: some drafters remember what was said.
+        answered = answer({"engine": engine, "waves": [asked[count:], asked[:count]]}, Path(folder))
     ids = answered["ids"][batch:]
     tokens = sum(map(len, ids))
     before, after = answered["counted"]

@@ -90,17 +90,19 @@ def test_no_request_drafts_from_what_another_said(tmp_path: Path) -> None:
     assert answer({"engine": options, "look": True, "waves": [planted]}, tmp_path)["foreign"] > 0, "it would be seen"
 
 
-def test_memory_stays_flat_over_two_thousand_requests(tmp_path: Path) -> None:
+def test_memory_stays_flat_over_two_thousand_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM itself keeps some for each request that it has had; with drafting it must not be more."""
+    # Drafts make passes of many sizes, and oneDNN keeps what it has prepared for each, up to 1,024.
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1")
     asked = requests(250, max_tokens=6)
     # With few blocks vLLM's own cache is in memory from the start.
     engine, grown = ENGINE | {"num_gpu_blocks_override": 40}, {}
     for name, options in (("plain", engine), ("drafting", engine | drafting(worth=0.02))):
         answered = answer({"engine": options, "waves": [asked] * 8}, tmp_path)
-        grown[name] = answered["resident"][-1] - answered["resident"][2]
+        grown[name] = answered["resident"][-1] - answered["resident"][1]
         assert answered["ids"][:250] == answered["ids"][-250:]
     assert answered["tables"] <= ENGINE["max_num_seqs"]
-    assert grown["drafting"] - grown["plain"] < 24 << 20, f"bytes more after 1,250 requests: {grown}"
+    assert grown["drafting"] - grown["plain"] < 16 << 20, f"bytes more after 1,500 requests: {grown}"
 
 
 def test_a_store_that_is_not_there_stops_the_engine_with_its_name(tmp_path: Path) -> None:

@@ -84,9 +84,9 @@ def test_a_server_whose_worker_died_starts_again_as_before(
     with Server(tmp_path / "log", *OPTIONS) as first, ThreadPoolExecutor(8) as clients:
         assert first.stream(asked[0]["prompt"], asked[0]["sampling"]) == greedy[0]
         waiting = [clients.submit(first.stream, request["prompt"], {"max_tokens": 900}) for request in asked[:8]]
-        (worker,) = (pid for pid, words in children(first.pid) if "EngineCore" in words)
+        (worker,) = (pid for pid, words in children(first.pid) if "VLLM::Worker" in words)
         os.kill(worker, signal.SIGKILL)
-        assert first.wait() != 0
+        first.wait()
         for request in waiting:
             try:
                 request.result()
