@@ -186,7 +186,7 @@ class Hierarchy:
             self._heads.hear(accepted)
         current = not self._pending  # else nobody knows what the rows of the tree stand behind
         tails = self._tails[: len(logits)].copy() if current and len(logits) == len(self.odds) + 1 else None
-        promised = float(self.odds.sum())
+        promised = float(self.odds.sum()) if len(logits) else 0.0
         if tails is not None and promised:
             self._came = FADING * self._came + len(accepted.path)
             self._promised = FADING * self._promised + promised

@@ -66,7 +66,7 @@ class DraftTree:
 
     def clipped(self, depth: int) -> DraftTree:
         """The tree down to ``depth``, so that no node stands past the end of the context."""
-        if not len(self) or self.depths.max() <= depth:
+        if len(self) <= depth or self.depths.max() <= depth:
             return self
         return self.picked(np.flatnonzero(self.depths[1:] <= depth))
 
