@@ -11,7 +11,7 @@ import pytest
 
 from hdtool.builders.report.exhibits import Shown, exhibits, missing
 from hdtool.builders.report.findings import findings
-from hdtool.builders.report.ink import DOTS, THEMES, WIDTH
+from hdtool.builders.report.ink import DOTS, THEMES, WIDTH, Theme
 from hdtool.builders.report.page import Page
 from hdtool.builders.report.tables import (
     Case,
@@ -31,6 +31,8 @@ from hdtool.builders.report.tables import (
 )
 from hdtool.builders.report.write import write
 from hdtool.data.errors import ResultError
+from hdtool.runtime.config import METHODS, PEERS
+from hdtool.runtime.sources import SourceName
 
 EVIL = "<script>alert('&')</script>"
 SHOWN = Shown(
@@ -196,3 +198,9 @@ def test_a_line_goes_through_the_answers() -> None:
     assert durations.line("even") == pytest.approx((0.05, 1.0))
     assert durations.line("one") == pytest.approx((0.2, 0.0))
     assert durations.line("same") == pytest.approx((0.4, 0.0))
+
+
+@pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
+def test_no_two_methods_and_no_two_sources_look_alike(theme: Theme) -> None:
+    for colours in ([*map(theme.method, {**PEERS, **METHODS})], [theme.database(str(name)) for name in SourceName]):
+        assert len({*colours, theme.ink, theme.paper}) == len(colours) + 2

@@ -46,6 +46,9 @@ LIGHT = Theme(
         "corpus": "#b8428c",
         "lookahead": "#2b95c9",
         "recycled": "#b57700",
+        "copied": "#dfa23c",
+        "last": "#c44e1a",
+        "heads": "#7e57c2",
         "none": "#8a929d",
     },
     methods={
@@ -57,7 +60,12 @@ LIGHT = Theme(
         "lade": "#0072b2",
         "rest": "#b8428c",
         "hd-paper": "#e69f00",
+        "logitspec": "#74c69d",
+        "medusa": "#b9a5e2",
+        "amphista": "#7e57c2",
         "hd": "#d55e00",
+        "hd+logitspec": "#1b7f5a",
+        "hd+amphista": "#4a2a8c",
     },
 )
 DARK = Theme(
@@ -71,6 +79,9 @@ DARK = Theme(
         "corpus": "#ea8cc5",
         "lookahead": "#8fd8fa",
         "recycled": "#e8b04a",
+        "copied": "#f5d08a",
+        "last": "#ff9a66",
+        "heads": "#a888ea",
         "none": "#7f8894",
     },
     methods={
@@ -82,7 +93,12 @@ DARK = Theme(
         "lade": "#3f95d6",
         "rest": "#ea8cc5",
         "hd-paper": "#f0b429",
+        "logitspec": "#a5e3c4",
+        "medusa": "#d3c4f5",
+        "amphista": "#a888ea",
         "hd": "#ff7f2a",
+        "hd+logitspec": "#2fb587",
+        "hd+amphista": "#7a4fe0",
     },
 )
 THEMES = (LIGHT, DARK)
