@@ -200,7 +200,8 @@ class _Choice:
         """The best number of nodes, by what 0, 1, 2 … of them bring and the seconds of such passes."""
         rate = gain / (costs[: len(gain)] + self._around)
         best = int(rate.argmax())
-        self._decide(bool(best), gain[best], costs[best], costs[0], step)
+        # In a batch a plain pass, too, brings a token for each of its trees.
+        self._decide(bool(best), gain[best] / gain[0], costs[best], costs[0], step)
         # Nodes that are never sent need not be grown.
         self._most = min(LARGEST_BUDGET, max(2 * best, self._most - 1, ROWS[3]))
         return best

@@ -125,6 +125,22 @@ def shared(costs: list[float], seats: int) -> list[SharedBudget]:
     return [SharedBudget(clock, curve, together, seats, around=0.0) for _ in range(seats)]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("seats", [1, 4])
+def test_drafts_that_take_more_than_they_save_rest_in_a_batch_too(seats: int) -> None:
+    """Nodes are free and bring half a token; plain steps take a second, and each draft 0.4 or 0.6 of the batch's."""
+    for seconds, rests in ((0.4, False), (0.6, True)):
+        budgets = shared([1.0] * len(NODES), seats)
+        awake = 0
+        for _ in range(40):
+            for budget in budgets:
+                if budget.most:
+                    awake += 1
+                    budget.hear_of_draft(seconds / seats)
+                    budget.nodes(np.array([0.5]))
+            budgets[0]._target.step(1.0)  # type: ignore[attr-defined]
+        assert (awake < 20 * seats) is rests
+
+
 def test_in_a_batch_one_size_is_chosen_by_what_all_trees_bring() -> None:
     """Eight nodes cost half a pass more: one tree out of four that gains a token does not pay for it, three do."""
     costs = [1.0 if rows == 1 else 1.5 for rows in ROWS]
