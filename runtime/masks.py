@@ -59,14 +59,43 @@ def reaches_of(config: Any) -> list[Reach]:
     return [sizes[kind] for kind in dict.fromkeys(kinds)]
 
 
-def tree_mask(tree: DraftTree, length: int, reaches: list[Reach], dtype: torch.dtype, device: torch.device) -> Mask:
+class Sheet:
+    """Masks in float32, written one over the other: of a context that is seen whole, nothing is written anew."""
+
+    def __init__(self) -> None:
+        self._numbers = np.zeros((LARGEST_TREE + 1, 0), np.float32)
+        self._last = 0, 0
+        """Rows of the tree whose mask stands here, and the length of the context before it."""
+
+    def mask(self, parents: npt.NDArray[np.int32], length: int, hidden_at: float) -> torch.Tensor:
+        """That of a tree ``[1, 1, rows, length + rows]``; the next one takes its place."""
+        rows = len(parents) + 1
+        if self._numbers.shape[1] < length + rows:
+            self._numbers = np.zeros((LARGEST_TREE + 1, 2 * (length + rows)), np.float32)
+        else:
+            _clear(self._numbers, *self._last)
+        _hide_strangers(self._numbers, parents, length, hidden_at)
+        self._last = rows, length
+        return torch.from_numpy(self._numbers[None, None, :rows, : length + rows])
+
+
+def tree_mask(
+    tree: DraftTree,
+    length: int,
+    reaches: list[Reach],
+    dtype: torch.dtype,
+    device: torch.device,
+    sheet: Sheet | None = None,
+) -> Mask:
     """The additive mask ``[1, 1, rows, length + rows]`` for the root and the nodes of a tree.
 
-    One mask serves a model with one kind of layer; a model that mixes kinds takes one for each.
+    One mask serves a model with one kind of layer; a model that mixes kinds takes one for each. It may be written
+    on a ``sheet``, and then stands until the next one is.
     """
+    sheet = sheet or Sheet()
     if not len(tree) and all(reach.sees_all(length + 1) for reach in reaches):
         return {reach.kind: _nothing_hidden(length, dtype, device) for reach in reaches} if len(reaches) > 1 else None
-    masks = {reach.kind: _additive(tree, length, reach, dtype, device) for reach in reaches}
+    masks = {reach.kind: _additive(tree, length, reach, dtype, device, sheet) for reach in reaches}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -80,13 +109,13 @@ def seated_mask(
     """
     rows = max(map(len, trees)) + 1
     hidden_at = torch.finfo(dtype).min
-    masks = {}
+    masks, sheet = {}, Sheet()
     for reach in reaches:
         mask = torch.full((len(trees), 1, rows, max(lengths) + rows), hidden_at, dtype=dtype, device=device)
         mask[..., 0] = 0.0
         for seat, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
             own = len(tree) + 1
-            mask[seat, :, :own, : length + own] = _additive(tree, length, reach, dtype, device)[0]
+            mask[seat, :, :own, : length + own] = _additive(tree, length, reach, dtype, device, sheet)[0]
         masks[reach.kind] = mask
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -123,7 +152,9 @@ def device_mask(
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _additive(tree: DraftTree, length: int, reach: Reach, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _additive(
+    tree: DraftTree, length: int, reach: Reach, dtype: torch.dtype, device: torch.device, sheet: Sheet
+) -> torch.Tensor:
     rows, hidden_at = len(tree) + 1, torch.finfo(dtype).min
     if not reach.sees_all(length + rows):
         visible = np.ones((rows, length + rows), np.bool_)
@@ -133,7 +164,7 @@ def _additive(tree: DraftTree, length: int, reach: Reach, dtype: torch.dtype, de
         hidden = torch.from_numpy(~visible).to(device)
         return torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=device).masked_fill_(hidden, hidden_at)
     if dtype == torch.float32 and device.type == "cpu":
-        return torch.from_numpy(_hiding_strangers(tree.parents, length, hidden_at))
+        return sheet.mask(tree.parents, length, hidden_at)
     # Of the context all is seen: only what the tree hides is sent to the device.
     mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
     mask.narrow(3, length, rows).masked_fill_(torch.from_numpy(~tree.lineage).to(device), hidden_at)
@@ -141,17 +172,21 @@ def _additive(tree: DraftTree, length: int, reach: Reach, dtype: torch.dtype, de
 
 
 @njit(cache=True, nogil=True)
-def _hiding_strangers(parents: npt.NDArray[np.int32], length: int, hidden_at: float) -> npt.NDArray[np.float32]:
-    """The mask of a tree behind a context that is seen whole; compiled, it costs a quarter of torch's four calls."""
+def _clear(numbers: npt.NDArray[np.float32], rows: int, length: int) -> None:
+    for row in range(rows):
+        numbers[row, length : length + rows] = 0.0
+
+
+@njit(cache=True, nogil=True)
+def _hide_strangers(
+    numbers: npt.NDArray[np.float32], parents: npt.NDArray[np.int32], length: int, hidden_at: float
+) -> None:
     rows = len(parents) + 1
-    mask = np.zeros((1, 1, rows, length + rows), np.float32)
-    seen = mask[0, 0]
     for row in range(rows):
         above = parents[row - 1] + 1 if row > 0 else 0
         for column in range(rows):
-            seen[row, length + column] = seen[above, length + column] if column < row and row > 0 else hidden_at
-        seen[row, length + row] = 0.0
-    return mask
+            numbers[row, length + column] = numbers[above, length + column] if 0 < row > column else hidden_at
+        numbers[row, length + row] = 0.0
 
 
 def _nothing_hidden(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

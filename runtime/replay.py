@@ -18,7 +18,7 @@ from hdtool.runtime.budget import CostBudget, FixedBudget
 from hdtool.runtime.config import FIXED_BUDGET, DecodeConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.masks import FULL, Reach, tree_mask
+from hdtool.runtime.masks import FULL, Reach, Sheet, tree_mask
 from hdtool.runtime.methods import drafter_within
 from hdtool.runtime.played import Played, PlayedTurn
 from hdtool.runtime.shelf import Shelf
@@ -80,7 +80,7 @@ def _played(contender: Contender, turns: Iterable[RecordedTurn], shelf: Shelf) -
 
 
 def _play_turn(drafter: Drafter, turn: RecordedTurn, hear: Callable[[int], None]) -> PlayedTurn:
-    clock, truth = time.perf_counter, turn.answer
+    clock, truth, sheet = time.perf_counter, turn.answer, Sheet()
     drafter.begin(turn.prompt)
     context = [*turn.prompt, truth[0]]
     drafter.observe(Accepted([], truth[:1]), NO_LOGITS)
@@ -94,7 +94,7 @@ def _play_turn(drafter: Drafter, turn: RecordedTurn, hear: Callable[[int], None]
         tree = drafter.draft(context)
         if turn.most is not None:
             tree = tree.clipped(turn.most - done - 1)
-        tree_mask(tree, len(context) - 1, REACHES, torch.float32, CPU)
+        tree_mask(tree, len(context) - 1, REACHES, torch.float32, CPU, sheet)
         (len(context) - 1 + tree.depths).tolist()
         drafted = clock()
         accepted = follow(tree, truth[done:])

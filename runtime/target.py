@@ -17,7 +17,7 @@ from hdtool.runtime.cache import LayerShape, Memory, StaticRows, layer_shapes
 from hdtool.runtime.capture import Capture, CaptureMaker, by_device
 from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits, strays
 from hdtool.runtime.hidden import giver_of_hidden, hidden_in
-from hdtool.runtime.masks import Mask, reaches_of, tree_mask
+from hdtool.runtime.masks import Mask, Sheet, reaches_of, tree_mask
 from hdtool.runtime.placement import device_of, scattered
 from hdtool.runtime.static_steps import StaticSteps
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -54,6 +54,7 @@ class Target:
         self._shapes: list[LayerShape] = []
         self._rows = self.rows(0)
         self.reaches = reaches_of(self.config)
+        self._sheet = Sheet()
         self._prefill_options = {"logits_to_keep": 1} if _keeps_logits(model) else {}
         self._pending = 0
         self._steps: StaticSteps | None = None
@@ -114,7 +115,7 @@ class Target:
                 if self._watched:
                     self.hidden = self._steps.hidden(len(tree) + 1)
                 return logits
-        mask = tree_mask(tree, self.length, self.reaches, self.dtype, self.device)
+        mask = tree_mask(tree, self.length, self.reaches, self.dtype, self.device, self._sheet)
         return self.forward([tree.all_tokens], [(self.length + tree.depths).tolist()], mask, self._rows)[0]
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.likeliest import Logits, likeliest
-from hdtool.runtime.masks import FULL, Reach, device_mask, tree_mask
+from hdtool.runtime.masks import FULL, Reach, Sheet, device_mask, tree_mask
 from hdtool.runtime.static_steps import StaticSteps
 from hdtool.runtime.step_input import MOVES, StepInput
 from hdtool.runtime.target import Target
@@ -103,6 +103,20 @@ def test_paths_longer_than_a_step_moves(length: int) -> None:
     target.keep(path)
     context += tokens_to(tree, path[-1])
     assert_same_logits(target.verify(DraftTree.bare(7))[0], plain_logits(model, [*context, 7]))
+
+
+@given(st.lists(st.tuples(trees(VOCABULARY), st.integers(1, 300)), min_size=2, max_size=8))
+def test_masks_on_one_sheet_are_those_on_sheets_of_their_own(turns: list[tuple[DraftTree, int]]) -> None:
+    """Contexts that grow, and others that begin anew: nothing of an earlier mask is left."""
+    sheet, reaches, hidden_at = Sheet(), [Reach(FULL)], torch.finfo(torch.float32).min
+    for tree, length in turns:
+        found = tree_mask(tree, length, reaches, torch.float32, CPU, sheet)
+        if not len(tree):
+            assert found is None
+            continue
+        visible = np.concatenate([np.ones((len(tree) + 1, length), np.bool_), tree.lineage], axis=1)
+        assert isinstance(found, torch.Tensor) and found.shape[:2] == (1, 1)
+        np.testing.assert_array_equal(found[0, 0], np.where(visible, np.float32(0), np.float32(hidden_at)))
 
 
 @given(trees(VOCABULARY, most=64), st.integers(1, 90), st.integers(1, 40))
