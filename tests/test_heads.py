@@ -79,7 +79,6 @@ def test_recorded_passes_say_what_others_do(config: HeadsConfig) -> None:
         mine = number % 2 if number < len(sizes) else number // 2 % 2
         logits = heads.ahead(hidden, table[tokens] if heads.reads_tokens else hidden, usual[mine])
         if FixedPass.fits(new):
-            recorded[mine].make_room(FixedPass.room(recorded[mine], new))
             best, shares = passes[mine].read(hidden, tokens.tolist(), recorded[mine])
             expected, likely = best_of(logits, 10)
             np.testing.assert_allclose(shares, likely, rtol=1e-3, atol=1e-6)

@@ -44,15 +44,11 @@ class FixedPass:
     def fits(rows: int) -> bool:
         return rows <= SIZES[-1]
 
-    @staticmethod
-    def room(rows: HeadRows, new: int) -> int:
-        """Rows that must be there for so many new ones."""
-        return rows.length + _size(new)
-
     def read(self, hidden: torch.Tensor, tokens: list[int], rows: HeadRows) -> tuple[Array, Array]:
         """The best tokens of each head behind new rows, which ``rows`` keeps, and their shares."""
         new = len(tokens)
-        size = _size(new)
+        size = next(size for size in SIZES if size >= new)
+        rows.make_room(rows.length + size)
         if rows.memory is not self._memory:
             self._passes.clear()
             self._capture.forget()
@@ -87,7 +83,3 @@ class FixedPass:
             self._shares.copy_(shares)
 
         return self._capture.record(run)
-
-
-def _size(new: int) -> int:
-    return next(size for size in SIZES if size >= new)

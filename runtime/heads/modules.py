@@ -205,8 +205,9 @@ class Heads(nn.Module):
 
 def best_of(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest tokens of each row, and their shares."""
-    best = logits.float().topk(number, dim=-1)
-    return best.indices, (best.values - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
+    logits = logits.float()
+    best = logits.topk(number, dim=-1)
+    return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
 
 
 def _table(size: int, width: int, like: torch.Tensor) -> Turns:

@@ -86,10 +86,8 @@ class Session:
         if not self.heads.layers:
             hidden, tokens = hidden[-1:], tokens[-1:]
         if self._fixed and self._fixed.fits(len(tokens)):
-            self._rows.make_room(self._fixed.room(self._rows, len(tokens)))
             self.tokens, shares = self._fixed.read(hidden, tokens, self._rows)
         else:
-            self._rows.make_room(self._rows.length + len(tokens))
             self.tokens, shares = self._read(hidden, torch.tensor(tokens, device=hidden.device))
         self._buckets = bucket_of(shares)
         self.odds = self.calibration(self._buckets)
@@ -98,6 +96,7 @@ class Session:
         self.passes += 1
 
     def _read(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[Array, Array]:
+        self._rows.make_room(self._rows.length + len(tokens))
         for start in range(0, len(tokens), AT_ONCE):
             chosen = tokens[start : start + AT_ONCE]
             embedded = self._embed(chosen) if self.heads.reads_tokens else hidden[: len(chosen)]
