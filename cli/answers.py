@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from logging import getLogger
 from typing import Any
 
 from hdtool.runtime.answer import Answer
@@ -126,3 +127,5 @@ def quiet_libraries() -> None:
     logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
     logging.disable_progress_bar()
+    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        getLogger(library).setLevel("ERROR")

@@ -82,6 +82,7 @@ def bench(
     ] = None,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
+    quantise: options.Quantise = ModelConfig.quantise,
     threads: Annotated[
         int | None, typer.Option(help="That torch computes with on a CPU. Default: as torch has it.")
     ] = BenchConfig.threads,
@@ -115,7 +116,7 @@ def bench(
     settings = BenchConfig(None if shape else chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
     decoding = DecodeConfig(budget=budget, max_new_tokens=max_new_tokens, heads=tuple(heads or ()), tree=tree)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
-    loading = ModelConfig(model, device, dtype, trust_remote_code)
+    loading = ModelConfig(model, device, dtype, trust_remote_code, quantise=quantise)
     if cost or contexts is not None:
         _refuse_beside_cost(
             cost,

@@ -25,6 +25,7 @@ def collect(
     seed: options.Seed = SamplingConfig.seed,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
+    quantise: options.Quantise = ModelConfig.quantise,
     threads: options.Threads = ModelConfig.threads,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
@@ -45,7 +46,8 @@ def collect(
     from hdtool.runtime.answers import Answerer
 
     quiet_libraries()
-    answerer = Answerer(ModelConfig(model, device, dtype, trust_remote_code, threads), decoding, sampling, chat)
+    asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, quantise=quantise)
+    answerer = Answerer(asked_for, decoding, sampling, chat)
     answerer.check(asked)
     told = {"model": answerer.loaded.name, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
     file = GenerationFile(out, told)

@@ -38,6 +38,7 @@ def generate(
     device: options.Device = ModelConfig.device,
     device_map: options.DeviceMap = ModelConfig.device_map,
     dtype: options.DType = ModelConfig.dtype,
+    quantise: options.Quantise = ModelConfig.quantise,
     threads: options.Threads = ModelConfig.threads,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
@@ -62,7 +63,7 @@ def generate(
 
     quiet_libraries()
     shelf = ShelfConfig(model_db, corpus_db)
-    asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, device_map)
+    asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, device_map, quantise)
     answerer = Answerer(asked_for, decoding, sampling, chat, shelf)
     answerer.check(asked)
     tell_sources(answerer.shelf)

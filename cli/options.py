@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hdtool.runtime.config import DEVICE_MAPS, DEVICES, DTYPES, ENGINES, LARGEST_BUDGET, METHODS
+from hdtool.runtime.config import DEVICE_MAPS, DEVICES, DTYPES, ENGINES, LARGEST_BUDGET, METHODS, QUANTISATIONS
 
 INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
@@ -71,6 +71,13 @@ Device = Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEV
 DeviceMap = Annotated[
     str | None,
     typer.Option(help=f"Spread a model over all GPUs of this machine: {', '.join(DEVICE_MAPS)}."),
+]
+Quantise = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Quantise the weights on loading: {', '.join(QUANTISATIONS)} (torchao's and bitsandbytes'). "
+        "Default: as the checkpoint has them."
+    ),
 ]
 DType = Annotated[
     str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. auto: float32 on CPUs, else the checkpoint's own.")

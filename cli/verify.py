@@ -42,6 +42,7 @@ def verify(
     seed: options.Seed = SamplingConfig.seed,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
+    quantise: options.Quantise = ModelConfig.quantise,
     threads: options.Threads = ModelConfig.threads,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     chat: options.Chat = None,
@@ -68,7 +69,7 @@ def verify(
 
     asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
     quiet_libraries()
-    loaded = load(ModelConfig(model, device, dtype, trust_remote_code, threads))
+    loaded = load(ModelConfig(model, device, dtype, trust_remote_code, threads, quantise=quantise))
     settle_threads(loaded.target, threads)
     shelf = Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig(model_db, corpus_db), decoding.databases)
     verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, shelf), size.max_new_tokens)
@@ -152,7 +153,8 @@ def _tell(report: dict[str, Any]) -> None:
     if not report["differences"]:
         print(f"lossless, at {report['tokens_per_step']:.2f} tokens per step")
     elif report["lossless"]:
-        print(f"lossless but for {report['near_ties']} near ties that rounding decides: take --dtype float32 to see")
+        advice = ": take --dtype float32 to see" if report["dtype"] in ("bfloat16", "float16") else ""
+        print(f"lossless but for {report['near_ties']} near ties that rounding decides{advice}")
     else:
         print("NOT lossless: there are differences that rounding does not explain; please report this")
 

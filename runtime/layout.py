@@ -9,6 +9,8 @@ import torch
 from torch.nn import Linear
 from torch.nn.functional import linear
 
+from hdtool.runtime.quantised import has_plain_weight
+
 IN_CACHE = 32 * 2**20
 """Bytes of weights that a CPU's last cache can be hoped to hold."""
 BLOCKED_ROWS = 2
@@ -43,7 +45,7 @@ def lay_out_for_few_rows(model: torch.nn.Module) -> None:
     in oneDNN's blocks. Weights that come from memory gain nothing, and larger models have no room for
     a copy, so they are left alone; docs/results/plain-decoding.md has the figures.
     """
-    layers = [module for module in model.modules() if type(module) is Linear]
+    layers = [module for module in model.modules() if type(module) is Linear and has_plain_weight(module)]
     if not layers or sum(layer.weight.nbytes for layer in layers) > IN_CACHE:
         return
     largest = max(layers, key=lambda layer: layer.weight.numel())
@@ -57,7 +59,7 @@ def lay_out_for_few_rows(model: torch.nn.Module) -> None:
 
 def was_laid_out(model: torch.nn.Module) -> bool:
     """Whether any weights lie otherwise than the checkpoint has them."""
-    layers = (module for module in model.modules() if isinstance(module, Linear))
+    layers = (module for module in model.modules() if isinstance(module, Linear) and has_plain_weight(module))
     return any(type(layer) is BlockedLinear or not layer.weight.is_contiguous() for layer in layers)
 
 

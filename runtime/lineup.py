@@ -60,7 +60,7 @@ class Lineup:
         if name == "generate-pld":
             drafting = {"prompt_lookup_num_tokens": LOOKED_UP}
         elif name == "generate-assisted":
-            drafting = self._assisting(stock, replace(self._config, model=assistant))
+            drafting = self._assisting(stock, replace(self._config, model=assistant, quantise=None))
         return Generating(self._loaded, stock, self._sampling, self._decoding.max_new_tokens, **drafting)
 
     def _stock(self) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.families import refuse_by_configuration
 from hdtool.runtime.layout import lay_out_for_few_rows
 from hdtool.runtime.placement import require_accelerate
+from hdtool.runtime.quantising import library_of, quantisation, require_libraries
 from hdtool.runtime.ranks import LeadingTarget, Ranks, check_device, check_plan, leader
 from hdtool.runtime.target import Target
 
@@ -48,53 +50,63 @@ def load(config: ModelConfig) -> Loaded:
     """The model and tokenizer of a folder or a hub name; the embedded demo when no name is given."""
     name = _place(config.model)
     device = pick_device(config.device)
-    trust = {"trust_remote_code": config.trust_remote_code}
-    settings = _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, **trust))
+    settings = _settings(config)
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
     if ranks := leader():
         target = _led(config, settings, ranks)
     elif config.device_map:
         require_accelerate("device-map")
-        spread = _weights(config, device, device_map=config.device_map)
+        spread = _weights(config, settings, device, device_map=config.device_map)
         target = _attempt(name, f"with device map {config.device_map}", lambda: Target(spread))
     else:
-        model = _weights(config, device)
+        model = _on_one_device(config, settings, device)
         if device.type == "cpu":
             lay_out_for_few_rows(model)
-        target = _attempt(name, f"on {device}", lambda: Target(model.to(device)))
+        target = _attempt(name, f"on {device}", lambda: Target(model))
     return Loaded(config.model or demo.NAME, target, tokenizer)
 
 
 def load_part(config: ModelConfig) -> Target:
     """The part of a model that belongs to one of several processes; all of them load theirs at once."""
-    return _attempt(_place(config.model), "a part of it", lambda: Target(_cut_weights(config), never))
+    return _attempt(
+        _place(config.model), "a part of it", lambda: Target(_cut_weights(config, _settings(config)), never)
+    )
 
 
 def _led(config: ModelConfig, settings: Any, ranks: Ranks) -> Target:
     name = config.model or demo.NAME
+    if config.quantise:
+        raise OptionError("quantise is for one process, and torchrun started several: leave it out")
     if config.device_map:
         raise OptionError("device-map is for one process, and torchrun started several: leave it out")
     check_device(config.device)
     check_plan(settings, name, ranks.size)
     require_accelerate("torchrun")
     ranks.tell("load", config)
-    return _attempt(name, "a part of it", lambda: LeadingTarget(_cut_weights(config), ranks))
+    return _attempt(name, "a part of it", lambda: LeadingTarget(_cut_weights(config, settings), ranks))
 
 
-def _cut_weights(config: ModelConfig) -> Any:
+def _cut_weights(config: ModelConfig, settings: Any) -> Any:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     parts = DistributedConfig(tp_size=torch.distributed.get_world_size())
-    return _weights(config, pick_device("auto"), distributed_config=parts)
+    return _weights(config, settings, pick_device("auto"), distributed_config=parts)
 
 
 def load_stock(config: ModelConfig) -> PreTrainedModel:
     """A model as its users load it, for what is compared with ours: no weight is laid out anew."""
-    device = pick_device(config.device)
-    model = _weights(config, device)
-    moved: PreTrainedModel = _attempt(_place(config.model), f"on {device}", lambda: model.to(device).eval())
-    return moved
+    model: PreTrainedModel = _on_one_device(config, _settings(config), pick_device(config.device))
+    model.eval()
+    return model
+
+
+def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> Any:
+    if config.quantise or library_of(settings):
+        # There from the start: libraries pack weights for the device that they find them on.
+        return _weights(config, settings, device, device_map={"": str(device)})
+    model = _weights(config, settings, device)
+    return _attempt(_place(config.model), f"on {device}", lambda: model.to(device))
 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -126,10 +138,24 @@ def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase)
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
-def _weights(config: ModelConfig, device: torch.device, **placement: Any) -> Any:
-    name = _place(config.model)
-    options = {**placement, "dtype": pick_dtype(config.dtype, device), "trust_remote_code": config.trust_remote_code}
-    return _attempt(name, "its weights", lambda: _whole_model(name, **options))
+def _settings(config: ModelConfig) -> Any:
+    name, trust = _place(config.model), config.trust_remote_code
+    return _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, trust_remote_code=trust))
+
+
+def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
+    name, dtype = _place(config.model), pick_dtype(config.dtype, device)
+    options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    if config.quantise or library_of(settings):
+        require_libraries(config.model or demo.NAME, settings, config.quantise)
+    if quantise := config.quantise:
+        computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
+        options["quantization_config"] = _attempt(name, "quantised", lambda: quantisation(quantise, computed))
+    model = _attempt(name, "its weights", lambda: _whole_model(name, **options))
+    if config.dtype != "auto" and model.dtype != dtype:
+        said = str(model.dtype).removeprefix("torch.")
+        print(f"note: {name} is quantised and computes in {said}, whatever dtype says", file=sys.stderr)
+    return model
 
 
 def _whole_model(name: str, **options: Any) -> Any:
@@ -207,4 +233,6 @@ def _reason(error: Exception, name: str) -> str:
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"
     first = text.split(". ")[0][:300] or type(error).__name__
+    if isinstance(error, ImportError):
+        return first
     return f"{first}: check that the folder is whole" if Path(name).exists() else first

@@ -50,3 +50,14 @@ def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     logits: torch.Tensor = model(torch.tensor([ids], device=model.device), use_cache=False, **options).logits[0, -1]
     return logits
+
+
+@torch.inference_mode()
+def logits_step_by_step(model: PreTrainedModel, asked: Sequence[int], said: Sequence[int]) -> torch.Tensor:
+    """The same with each token of the answer in a pass of its own: rounding alone tells it from one pass over all."""
+    read = None
+    for part in (asked, *([token] for token in said)):
+        out = model(torch.tensor([part], device=model.device), past_key_values=read, use_cache=True)
+        read = out.past_key_values
+    logits: torch.Tensor = out.logits[0, -1]
+    return logits

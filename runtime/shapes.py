@@ -25,6 +25,10 @@ SEED = 0
 def load_shape(shape: str, config: ModelConfig) -> Loaded:
     """A model of a known shape, or of a configuration on disk, with the tokenizer of the model in ``config``."""
     tokenizer = load_tokenizer(config)
+    if config.quantise:
+        raise OptionError(
+            f"quantise is {config.quantise}: a shape has weights that nothing is computed from, leave it out"
+        )
     settings = _settings(shape)
     refuse_by_configuration(settings)
     text = settings.get_text_config(decoder=True)

@@ -15,6 +15,8 @@ import transformers
 from hdtool.data.store import MANIFEST, checksum
 from hdtool.runtime.layout import was_laid_out
 from hdtool.runtime.load import Loaded
+from hdtool.runtime.quantised import parts_of
+from hdtool.runtime.quantising import library_of
 from hdtool.runtime.shelf import Shelf
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ def surroundings(loaded: Loaded, shelf: Shelf) -> dict[str, Any]:
         "dtype": dtype_name(target.dtype),
         "model": loaded.name,
         "fingerprint": fingerprint(target.model),
+        "quantised": library_of(target.model.config),
         "weights_laid_out": was_laid_out(target.model),
         "stores": {
             store.manifest.kind: {
@@ -64,8 +67,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     found = hashlib.sha256(type(model).__name__.encode())
     for name, weight in model.named_parameters():
         # As far as all types tell numbers apart: a checkpoint is the same whatever it is loaded as.
-        corner = weight[(0,) * (weight.dim() - 1)].reshape(-1)[:SAMPLED].to(torch.bfloat16)
-        found.update(f"{name} {tuple(weight.shape)} {corner.tolist()}".encode())
+        corners = [part[(0,) * (part.dim() - 1)].reshape(-1)[:SAMPLED].to(torch.bfloat16) for part in parts_of(weight)]
+        found.update(f"{name} {tuple(weight.shape)} {', '.join(str(corner.tolist()) for corner in corners)}".encode())
     return found.hexdigest()[:16]
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,9 @@ from hdtool.runtime.capture import Capture, CaptureMaker, by_device
 from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits, strays
 from hdtool.runtime.hidden import giver_of_hidden, hidden_in
 from hdtool.runtime.masks import Mask, Sheet, reaches_of, tree_mask
+from hdtool.runtime.outliers import RowByRow
 from hdtool.runtime.placement import device_of, scattered
+from hdtool.runtime.quantised import quantised_layers, refuse_by_neighbours, rounding_told
 from hdtool.runtime.static_steps import StaticSteps
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
@@ -63,6 +66,10 @@ class Target:
         self.all_hidden = torch.empty(0)
         """The same of every conversation in the pass, ``[batch, tokens, width]``."""
         self._watched = False
+        self._row_by_row = RowByRow(model)
+        weakref.finalize(self, self._row_by_row.release)  # the model may outlive its target
+        self._rounding = 0.0
+        """How far the logits of a quantised model lie apart by rounding alone, in standard deviations."""
         self._prove_trees()
         if recorder := capture(self.device):
             self._fix_shapes(recorder)
@@ -174,15 +181,16 @@ class Target:
         places = torch.tensor(positions, device=self.device)
 
         def step() -> torch.Tensor:
-            logits: torch.Tensor = self.model(
-                input_ids=ids,
-                position_ids=places,
-                attention_mask=mask,
-                past_key_values=rows,
-                use_cache=True,
-                return_dict=True,
-                **options,
-            ).logits
+            with self._row_by_row.on() if mask is not None else nullcontext():
+                logits: torch.Tensor = self.model(
+                    input_ids=ids,
+                    position_ids=places,
+                    attention_mask=mask,
+                    past_key_values=rows,
+                    use_cache=True,
+                    return_dict=True,
+                    **options,
+                ).logits
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             return logits
@@ -204,13 +212,14 @@ class Target:
         """
         context, tree, paths = _small_tree(self.config.vocab_size)
         used = DynamicCache(config=self.config)
+        whole = torch.tensor([[*context, *path] for path in paths], device=self.device)
         try:
-            plain = self.model(
-                input_ids=torch.tensor([[*context, *path] for path in paths], device=self.device),
-                past_key_values=used,
-                use_cache=True,
-            ).logits
+            plain = self.model(input_ids=whole, past_key_values=used, use_cache=True).logits
             self._shapes = layer_shapes(used)
+            if quantised_layers(self.model):
+                with self._row_by_row.on():
+                    refuse_by_neighbours(self.model, self.device)
+                    self._rounding = rounding_told(self.model, whole, plain[:, -1])
             self._rows = self.rows(len(context) + len(tree) + 1)
             self.prefill(context[:-1])
             self.keep([])
@@ -224,18 +233,18 @@ class Target:
             ) from error
         depth = len(paths[0])
         last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]
-        refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1])
+        refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1], self._rounding)
 
     @torch.inference_mode()
     def _fix_shapes(self, capture: Capture) -> None:
         """Take steps of fixed shape from now on, if they can be recorded and say what the others say."""
-        if reason := scattered(self.model):
+        if reason := scattered(self.model) or self._row_by_row.reason:
             return self._free_shapes(reason)
         expected = self._two_steps()
         like = expected[0]
         self._steps = StaticSteps(self.model, self.reaches, like.shape[-1], like.dtype, capture)
         for found, usual in zip(self._two_steps(), expected, strict=True):
-            if self._steps and (distance := strays(found, usual)):
+            if self._steps and (distance := strays(found, usual, self._rounding)):
                 self._free_shapes(f"its logits would be off by {distance}")
 
     def _two_steps(self) -> list[torch.Tensor]:

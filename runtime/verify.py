@@ -14,7 +14,8 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode, room_for
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.load import Loaded
-from hdtool.runtime.precision import HIGHER, logits_after, more_precise
+from hdtool.runtime.precision import HIGHER, logits_after, logits_step_by_step, more_precise
+from hdtool.runtime.quantised import quantised_layers
 from hdtool.runtime.sampler import Sampler
 
 
@@ -117,12 +118,18 @@ class Verifier:
         open_ones = list(differences)
         places = [[*difference.asked, *difference.before] for difference in open_ones]
         working = [logits_after(self._model, place) for place in places]
+        names = [str(self._model.dtype).removeprefix("torch.")] * 2
         try:
-            precise = self._precisely(places) if places else []
+            if quantised_layers(self._model):  # which has no more precise form
+                again = [logits_step_by_step(self._model, one.asked, one.before) for one in open_ones]
+                names[1] += ", token by token"
+            else:
+                again = self._precisely(places) if places else []
+                names[1] = str(HIGHER.get(self._model.dtype)).removeprefix("torch.")
         except (HdtoolError, RuntimeError, TypeError) as error:  # no higher type, or code that knows only its own
             reason = f"it cannot be recomputed: {reason_of(error)}"
             return [Explanation(difference, reason=reason) for difference in open_ones]
-        return [self._explained(*case) for case in zip(open_ones, working, precise, strict=True)]
+        return [self._explained(*case, names) for case in zip(open_ones, working, again, strict=True)]
 
     def _decoded(self, ids: list[int], drafter: Drafter) -> tuple[list[int], int]:
         target = self._loaded.target
@@ -157,13 +164,14 @@ class Verifier:
             with more_precise(self._model, torch.device("cpu")):
                 return [logits_after(self._model, place) for place in places]
 
-    def _explained(self, difference: Difference, working: torch.Tensor, precise: torch.Tensor) -> Explanation:
+    def _explained(
+        self, difference: Difference, working: torch.Tensor, precise: torch.Tensor, names: list[str]
+    ) -> Explanation:
         sampler = self._sampler([*difference.asked, *difference.before])
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
         if difference.expected is None or difference.found is None:
             return Explanation(difference, chosen=sampler.choose(fine), reason="one of the answers ends here")
         pair = difference.expected, difference.found
-        names = [str(dtype).removeprefix("torch.") for dtype in (self._model.dtype, HIGHER[self._model.dtype])]
         lags = [_lag(sampler.decisive(fine), token) for token in pair]
         rounding = _moved(rough, fine)
         return Explanation(

@@ -17,7 +17,15 @@ from hdtool.runtime.config.methods import (
     SOURCE_LETTERS,
     Method,
 )
-from hdtool.runtime.config.model import DEVICE_MAPS, DEVICES, DTYPES, LOWEST_TEMPERATURE, ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import (
+    DEVICE_MAPS,
+    DEVICES,
+    DTYPES,
+    LOWEST_TEMPERATURE,
+    QUANTISATIONS,
+    ModelConfig,
+    SamplingConfig,
+)
 from hdtool.runtime.config.serving import ServeConfig
 
 __all__ = [
@@ -34,6 +42,7 @@ __all__ = [
     "NEED_HEADS",
     "NEED_LOGITS",
     "PEERS",
+    "QUANTISATIONS",
     "SHAPES",
     "SHAPE_PEERS",
     "SOURCE_LETTERS",

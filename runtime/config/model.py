@@ -10,6 +10,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """How transformers spreads a model over the GPUs of a machine."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+QUANTISATIONS = ("int8", "nf4")
+"""How weights can be quantised on loading. Activations are left alone, so that nothing more is rounded."""
 LOWEST_TEMPERATURE = 1e-5
 
 
@@ -26,10 +28,14 @@ class ModelConfig:
     """That torch computes with on a CPU; None means as many as are fastest, by a short measurement."""
     device_map: str | None = None
     """How the model is spread over all GPUs; none means that it lies on one device."""
+    quantise: str | None = None
+    """How the weights are quantised on loading; none means that they stay as the checkpoint has them."""
 
     def __post_init__(self) -> None:
         maps = self.device_map is None or self.device_map in DEVICE_MAPS
         require(maps, "device-map", self.device_map, f"one of {', '.join(DEVICE_MAPS)}")
+        known = self.quantise is None or self.quantise in QUANTISATIONS
+        require(known, "quantise", self.quantise, f"one of {', '.join(QUANTISATIONS)}")
         alone = self.device_map is None or self.device == "auto"
         require(alone, "device", self.device, "left out with device-map, which chooses the devices")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
