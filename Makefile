@@ -1,11 +1,11 @@
-# Two commands: `make demo` shows hdtool at work, `make test` checks all but vLLM and Ray: `make test-vllm test-ray`.
+# Two commands: `make demo` shows hdtool at work, `make test` checks all but `make test-quantised test-ray test-vllm`.
 # Each sets up its environment on its first run and again only when the pins change.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-ray test-vllm format types unit docs bench clean
+.PHONY: demo test test-quantised test-ray test-vllm format types unit docs bench clean
 
 demo: .venv/installed .compiled
 	$(BIN)/hdtool demo
@@ -24,6 +24,10 @@ test-vllm: .venv-vllm/installed .venv-vllm/numba
 # Ray brings libraries of its own, so its tests have an environment of their own.
 test-ray: .venv-ray/installed
 	.venv-ray/bin/pytest tests/test_ray.py
+
+# Libraries that quantise are left to those who need them.
+test-quantised: .venv-quantised/installed
+	.venv-quantised/bin/pytest tests/test_quantised_libraries.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
@@ -54,7 +58,7 @@ COMPILED := $(wildcard builders/*.py runtime/*.py runtime/*/*.py)
 	@mkdir $@
 
 clean:
-	rm -rf .venv .venv-ray .venv-vllm .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-quantised .venv-ray .venv-vllm .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -77,6 +81,11 @@ clean:
 .venv/installed-dev: .venv/python $(PINS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/installed
+
+.venv-quantised/installed: .venv/python $(PINS)
+	$(PYTHON) -m venv .venv-quantised
+	.venv-quantised/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,quantised]"
+	@touch $@
 
 .venv-ray/installed: .venv/python $(PINS)
 	$(PYTHON) -m venv .venv-ray

@@ -51,32 +51,31 @@ def refuse_by_class(model: PreTrainedModel) -> None:
             raise _refusal(kind, why)
 
 
-def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, rounding: float = 0.0) -> None:
+def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, rounding: float | None = None) -> None:
     """Raise if a model did not give the nodes of a tree the logits of their plain paths."""
     if distance := strays(of_tree, plain, rounding):
         raise _refusal(kind, f"does not follow tree masks and position ids (its logits are off by {distance})")
 
 
-def strays(found: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) -> str:
+def strays(found: torch.Tensor, expected: torch.Tensor, rounding: float | None = None) -> str:
     """How far logits lie from those expected, if that is more than rounding explains, else nothing.
 
-    Layers that quantise their input round more than the type of the logits tells; ``rounding`` is what was measured.
+    Quantised layers round more than the type of the logits tells; ``rounding`` is what was measured of them.
 
     Judged at the median node: a mixture of experts in low precision may send a single token to
     another expert and still be right, but a model that ignores masks is wrong nearly everywhere.
     """
-    precise = expected.dtype in (torch.float32, torch.float64)
+    precise = expected.dtype in (torch.float32, torch.float64) and rounding is None
     tolerance = HIGH_PRECISION_TOLERANCE if precise else LOW_PRECISION_TOLERANCE
-    distance = apart(found, expected)
+    distance = apart(found, expected).median().item()
     # Each of the two may be off by as much, in opposite directions.
-    return "" if distance <= max(tolerance, 2 * rounding) else f"{distance:.2g} sigma"
+    return "" if distance <= max(tolerance, 2 * (rounding or 0)) else f"{distance:.2g} sigma"
 
 
-def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far the logits of the median row are, in standard deviations."""
+def apart(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How far the logits of each row are, in standard deviations."""
     scale = expected.float().std(dim=-1).clamp_min(1e-12)
-    distance: float = ((found.float() - expected.float()).abs().amax(dim=-1) / scale).median().item()
-    return distance
+    return (found.float() - expected.float()).abs().amax(dim=-1) / scale
 
 
 def _refusal(kind: str, reason: str) -> FamilyError:

@@ -146,13 +146,14 @@ def _settings(config: ModelConfig) -> Any:
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
     name, dtype = _place(config.model), pick_dtype(config.dtype, device)
     options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
-    if config.quantise or library_of(settings):
+    quantised = bool(config.quantise or library_of(settings))
+    if quantised:
         require_libraries(config.model or demo.NAME, settings, config.quantise)
     if quantise := config.quantise:
         computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
         options["quantization_config"] = _attempt(name, "quantised", lambda: quantisation(quantise, computed))
     model = _attempt(name, "its weights", lambda: _whole_model(name, **options))
-    if config.dtype != "auto" and model.dtype != dtype:
+    if quantised and config.dtype != "auto" and model.dtype != dtype:
         said = str(model.dtype).removeprefix("torch.")
         print(f"note: {name} is quantised and computes in {said}, whatever dtype says", file=sys.stderr)
     return model

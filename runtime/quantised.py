@@ -82,11 +82,12 @@ def rounding_told(model: PreTrainedModel, paths: torch.Tensor, at_once: torch.Te
     ``at_once`` is what the paths gave, each read in one pass. Read token by token they differ by rounding only, which
     a layer that quantises its input makes larger than the type of the logits lets expect.
     """
-    read = None
+    read, found = None, []
     for tokens in paths.split(1, dim=1):
         out = model(input_ids=tokens, past_key_values=read, use_cache=True)
         read = out.past_key_values
-    rounding = apart(out.logits[:, -1], at_once)
+        found.append(out.logits[:, -1])
+    rounding = apart(torch.stack(found, dim=1), at_once).max().item()
     if rounding > HIGH_PRECISION_TOLERANCE:
         print(
             f"note: this quantised model rounds its logits by {rounding:.2g} standard deviations: where two tokens are "

@@ -22,7 +22,8 @@ def library_of(settings: Any) -> str:
         told: Any = getattr(part, "quantization_config", None)
         if told is not None:
             told = told if isinstance(told, dict) else told.to_dict()
-            return str(told.get("quant_method") or "bitsandbytes")  # old ones say load_in_8bit alone
+            method = told.get("quant_method") or "bitsandbytes"  # old ones say load_in_8bit alone
+            return str(getattr(method, "value", method))
     return ""
 
 

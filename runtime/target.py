@@ -68,7 +68,7 @@ class Target:
         self._watched = False
         self._row_by_row = RowByRow(model)
         weakref.finalize(self, self._row_by_row.release)  # the model may outlive its target
-        self._rounding = 0.0
+        self._rounding: float | None = None
         """How far the logits of a quantised model lie apart by rounding alone, in standard deviations."""
         self._prove_trees()
         if recorder := capture(self.device):
@@ -219,7 +219,7 @@ class Target:
             if quantised_layers(self.model):
                 with self._row_by_row.on():
                     refuse_by_neighbours(self.model, self.device)
-                    self._rounding = rounding_told(self.model, whole, plain[:, -1])
+                    self._rounding = rounding_told(self.model, whole, plain)
             self._rows = self.rows(len(context) + len(tree) + 1)
             self.prefill(context[:-1])
             self.keep([])

@@ -16,7 +16,9 @@ import torch
 from hdtool.cli import app
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime import placement, ranks
+from hdtool.runtime.capture import direct
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.hierarchy import Hierarchy
 from hdtool.runtime.load import load
 from hdtool.runtime.ranks import check_decoding, check_device, check_plan
@@ -79,6 +81,25 @@ def test_weights_that_are_fetched_when_needed() -> None:
     accelerate.cpu_offload(elsewhere, torch.device("cpu"))
     assert placement.scattered(elsewhere)
     assert said(run(Target(elsewhere), prompt, SamplingConfig(), drafter=Hierarchy())) == plain
+
+
+def test_a_model_in_two_places_is_not_captured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One layer on the CPU, one on disk: what a device map makes of a model that is too large, here in small."""
+    model, prompt = model_of("llama"), prompt_of(20)
+    plain = said(run(Target(model, direct), prompt, SamplingConfig()))
+    model.save_pretrained(tmp_path)
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    spread = type(model).from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    spread.generation_config.eos_token_id = None
+    assert len(set(spread.hf_device_map.values())) == 2
+    capfd.readouterr()
+    target = Target(spread, direct)
+    assert not target.captures
+    for drafter in (NoDraft(), Hierarchy()):
+        assert said(run(target, prompt, SamplingConfig(), drafter=drafter)) == plain
+    note = "note: the steps of this model are not captured as CUDA graphs: some of its weights are loaded only when"
+    assert capfd.readouterr().err.count(note) == 1
 
 
 def test_a_device_map_says_what_one_device_says(capfd: pytest.CaptureFixture[str]) -> None:
