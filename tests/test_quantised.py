@@ -191,7 +191,7 @@ def test_quantised_layers_are_not_laid_out() -> None:
         def t(self) -> Any:
             raise NotImplementedError
 
-    model = torch.nn.ModuleList([Linear(64, 64, bias=False), Linear(64, 64, bias=False)])
+    model: Any = torch.nn.ModuleList([Linear(64, 64, bias=False), Linear(64, 64, bias=False)])
     model[0].weight = Packed(model[0].weight.detach())
     lay_out_for_few_rows(model)
     assert was_laid_out(model)

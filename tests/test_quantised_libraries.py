@@ -108,7 +108,7 @@ def test_quantised_on_loading(quantise: str, exact: bool) -> None:
 
 
 def test_a_model_that_its_owner_quantised(torchao: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     inputs = AutoTokenizer.from_pretrained(demo.MODEL)(QUESTIONS[1], return_tensors="pt")
     options: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": MOST}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import accelerate
 import pytest
@@ -85,7 +86,8 @@ def test_weights_that_are_fetched_when_needed() -> None:
 
 def test_a_model_in_two_places_is_not_captured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One layer on the CPU, one on disk: what a device map makes of a model that is too large, here in small."""
-    model, prompt = model_of("llama"), prompt_of(20)
+    model: Any = model_of("llama")
+    prompt = prompt_of(20)
     plain = said(run(Target(model, direct), prompt, SamplingConfig()))
     model.save_pretrained(tmp_path)
     places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
