@@ -16,9 +16,9 @@ from numba import njit
 from hdtool.runtime.clock import lap, start_clock
 from hdtool.runtime.mixture import CORPUS, NO_TRUTH, TREE, expand
 from hdtool.runtime.sources import SourceName
+from hdtool.runtime.sources.ahead import fall_silent, pass_by
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, add
 from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE, narrow, places_of
-from hdtool.runtime.sources.heads_levels import fall_silent, pass_by
 from hdtool.runtime.sources.last_logit import forget
 from hdtool.runtime.weights import learn
 from hdtool.runtime.workspace import memory_at
@@ -78,7 +78,7 @@ def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int
             place -= 1
         source = np.argmax(work.parts[at])
         work.best_odds[place] = odds
-        work.best_keys[place] = source << 40 | node << 32 | work.candidates[at]
+        work.best_keys[place] = work.agreed[at] << 48 | source << 40 | node << 32 | work.candidates[at]
         if size == most:
             bar = work.best_odds[size - 1]
     return size, bar
@@ -90,7 +90,8 @@ def _settle(work: Any, node: int) -> None:
     key = work.best_keys[node - 1]
     parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
     work.odds[node] = work.best_odds[node - 1]
-    work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40
+    work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40 & 0xFF
+    work.agreements[node] = key >> 48
     work.depths[node] = work.depths[parent] + 1
     extend(work, parent, node, token)
 
@@ -110,6 +111,7 @@ def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
     memory.work[0].tails[0] = -1
     forget(memory.last[0])
     fall_silent(memory.heads[0])
+    fall_silent(memory.near[0])
     ranges = memory.ranges[0]
     places_of(ranges)[0] = 0
     ranges.read[0] = 0
@@ -135,6 +137,7 @@ def _advance(corpus: Ints, at: Ints, token: int) -> None:
     extend(work, 0, 0, token)
     forget(memory.last[0])
     pass_by(memory.heads[0])
+    pass_by(memory.near[0])
     if work.has[CORPUS]:
         # In place: the longest first, as each comes from the next shorter one of before.
         for order in range(LONGEST_RANGE, 0, -1):

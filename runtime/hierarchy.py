@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.agreement import learn_gains
 from hdtool.runtime.budget import Budget, FixedBudget, Odds
 from hdtool.runtime.clock import HAS_CLOCK
 from hdtool.runtime.corpus_index import CorpusIndex
@@ -23,7 +24,7 @@ from hdtool.runtime.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.sources.corpus_levels import no_shards, range_record
 from hdtool.runtime.sources.heads_levels import HEADS, note
 from hdtool.runtime.sources.model_levels import model_record
-from hdtool.runtime.sources.rankings import Rankings
+from hdtool.runtime.sources.rankings import Behind, Rankings
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.weights import new_weights
 from hdtool.runtime.workspace import WORK, Memory
@@ -83,6 +84,8 @@ class Hierarchy:
         nodes = (work[field][0, 1:] for field in ("tokens", "parents", "sources", "odds"))
         self._tokens, self._parents, self._sources, self._odds = nodes
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
+        self._depths, self._root_and_odds = work["depths"][0], work["odds"][0]
+        self._recycles = recycled
         self._pending: list[int] = []
         self._drafts = 0
         self._spent = 0.0
@@ -107,6 +110,8 @@ class Hierarchy:
         self.begin(())
         feed(self._corpus, self._at, np.empty(0, np.int64))
         grow(self._corpus, self._at, 1)
+        if self._recycles:
+            learn_gains(self._at, np.empty(0, np.int64), 0)
 
     @property
     def addresses(self) -> Array:
@@ -132,6 +137,11 @@ class Hierarchy:
     def rates(self) -> Any:
         """What each kind of candidate of the last logit is worth by now."""
         return self._memory.weights["rates"][0]
+
+    @property
+    def gains(self) -> Any:
+        """What agreement with neighbouring rankings is worth by now, by kind."""
+        return self._memory.weights["gains"][0]
 
     @property
     def seconds(self) -> dict[SourceName, float]:
@@ -185,18 +195,24 @@ class Hierarchy:
         if self._heads:
             self._heads.hear(accepted)
         current = not self._pending  # else nobody knows what the rows of the tree stand behind
-        tails = self._tails[: len(logits)].copy() if current and len(logits) == len(self.odds) + 1 else None
+        behind = self._behind(len(logits)) if current and len(logits) == len(self.odds) + 1 else None
         promised = float(self.odds.sum()) if len(logits) else 0.0
-        if tails is not None and promised:
+        if behind and promised:
+            if self._recycles:
+                learn_gains(self._at, np.array(accepted.path, np.int64), len(self.odds))
             self._came = FADING * self._came + len(accepted.path)
             self._promised = FADING * self._promised + promised
         self._pending += accepted.tokens
         if self.budget.most:
             self._catch_up()
             # Only now: what is learned of these sources must not come from what they heard a moment ago.
-            self._rankings.hear(accepted, logits, tails)
+            self._rankings.hear(accepted, logits, behind)
             if self._heads and self._asking and current and promised:
                 self._asking.hear(1 + promised, time.perf_counter() - self._began)
+
+    def _behind(self, rows: int) -> Behind:
+        """What so many rows of logits stand behind; the root's will have moved on when they are heard."""
+        return Behind(self._tails[:rows].copy(), self._depths[:rows], self._root_and_odds[:rows])
 
     def _catch_up(self) -> None:
         """Take in what was emitted; while drafting is not worth its time, this is put off."""

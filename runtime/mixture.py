@@ -8,9 +8,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from hdtool.runtime.agreement import agree
+from hdtool.runtime.candidates import put
 from hdtool.runtime.clock import lap
 from hdtool.runtime.model_store import LONGEST_PREFIX, mixed
 from hdtool.runtime.sources import SourceName
+from hdtool.runtime.sources.ahead import place_behind
 from hdtool.runtime.sources.context_table import CHAINS, LONG, LONGEST_MATCH, SHORT, recent
 from hdtool.runtime.sources.corpus_levels import (
     FEWEST_SAMPLES,
@@ -22,7 +25,6 @@ from hdtool.runtime.sources.corpus_levels import (
     tally,
 )
 from hdtool.runtime.sources.heads_levels import WHOLE as ALL_OF_HEADS
-from hdtool.runtime.sources.heads_levels import head_for
 from hdtool.runtime.sources.model_levels import fetch, known_as, rows_of
 from hdtool.runtime.sources.recycled import LONG_RUN, WHOLE, fetch_rankings, rankings_of, row_of, tag_of
 from hdtool.runtime.weights import (
@@ -38,7 +40,7 @@ from hdtool.runtime.weights import (
     SIZES,
     bucket_of,
 )
-from hdtool.runtime.workspace import CANDIDATES, SLOTS, memory_at
+from hdtool.runtime.workspace import memory_at
 
 TREE, CONTEXT, MODEL = SourceName.NONE.value, SourceName.CONTEXT.value, SourceName.MODEL.value
 CORPUS, RECYCLED = SourceName.CORPUS.value, SourceName.RECYCLED.value
@@ -115,6 +117,9 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
     if node == 0 and last.count > 0 and left_open >= least:
         _ask_last(work, weights, last, left_open, floor, truth)
         lap(work, LAST)
+    if truth == NO_TRUTH and memory.near[0].count > 0:
+        agree(work, weights.gains, memory.near[0], node)
+        lap(work, RECYCLED)
     if node > 0:
         memory.ranges[0].lowest[node] = lowest
     if work.known[node] == 0 and left_open < least:
@@ -198,7 +203,7 @@ def _ask_kept(
 @njit(cache=True, nogil=True)
 def _ask_heads(work: Any, weights: Any, heads: Any, node: int, left_open: float, floor: float, truth: int) -> float:
     """What remains open behind the trained head that speaks of this depth."""
-    head = head_for(heads, work.depths[node] if node > 0 else 0)
+    head = place_behind(heads, work.depths[node])
     if head < 0:
         return left_open
     said = heads.tokens[head], heads.shares[head]
@@ -220,7 +225,7 @@ def _ask_last(work: Any, weights: Any, last: Any, left_open: float, floor: float
         part = unit * weights.rates[kind]
         if truth == NO_TRUTH:
             if part >= floor and 0 <= token < work.vocabulary:
-                _put(work, LAST, token, part)
+                put(work, LAST, token, part)
         elif token == truth:
             work.last_part, work.last_kind = part, kind
 
@@ -289,7 +294,7 @@ def _weigh(
             part = unit * min(np.int64(counts[at]), read)
             # A damaged file must not give a token that no model has.
             if part >= floor and 0 <= tokens[at] < work.vocabulary:
-                _put(work, source, np.int64(tokens[at]), part)
+                put(work, source, np.int64(tokens[at]), part)
     else:
         share = 0.0
         for at in range(len(tokens)):
@@ -299,23 +304,3 @@ def _weigh(
         work.levels[work.asked], work.buckets[work.asked], work.shares[work.asked] = level, bucket, share
         work.asked += 1
     return left_open * (1 - weight)  # type: ignore[no-any-return]
-
-
-@njit(cache=True, nogil=True)
-def _put(work: Any, source: int, token: Any, part: float) -> None:
-    """Add to the chance of a candidate."""
-    slot = (token * 40503) & (SLOTS - 1)
-    while work.slots[slot] >= work.round * CANDIDATES:
-        at = work.slots[slot] & (CANDIDATES - 1)
-        if work.candidates[at] == token:
-            work.chances[at] += part
-            work.parts[at, source] += part
-            return
-        slot = (slot + 1) & (SLOTS - 1)
-    if work.size < CANDIDATES:
-        at = work.size
-        work.slots[slot] = work.round * CANDIDATES + at
-        work.candidates[at], work.chances[at] = token, part
-        work.parts[at, :] = 0.0
-        work.parts[at, source] = part
-        work.size += 1

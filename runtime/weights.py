@@ -24,6 +24,7 @@ from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH
 from hdtool.runtime.sources.corpus_levels import LONGEST_RANGE
 from hdtool.runtime.sources.last_logit import KINDS
+from hdtool.runtime.sources.neighbours import KINDS as AGREEMENTS
 from hdtool.runtime.sources.recycled import LONGEST_NODE
 
 CONTEXT_LEVELS = 0
@@ -57,6 +58,7 @@ WEIGHTS = np.dtype(
         ("rates", np.float64, KINDS),
         ("rate_credit", np.float64, KINDS),
         ("rate_asked", np.float64, KINDS),
+        ("gains", np.float64, AGREEMENTS),  # of candidates that neighbouring rankings name, by kind
     ],
     align=True,
 )
@@ -72,6 +74,7 @@ PRIOR = {
     SourceName.RECYCLED: (RECYCLED_LEVELS, HEADS_LEVELS, 0.9, 0.9, 0.3, 0.3),
     SourceName.HEADS: (HEADS_LEVELS, LEVELS, 0.5, 0.85, 0.5, 0.5),
 }
+GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
 RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
 
 
@@ -87,6 +90,7 @@ def new_weights() -> Memory:
     memory["rates"] = RATES
     memory["rate_credit"] = memory["rates"] * STRENGTH
     memory["rate_asked"] = STRENGTH
+    memory["gains"] = GAINS
     return memory
 
 

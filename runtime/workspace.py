@@ -20,6 +20,7 @@ from hdtool.runtime.sources.corpus_levels import RANGES, ROWS, SAMPLES
 from hdtool.runtime.sources.heads_levels import HEADS
 from hdtool.runtime.sources.last_logit import LAST
 from hdtool.runtime.sources.model_levels import MODEL
+from hdtool.runtime.sources.neighbours import NEIGHBOURS
 from hdtool.runtime.sources.recycled import RECYCLED
 from hdtool.runtime.tree import LARGEST_TREE
 from hdtool.runtime.weights import LEVELS, WEIGHTS
@@ -36,14 +37,16 @@ WORK = np.dtype(
         ("odds", np.float64, ROWS),  # that the target takes the whole path
         ("depths", np.int64, ROWS),
         ("tails", np.int64, (ROWS, LONGEST_MATCH)),  # the last tokens down to the node
+        ("agreements", np.int64, ROWS),  # what kind of neighbouring ranking named it
         ("known", np.int64, ROWS),  # the most last tokens that the model store knows
         # The best paths, likeliest first: those that are nodes already, and those that may become nodes.
         ("best_odds", np.float64, LARGEST_TREE),
-        ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token in one number
+        ("best_keys", np.int64, LARGEST_TREE),  # agreement, source, parent and token in one number
         # What may follow one node.
         ("size", np.int64),
         ("candidates", np.int64, CANDIDATES),
         ("chances", np.float64, CANDIDATES),
+        ("agreed", np.int64, CANDIDATES),  # what kind of neighbouring ranking names it
         ("parts", np.float64, (CANDIDATES, len(SourceName))),  # of each chance, by source
         ("round", np.int64),  # slots of earlier rounds are empty
         ("slots", np.int64, SLOTS),  # a hash table of candidates
@@ -94,6 +97,7 @@ class Memory(NamedTuple):
     last: Array
     copied: Array
     recycled: Array
+    near: Array
     heads: Array
 
     def addresses(self) -> Array:
@@ -114,5 +118,6 @@ def memory_at(at: Array) -> Memory:
         array_at(at[5], 1, LAST),
         array_at(at[6], 1, RECYCLED),
         array_at(at[7], 1, RECYCLED),
-        array_at(at[8], 1, HEADS),
+        array_at(at[8], 1, NEIGHBOURS),
+        array_at(at[9], 1, HEADS),
     )

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hdtool.runtime import growth, mixture, weights
+from hdtool.runtime import agreement, growth, mixture, weights
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.model_store import LONGEST_PREFIX, ModelStore, mixed
-from hdtool.runtime.sources import SourceName
+from hdtool.runtime.sources import SourceName, neighbours
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, PLACES
 from hdtool.runtime.sources.corpus_levels import FEWEST_SAMPLES, LONGEST_RANGE, SAMPLES
 from hdtool.runtime.sources.last_logit import KINDS, MOST_CANDIDATES
@@ -42,6 +42,8 @@ class Node:
     odds: float = 1.0
     depth: int = 0
     source: int = 0
+    agreed: int = neighbours.UNNAMED
+    """How much the neighbouring rankings thought of it."""
     known: int = 0
     searched: set[int] = field(default_factory=set)
     """Orders at which the corpus was asked; those of a child are searched for within these."""
@@ -56,6 +58,8 @@ class SlowHierarchy:
             learned[name].copy() for name in ("rates", "rate_credit", "rate_asked")
         )
         self.last: dict[int, int] = {}  # the kind of each candidate
+        self.gains = learned["gains"].copy()
+        self.near: list[dict[int, int]] = []  # the kind of each token that is named at a place
         self.kept: dict[SourceName, dict[Row, Ranking]] = {SourceName.COPIED: {}, SourceName.RECYCLED: {}}
         self.letters, use_context = letters, "C" in letters
         self.weight, self.credit, self.asked = (learned[name].copy() for name in ("weight", "credit", "asked"))
@@ -141,8 +145,11 @@ class SlowHierarchy:
         spread = 0 if run >= LONG_RUN else 1 if run else 2
         return Evidence(level + order - 1, source, counts, WHOLE, 3 * sure + spread)
 
-    def listen(self, contexts: list[list[int]], accepted: Accepted, logits: torch.Tensor) -> None:
-        """What stands in the rows of logits, each behind its context: the ways to the root and to the nodes."""
+    def listen(self, nodes: list[Node], accepted: Accepted, logits: torch.Tensor) -> None:
+        """What stands in the rows of logits, each behind the root or a node."""
+        if "R" in self.letters:
+            self._learn_gains(nodes, accepted)
+            self._look_round(nodes[1:], logits[1:], len(accepted.path))
         rows = [0, *(node + 1 for node in accepted.path)]
         if "L" in self.letters:
             best = logits[rows[-1]].topk(min(MOST_CANDIDATES + 1, logits.shape[1]))
@@ -158,10 +165,48 @@ class SlowHierarchy:
                 whole = (shares * (WHOLE / shares.sum())).astype(int).tolist()
                 said = dict(zip(best.indices.tolist(), whole, strict=True))
                 for order in range(1, LONGEST_NODE + 1):
-                    tail = tail_of(contexts[row], order)
+                    tail = tail_of(nodes[row].context, order)
                     owner, before, run = self.kept[source].get(row_of(tail), NO_RANKING)
                     again = owner == tail and next(iter(before)) == next(iter(said))
                     self.kept[source][row_of(tail)] = tail, said, run + 1 if again else 0
+
+    def _learn_gains(self, nodes: list[Node], accepted: Accepted) -> None:
+        came = {id(nodes[node + 1]) for node in accepted.path}
+        reached = [node for node in nodes[1:] if node.above and (not node.above.above or id(node.above) in came)]
+        for kind in range(neighbours.KINDS):
+            alike = [node for node in reached if node.agreed == kind]
+            surprise = sum((id(node) in came) - node.odds / node.above.odds for node in alike if node.above)
+            self.gains[kind] = np.clip(
+                self.gains[kind] * np.exp(agreement.PACE * surprise), agreement.LEAST_GAIN, agreement.MOST_GAIN
+            )
+
+    def _look_round(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
+        """What was thought at the places behind the new root, each node heard as far as it was likely."""
+        shares = [Counter[int]() for _ in range(neighbours.PLACES)]
+        for node, row in zip(nodes, logits, strict=True):
+            if 0 <= (place := node.depth - passed - 1) < neighbours.PLACES:
+                best = row.topk(BEST)
+                chances = np.exp(neighbours.SHARPNESS * (best.values - best.values[0]).double().numpy())
+                for token, chance in zip(best.indices.tolist(), chances / chances.sum(), strict=True):
+                    if token in shares[place] or len(shares[place]) < neighbours.NAMED:
+                        shares[place][token] += node.odds * chance
+        wholes = [sum(node.odds for node in nodes if node.depth - passed - 1 == place) for place in range(len(shares))]
+        self.near = [
+            {token: min(neighbours.KINDS - 1, int(-np.log2(share / whole))) for token, share in of.items()}
+            for of, whole in zip(shares, wholes, strict=True)
+        ]
+
+    def _agree(self, node: Node, parts: dict[int, dict[int, float]]) -> tuple[dict[int, float], dict[int, int]]:
+        """The chance of each candidate, which is more where a neighbouring ranking names it; and what they thought."""
+        chances = {token: sum(part.values()) for token, part in parts.items()}
+        named = self.near[node.depth] if node.depth < len(self.near) else {}
+        if not chances:
+            return {}, {}
+        more = {
+            token: chance * (self.gains[named[token]] if token in named else 1) for token, chance in chances.items()
+        }
+        scale = sum(chances.values()) / sum(more.values())
+        return {token: chance * scale for token, chance in more.items()}, named
 
     def expand(self, node: Node, least: float, floor: float) -> tuple[dict[int, dict[int, float]], list[Evidence]]:
         """The parts of the chance of each candidate, by source; and all that was said."""
@@ -220,16 +265,19 @@ class SlowHierarchy:
             if node.depth < growth.DEEPEST and node.odds > growth.WORTH_EXPANDING * bar:
                 least = max(growth.WORTH_EXPANDING * bar / node.odds, growth.LEAST_OPEN)
                 floor = max(growth.WORTH_ADDING * bar / node.odds, growth.LEAST_PART)
-                for token, part in self.expand(node, least, floor)[0].items():
+                parts = self.expand(node, least, floor)[0]
+                chances, named = self._agree(node, parts)
+                for token, part in parts.items():
                     source = max(range(len(SourceName)), key=lambda name: part.get(name, 0.0))
-                    odds = sum(part.values()) * node.odds
+                    odds = chances[token] * node.odds
                     if len(nodes) - 1 + len(waiting) == most:
                         if odds <= bar:
                             continue
                         waiting.pop()
                     place = next((at for at, other in enumerate(waiting) if other.odds < odds), len(waiting))
                     context = [*node.context, token]
-                    waiting.insert(place, Node(context, node, token, odds, node.depth + 1, source))
+                    agreed = named.get(token, neighbours.UNNAMED)
+                    waiting.insert(place, Node(context, node, token, odds, node.depth + 1, source, agreed))
                     if len(nodes) - 1 + len(waiting) == most:
                         bar = waiting[-1].odds
             if not waiting:
@@ -261,6 +309,7 @@ class SlowHierarchy:
         if self.last_open:
             self._learn_last(token, guessed / heard)
         self.go_to([*self.context, token])
+        self.near = self.near[1:]
 
     def _learn_last(self, token: int, credit: float) -> None:
         for kind in self.last.values():
@@ -270,6 +319,10 @@ class SlowHierarchy:
         if token in self.last:
             self.rate_credit[self.last[token]] += credit
         self.rates = self.rate_credit / self.rate_asked
+
+    def begin(self, context: list[int]) -> None:
+        self.go_to(context)
+        self.near = []
 
     def go_to(self, context: list[int]) -> None:
         self.context = context

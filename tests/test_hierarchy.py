@@ -32,7 +32,7 @@ from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.families import VOCABULARY, model_of
 from tests.oracle import prompt_of
-from tests.slow_hierarchy import SlowHierarchy
+from tests.slow_hierarchy import Node, SlowHierarchy
 from tests.test_decode import SAMPLINGS, run, said
 from tests.trees import path_to
 
@@ -87,7 +87,7 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
         text[40] = 3  # which no store knows
         for start in (0, 1, 20):
             hierarchy.begin(text[:start])
-            slow.go_to(text[:start])
+            slow.begin(text[:start])
             at = start
             while at < start + 24:
                 tree, expected = hierarchy.draft(text[:at] or [0]), slow.draft(24)
@@ -104,9 +104,10 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
                 hierarchy.observe(accepted, logits)
                 for token in accepted.tokens:
                     slow.hear(token)
-                slow.listen([text[:at], *(twin.context for twin in expected)], accepted, logits)
+                slow.listen([Node(text[:at]), *expected], accepted, logits)
                 np.testing.assert_allclose(hierarchy.weights, slow.weight, rtol=1e-9)
                 np.testing.assert_allclose(hierarchy.rates, slow.rates, rtol=1e-9)
+                np.testing.assert_allclose(hierarchy.gains, slow.gains, rtol=1e-9)
                 at += len(accepted.tokens)
                 drafted |= set(tree.sources.tolist())
     assert drafted == {SOURCES[letter] for letter in used}
@@ -272,6 +273,40 @@ def one_hot(tokens: list[int]) -> torch.Tensor:
     logits = torch.full((len(tokens), 20), -torch.inf)
     logits[range(len(tokens)), tokens] = 1.0
     return logits
+
+
+def test_what_was_thought_at_the_same_place_counts_behind_another_token() -> None:
+    below = []
+    for thought in (8, 6):
+        hierarchy = Hierarchy(recycled=True)
+        hierarchy.begin([3, 5, 3, 5, 3, 6, 1, 2, 7, 1])
+        tree = hierarchy.draft([1])
+        assert tree.tokens.tolist()[0] == 2
+        logits = one_hot([3, thought, *[9] * (len(tree) - 1)])
+        hierarchy.observe(Accepted([], [3]), logits)  # not the 2 that was drafted, behind which 6 was expected
+        tree = hierarchy.draft([3])
+        below.append(tree.tokens[tree.parents == -1].tolist())
+    assert below == [[5, 6], [6, 5]]
+    hierarchy.observe(Accepted([], [3]), NO_LOGITS)
+    tree = hierarchy.draft([3])
+    assert tree.tokens[0] == 5, "it speaks of its own place alone"
+
+
+def test_agreement_comes_to_be_worth_what_it_brings() -> None:
+    def gain_after_always(truth: int) -> float:
+        hierarchy = Hierarchy(recycled=True)
+        for root in range(10, 50):
+            hierarchy.begin([3, 5, 3, 5, 3, 6, root, 2, 7, root])
+            tree = hierarchy.draft([root])
+            logits = one_hot([3, 6, *[9] * (len(tree) - 1)])
+            logits[2:] = -torch.inf
+            hierarchy.observe(Accepted([], [3]), logits)
+            tree = hierarchy.draft([3])
+            hierarchy.observe(follow(tree, [truth, 9]), torch.full((len(tree) + 1, 20), -torch.inf))
+        return float(hierarchy.gains[0])
+
+    before = float(Hierarchy(recycled=True).gains[0])
+    assert gain_after_always(5) < 0.6 * before < before < gain_after_always(6)
 
 
 def test_the_last_logit_gives_what_stood_beside_the_root() -> None:

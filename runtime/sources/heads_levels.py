@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.config import MOST_HEADS
 
@@ -35,21 +34,3 @@ def note(memory: Array, tokens: Array, odds: Array) -> None:
     memory["tokens"][0, :heads, :best] = tokens
     memory["shares"][0, :heads] = 0
     memory["shares"][0, :heads, :best] = odds * WHOLE
-
-
-@njit(cache=True, nogil=True)
-def head_for(heads: Any, depth: int) -> int:
-    """The head that speaks of what follows a node at this depth, or -1."""
-    head = depth + heads.ahead
-    return int(head) if head < heads.count else -1
-
-
-@njit(cache=True, nogil=True)
-def pass_by(heads: Any) -> None:
-    """A token has been emitted."""
-    heads.ahead += 1
-
-
-@njit(cache=True, nogil=True)
-def fall_silent(heads: Any) -> None:
-    heads.count = 0

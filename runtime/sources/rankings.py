@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +11,19 @@ import torch
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.likeliest import NO_LOGIT, ranked
 from hdtool.runtime.sources.last_logit import LAST, MOST_CANDIDATES, remember
+from hdtool.runtime.sources.neighbours import NEIGHBOURS, look_round
 from hdtool.runtime.sources.recycled import BEST, Recycled
 
 Array = npt.NDArray[Any]
+
+
+class Behind(NamedTuple):
+    """What rows of logits stand behind, the root's first."""
+
+    tails: Array
+    """The last tokens down to each node."""
+    depths: Array
+    odds: Array
 
 
 class Rankings:
@@ -23,22 +33,26 @@ class Rankings:
         self._last = np.zeros(1, LAST)
         self._copied = Recycled() if copied else None
         self._recycled = Recycled() if recycled else None
+        self._near = np.zeros(1, NEIGHBOURS)
         self._wants_last = last
         unused = Recycled().memory
         self.memories = (
             self._last,
             self._copied.memory if self._copied else unused,
             self._recycled.memory if self._recycled else unused,
+            self._near,
         )
+        # Compiled, or loaded, before a step waits for it.
+        tokens, scores = ranked(torch.full((1, 1), NO_LOGIT), 1)
         if last:
-            # Compiled, or loaded, before a step waits for it.
-            tokens, scores = ranked(torch.full((1, 1), NO_LOGIT), 1)
             remember(self._last, 0, tokens[0], scores[0])
+        if recycled:
+            look_round(self._near, np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
 
-    def hear(self, accepted: Accepted, logits: torch.Tensor, tails: Array | None) -> None:
-        """Take in a pass: a row of logits for the root and each node, of ``tails`` the last tokens down to each.
+    def hear(self, accepted: Accepted, logits: torch.Tensor, behind: Behind | None) -> None:
+        """Take in a pass: a row of logits for the root and each node.
 
-        Without ``tails`` nobody knows what the rows stand behind, and only the last one accepted is of use.
+        Where nobody knows what they stand behind, only the last one accepted is of use.
         """
         if not len(logits):
             return
@@ -46,14 +60,15 @@ class Rankings:
         if self._wants_last:
             tokens, scores = ranked(logits[rows[-1] : rows[-1] + 1], MOST_CANDIDATES + 1)
             remember(self._last, accepted.tokens[-1], tokens[0], scores[0])
-        if tails is None:
+        if behind is None:
             return
         vocabulary = logits.shape[-1]
         if self._recycled:
             tokens, scores = ranked(logits, BEST)
-            self._recycled.keep(tails, tokens, scores, vocabulary)
+            self._recycled.keep(behind.tails, tokens, scores, vocabulary)
+            look_round(self._near, behind.depths, behind.odds, tokens, scores, len(accepted.path))
             if self._copied:
-                self._copied.keep(tails[rows], tokens[rows], scores[rows], vocabulary)
+                self._copied.keep(behind.tails[rows], tokens[rows], scores[rows], vocabulary)
         elif self._copied:
             tokens, scores = ranked(logits[rows], BEST)
-            self._copied.keep(tails[rows], tokens, scores, vocabulary)
+            self._copied.keep(behind.tails[rows], tokens, scores, vocabulary)
