@@ -171,19 +171,38 @@ def test_what_is_never_taken_is_soon_not_drafted() -> None:
     assert sizes[0] > 0 and sizes[-1] == 0
 
 
-@settings(max_examples=100)
-@given(st.integers(1, 12), st.integers(1, 2000), st.integers(1, 70), st.integers(0, 2**16), st.booleans())
-def test_ranks_are_those_of_the_logits(rows: int, vocabulary: int, most: int, seed: int, coarse: bool) -> None:
-    logits = torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(seed))
-    logits = logits.bfloat16() if coarse else logits
-    tokens, scores = ranked(logits, most)
-    best = logits.float().sort(dim=-1, descending=True).values[:, :most].numpy()
-    kept = min(most, vocabulary)
-    assert (scores[:, :kept] == best).all() and (scores[:, kept:] == -np.inf).all()
-    assert (tokens[:, kept:] == -1).all()
-    for row in range(rows):
-        assert (logits.float()[row, tokens[row, :kept]].numpy() == scores[row, :kept]).all()
-        assert len(set(tokens[row, :kept].tolist())) == kept
+KINDS_OF_LOGITS = torch.float64, torch.float32, torch.bfloat16, torch.float16
+ODD_LOGITS = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 6),
+    st.one_of(st.integers(1, 300), st.integers(1, 5000), st.sampled_from([127, 128, 129, 1024, 8192, 20000])),
+    st.integers(1, 70),
+    st.sampled_from(KINDS_OF_LOGITS),
+    st.sampled_from([1000.0, 4.0, 0.5]),
+    st.sampled_from([0.0, 0.01, 0.9]),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+def test_ranks_are_those_of_a_slow_sort(
+    rows: int, vocabulary: int, most: int, kind: torch.dtype, levels: float, odd: float, strided: bool, seed: int
+) -> None:
+    """Of equals the first one first; what is minus infinity, or not a number, has no rank."""
+    drawn = torch.Generator().manual_seed(seed)
+    logits = (torch.randn((rows, vocabulary), generator=drawn) * levels).round() / 7
+    replaced = torch.rand(logits.shape, generator=drawn) < odd
+    logits[replaced] = ODD_LOGITS[torch.randint(5, (int(replaced.sum()),), generator=drawn)]
+    logits = logits.to(kind)
+    tokens, scores = ranked(logits.T.contiguous().T if strided else logits, most)
+    assert tokens.shape == scores.shape == (rows, most)
+    for row, values in enumerate(logits.float().tolist()):
+        likely = [token for token, value in enumerate(values) if value > -np.inf]
+        expected = sorted(likely, key=lambda token: (-values[token], token))[:most]
+        absent = most - len(expected)
+        assert tokens[row].tolist() == expected + [-1] * absent
+        assert scores[row].tolist() == [values[token] for token in expected] + [-np.inf] * absent
 
 
 def test_rows_that_are_not_numbers_have_no_ranks() -> None:
