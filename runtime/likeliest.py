@@ -73,13 +73,20 @@ def _comparable(logits: torch.Tensor) -> Array:
         logits = logits.detach()
     if logits.dtype not in COMPARABLE:
         logits = logits.float()
-    return logits.numpy()  # type: ignore[no-any-return]
+    return logits.numpy()
 
 
-def ranked(logits: torch.Tensor, most: int) -> tuple[Array, Array]:
+def at_hand(logits: torch.Tensor) -> torch.Tensor | Array:
+    """What ``ranked`` takes and rows are best taken of, where several are: on a CPU NumPy's view, which costs less."""
+    return _comparable(logits) if logits.device.type == "cpu" and logits.dtype == torch.float32 else logits
+
+
+def ranked(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
     """The ``most`` likeliest tokens of each row, best first, and their logits; -1 and -inf where a row has no more."""
     tokens, scores = np.empty((len(logits), most), np.int64), np.empty((len(logits), most), np.float32)
-    if logits.device.type == "cpu":
+    if isinstance(logits, np.ndarray):
+        _rank(np.ascontiguousarray(logits), tokens, scores)
+    elif logits.device.type == "cpu":
         # Torch takes ten times as long for this on a CPU.
         single = logits if logits.dtype == torch.float32 else logits.float()
         _rank(np.ascontiguousarray(_comparable(single)), tokens, scores)
@@ -137,7 +144,7 @@ def _folded(size: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _fold(values: Array, highest: Array) -> None:
-    """The maximum of each eight values that lie one behind the other when a part is written in lines of 16."""
+    """The maxima of columns, each part of the values being written as eight lines of ``LANES``."""
     whole = len(values) // PART
     for number in range(whole):
         part, kept = values[number * PART : (number + 1) * PART], highest[number * LANES : (number + 1) * LANES]

@@ -129,9 +129,9 @@ def test_the_likeliest_token_is_the_one_that_greedy_sampling_takes(dtype: torch.
     assert likeliest(logits).tolist() == expected
     assert [int(likeliest(row)) for row in logits] == expected
     assert likeliest(logits[:0]).tolist() == []
-    for given in (logits, logits.clone().requires_grad_(), logits.T.clone().T):
-        choose = Sampler(SamplingConfig(), [1]).over(given)
-        assert [choose(row) for row in range(len(logits))] == expected
+    for kind in (logits, logits.clone().requires_grad_(), logits.T.clone().T):
+        choice = map(Sampler(SamplingConfig(), [1]).over(kind), range(len(kind)))
+        assert list(choice) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
