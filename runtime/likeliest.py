@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,16 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-COLUMNS = 512
-"""More are slower for small vocabularies, fewer for large ones."""
+LANES = 16
+"""Values that are compared with as many others at once."""
+FOLDED = 8
+"""Values that a maximum is taken of."""
+PART = LANES * FOLDED
+ENOUGH = 4
+"""The last maxima are so many for each token that is wanted: of fewer, too many others stand below the best."""
+MOST_LEVELS = 8
+COMPARABLE = torch.float32, torch.float64
+"""Logits of other kinds become float32: NumPy has no bfloat16."""
 NO_TOKEN, NO_LOGIT = -1, -np.inf
 
 Array = npt.NDArray[Any]
@@ -39,19 +48,48 @@ def likeliest(logits: torch.Tensor) -> npt.NDArray[np.int64]:
     if logits.device.type != "cpu":
         found: Any = logits.argmax(dim=-1).cpu().numpy()
     else:
-        # On a CPU, NumPy looks through a vocabulary some ten times as fast as torch does.
-        logits = logits.detach()
-        comparable = logits if logits.dtype == torch.float64 else logits.float()  # NumPy has no bfloat16
-        found = comparable.numpy().argmax(axis=-1)
+        found = _comparable(logits).argmax(axis=-1)
     return np.asarray(found, np.int64)
 
 
-def ranked(logits: torch.Tensor, most: int) -> tuple[Array, Array]:
+def likeliest_at(logits: torch.Tensor) -> Callable[[int], int]:
+    """A function from a row to its likeliest token; rows that nobody asks for take no time on a CPU."""
+    if isinstance(logits, Logits) or logits.device.type != "cpu":
+        known = likeliest(logits)  # of all in one transfer: each costs a wait for the device
+        return lambda row: int(known[row])
+    if logits.dtype not in COMPARABLE:
+        return lambda row: int(likeliest(logits[row]))
+    rows = _comparable(logits)
+    return lambda row: int(rows[row].argmax())
+
+
+def _comparable(logits: torch.Tensor) -> Array:
+    """On a CPU the same memory if it can be: NumPy looks through a vocabulary some ten times as fast as torch does.
+
+    What need not be done is not asked for: of all the code that a step runs through, little is still in the
+    processor's cache when the next one comes, and each call into torch takes microseconds.
+    """
+    if logits.requires_grad:
+        logits = logits.detach()
+    if logits.dtype not in COMPARABLE:
+        logits = logits.float()
+    return logits.numpy()
+
+
+def at_hand(logits: torch.Tensor) -> torch.Tensor | Array:
+    """What ``ranked`` takes and rows are best taken of, where several are: on a CPU NumPy's view, which costs less."""
+    return _comparable(logits) if logits.device.type == "cpu" and logits.dtype == torch.float32 else logits
+
+
+def ranked(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
     """The ``most`` likeliest tokens of each row, best first, and their logits; -1 and -inf where a row has no more."""
     tokens, scores = np.empty((len(logits), most), np.int64), np.empty((len(logits), most), np.float32)
-    if logits.device.type == "cpu":
+    if isinstance(logits, np.ndarray):
+        _rank(np.ascontiguousarray(logits), tokens, scores)
+    elif logits.device.type == "cpu":
         # Torch takes ten times as long for this on a CPU.
-        _rank(logits.detach().float().numpy(), tokens, scores)
+        single = logits if logits.dtype == torch.float32 else logits.float()
+        _rank(np.ascontiguousarray(_comparable(single)), tokens, scores)
     else:
         tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
         best = logits.detach().float().topk(min(most, logits.shape[-1]))
@@ -64,36 +102,93 @@ def ranked(logits: torch.Tensor, most: int) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _rank(logits: Array, tokens: Array, scores: Array) -> None:
-    """The vocabulary is folded into columns: whatever is among the best stands in one of the best columns."""
-    columns, best = np.empty(COLUMNS, np.float32), np.empty(scores.shape[1], np.float32)
+    """The vocabulary is folded level by level: whatever is among the best stands below the best of the last level."""
+    vocabulary, most = logits.shape[1], scores.shape[1]
+    begins, last = _levels(vocabulary, most)
+    maxima, best = np.empty(begins[last + 1], np.float32), np.empty(most, np.float32)
+    above, below = np.empty(vocabulary + PART, np.int32), np.empty(vocabulary + PART, np.int32)
     tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
     for row in range(len(logits)):
-        line = logits[row]
-        _fold(line, columns)
-        least = _least_of_best(columns, best)
-        for column in range(COLUMNS):
-            if columns[column] >= least:
-                for token in range(column, len(line), COLUMNS):
-                    if line[token] >= least:
-                        _insert(tokens[row], scores[row], token, line[token])
+        values = logits[row]
+        for level in range(1, last + 1):
+            highest = maxima[begins[level] : begins[level + 1]]
+            _fold(values, highest)
+            values = highest
+        least = _least_of_best(values, best)
+        found = _all_from(values, least, above)
+        for level in range(last - 1, -1, -1):
+            values = maxima[begins[level] : begins[level + 1]] if level else logits[row]
+            found = _all_below(above[:found], values, least, below)
+            above, below = below, above
+        for token in above[:found]:
+            _insert(tokens[row], scores[row], token, logits[row, token])
 
 
 @njit(cache=True, nogil=True)
-def _fold(line: Array, columns: Array) -> None:
-    """The highest of each column."""
-    columns[:] = NO_LOGIT
-    for start in range(0, len(line), COLUMNS):
-        part = line[start : start + COLUMNS]
-        for column in range(len(part)):
-            # Written so that the compiler takes many at once; what is not a number is never higher.
-            columns[column] = part[column] if part[column] > columns[column] else columns[column]
+def _levels(vocabulary: int, most: int) -> tuple[Array, int]:
+    """Where each level begins among all maxima, where the last one ends, and which it is; the first is 1."""
+    begins = np.zeros(MOST_LEVELS + 2, np.int64)
+    size, level = _folded(vocabulary), 1
+    begins[2] = size
+    while level < MOST_LEVELS and _folded(size) >= ENOUGH * most and _folded(size) < size:
+        size, level = _folded(size), level + 1
+        begins[level + 1] = begins[level] + size
+    return begins, level
 
 
 @njit(cache=True, nogil=True)
-def _least_of_best(columns: Array, best: Array) -> Any:
+def _folded(size: int) -> int:
+    """How many maxima so many values have."""
+    return -(-size // PART) * LANES
+
+
+@njit(cache=True, nogil=True)
+def _fold(values: Array, highest: Array) -> None:
+    """The maxima of columns, each part of the values being written as eight lines of ``LANES``."""
+    whole = len(values) // PART
+    for number in range(whole):
+        part, kept = values[number * PART : (number + 1) * PART], highest[number * LANES : (number + 1) * LANES]
+        # Written so that the compiler takes all lanes at once; what is not a number is never higher.
+        for lane in range(LANES):
+            most = np.float32(NO_LOGIT)
+            for line in range(FOLDED):
+                value = part[line * LANES + lane]
+                most = value if value > most else most
+            kept[lane] = most
+    highest[whole * LANES :] = NO_LOGIT
+    for place in range(whole * PART, len(values)):
+        lane = whole * LANES + place % LANES
+        highest[lane] = values[place] if values[place] > highest[lane] else highest[lane]
+
+
+@njit(cache=True, nogil=True)
+def _all_from(values: Array, least: float, places: Array) -> int:
+    """Write down the places of all values that are no less; says how many there are."""
+    found = 0
+    for place in range(len(values)):
+        # Always written and seldom counted: a processor that need not guess takes half as long.
+        places[found] = place
+        found += values[place] >= least
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _all_below(above: Array, values: Array, least: float, places: Array) -> int:
+    """The same, of the values that these maxima were taken of."""
+    found = 0
+    for maximum in above:
+        first = maximum // LANES * PART + maximum % LANES
+        for place in range(first, min(first + PART, len(values)), LANES):
+            places[found] = place
+            found += values[place] >= least
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _least_of_best(values: Array, best: Array) -> Any:
     """The highest but so many: there are as many tokens that are no less."""
     best[:] = NO_LOGIT
-    for highest in columns:
+    for highest in values:
         if highest > best[-1]:
             place = len(best) - 1
             while place > 0 and best[place - 1] < highest:

@@ -17,7 +17,7 @@ from transformers import (
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.draws import Draws
-from hdtool.runtime.likeliest import likeliest
+from hdtool.runtime.likeliest import likeliest, likeliest_at
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -53,8 +53,7 @@ class Sampler:
     def over(self, logits: torch.Tensor) -> Callable[[int], int]:
         """A function from a row of ``logits`` to the token chosen there, given the context so far."""
         if self._greedy and not self._processors:
-            chosen = likeliest(logits)
-            return lambda row: int(chosen[row])
+            return likeliest_at(logits)
         return lambda row: self.choose(self.scores(logits[row]))
 
     def ids(self, device: torch.device) -> torch.LongTensor:

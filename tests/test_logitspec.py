@@ -15,7 +15,7 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget import FixedBudget, Odds
 from hdtool.runtime.config import DecodeConfig, ReplayConfig
-from hdtool.runtime.likeliest import ranked
+from hdtool.runtime.likeliest import Logits, at_hand, ranked
 from hdtool.runtime.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.node_odds import STRENGTH, NodeOdds
 from hdtool.runtime.sources import SourceName
@@ -171,19 +171,48 @@ def test_what_is_never_taken_is_soon_not_drafted() -> None:
     assert sizes[0] > 0 and sizes[-1] == 0
 
 
-@settings(max_examples=100)
-@given(st.integers(1, 12), st.integers(1, 2000), st.integers(1, 70), st.integers(0, 2**16), st.booleans())
-def test_ranks_are_those_of_the_logits(rows: int, vocabulary: int, most: int, seed: int, coarse: bool) -> None:
-    logits = torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(seed))
-    logits = logits.bfloat16() if coarse else logits
-    tokens, scores = ranked(logits, most)
-    best = logits.float().sort(dim=-1, descending=True).values[:, :most].numpy()
-    kept = min(most, vocabulary)
-    assert (scores[:, :kept] == best).all() and (scores[:, kept:] == -np.inf).all()
-    assert (tokens[:, kept:] == -1).all()
-    for row in range(rows):
-        assert (logits.float()[row, tokens[row, :kept]].numpy() == scores[row, :kept]).all()
-        assert len(set(tokens[row, :kept].tolist())) == kept
+KINDS_OF_LOGITS = torch.float64, torch.float32, torch.bfloat16, torch.float16
+ODD_LOGITS = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 6),
+    st.one_of(st.integers(1, 300), st.integers(1, 5000), st.sampled_from([127, 128, 129, 1024, 8192, 20000])),
+    st.integers(1, 70),
+    st.sampled_from(KINDS_OF_LOGITS),
+    st.sampled_from([1000.0, 4.0, 0.5]),
+    st.sampled_from([0.0, 0.01, 0.9]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+def test_ranks_are_those_of_a_slow_sort(
+    rows: int,
+    vocabulary: int,
+    most: int,
+    kind: torch.dtype,
+    levels: float,
+    odd: float,
+    strided: bool,
+    whole: bool,
+    seed: int,
+) -> None:
+    """Of equals the first one first; what is minus infinity, or not a number, has no rank."""
+    drawn = torch.Generator().manual_seed(seed)
+    logits = (torch.randn((rows, vocabulary), generator=drawn) * levels).round() / 7
+    replaced = torch.rand(logits.shape, generator=drawn) < odd
+    logits[replaced] = ODD_LOGITS[torch.randint(5, (int(replaced.sum()),), generator=drawn)]
+    logits = logits.to(kind)
+    logits = logits.T.contiguous().T if strided else logits
+    tokens, scores = ranked(logits if whole else at_hand(logits)[:], most)
+    assert tokens.shape == scores.shape == (rows, most)
+    for row, values in enumerate(logits.float().tolist()):
+        likely = [token for token, value in enumerate(values) if value > -np.inf]
+        expected = sorted(likely, key=lambda token: (-values[token], token))[:most]
+        absent = most - len(expected)
+        assert tokens[row].tolist() == expected + [-1] * absent
+        assert scores[row].tolist() == [values[token] for token in expected] + [-np.inf] * absent
 
 
 def test_rows_that_are_not_numbers_have_no_ranks() -> None:
@@ -191,6 +220,16 @@ def test_rows_that_are_not_numbers_have_no_ranks() -> None:
     logits[1, 3] = 0.0
     tokens, scores = ranked(logits, 4)
     assert (scores[0] == -np.inf).all() and tokens[1].tolist() == [3, -1, -1, -1]
+
+
+def test_logits_that_torch_keeps_an_eye_on_are_ranked_like_others() -> None:
+    plain = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    with torch.inference_mode():
+        inferred = plain.clone()
+    for logits in (plain.clone().requires_grad_(), Logits.of(plain, np.array([1, 0])), inferred):
+        for rows in (logits, at_hand(logits)):
+            assert ranked(rows, 2)[0].tolist() == [[1, 2], [0, 2]]
+            assert ranked(rows[1:], 2)[0].tolist() == [[0, 2]]
 
 
 def test_sources_that_a_method_does_not_know_are_refused() -> None:
