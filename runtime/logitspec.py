@@ -18,7 +18,7 @@ from numba import njit
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget import Budget, FixedBudget
-from hdtool.runtime.likeliest import ranked
+from hdtool.runtime.likeliest import at_hand, ranked
 from hdtool.runtime.node_odds import NodeOdds
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.growing import GrowingContext
@@ -101,7 +101,7 @@ class LogitSpec:
         self._candidates = self._candidates[:0]
         if len(logits) and self.budget.most:
             end = accepted.path[-1] + 1 if accepted.path else 0
-            tokens, scores = ranked(logits[end : end + 1], MOST_CANDIDATES + 1)
+            tokens, scores = ranked(at_hand(logits)[end : end + 1], MOST_CANDIDATES + 1)
             likely = tokens[0, np.isfinite(scores[0])]
             self._candidates = likely[likely != accepted.tokens[-1]][:MOST_CANDIDATES]
             if len(self._ranks) != logits.shape[-1]:

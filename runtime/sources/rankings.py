@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.likeliest import NO_LOGIT, ranked
+from hdtool.runtime.likeliest import NO_LOGIT, at_hand, ranked
 from hdtool.runtime.sources.last_logit import LAST, MOST_CANDIDATES, remember
 from hdtool.runtime.sources.neighbours import NEIGHBOURS, look_round
 from hdtool.runtime.sources.recycled import BEST, Recycled
@@ -54,21 +54,22 @@ class Rankings:
 
         Where nobody knows what they stand behind, only the last one accepted is of use.
         """
-        if not len(logits):
+        if not len(logits) or not (self._wants_last or self._copied or self._recycled):
             return
+        rankable = at_hand(logits)
         rows = [0, *(node + 1 for node in accepted.path)]
         if self._wants_last:
-            tokens, scores = ranked(logits[rows[-1] : rows[-1] + 1], MOST_CANDIDATES + 1)
+            tokens, scores = ranked(rankable[rows[-1] : rows[-1] + 1], MOST_CANDIDATES + 1)
             remember(self._last, accepted.tokens[-1], tokens[0], scores[0])
         if behind is None:
             return
         vocabulary = logits.shape[-1]
         if self._recycled:
-            tokens, scores = ranked(logits, BEST)
+            tokens, scores = ranked(rankable, BEST)
             self._recycled.keep(behind.tails, tokens, scores, vocabulary)
             look_round(self._near, behind.depths, behind.odds, tokens, scores, len(accepted.path))
             if self._copied:
                 self._copied.keep(behind.tails[rows], tokens[rows], scores[rows], vocabulary)
         elif self._copied:
-            tokens, scores = ranked(logits[rows], BEST)
+            tokens, scores = ranked(rankable[rows], BEST)
             self._copied.keep(behind.tails[rows], tokens, scores, vocabulary)
