@@ -20,7 +20,7 @@ BEST = 8
 """Tokens of a ranking."""
 LONGEST_NODE = 5
 """Last tokens that rankings are kept by."""
-HASHED_ROWS = 1 << 17
+HASHED_ROWS = 1 << 15
 """For each of the longer lengths."""
 WHOLE = 1000
 """Shares are in thousandths."""
