@@ -10,7 +10,7 @@ from hdtool.data.errors import ModelError
 from hdtool.data.store import TokenizerMark
 from hdtool.runtime.config import PEERS, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.contenders import Contender, Drafting, Generating
-from hdtool.runtime.layout import was_laid_out
+from hdtool.runtime.layers import has_own_products
 from hdtool.runtime.load import Loaded, load_stock, load_tokenizer
 from hdtool.runtime.methods import drafter_for
 from hdtool.runtime.shelf import Shelf
@@ -65,7 +65,7 @@ class Lineup:
 
     def _stock(self) -> PreTrainedModel:
         own = self._loaded.target.model
-        return load_stock(self._config) if was_laid_out(own) else own
+        return load_stock(self._config) if has_own_products(own) else own
 
     def _assisting(self, stock: PreTrainedModel, config: ModelConfig) -> dict[str, Any]:
         tokenizer = load_tokenizer(config)
