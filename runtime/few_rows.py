@@ -21,11 +21,18 @@ BYTES_OF_A_NUMBER = 4
 IN_A_LINE = 16
 """Numbers that memory brings at once."""
 
-_FEATURES = binding.get_host_cpu_features()
-LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx") else 4
+
+def _has(feature: str) -> bool:
+    try:
+        return bool(binding.get_host_cpu_features().get(feature))
+    except RuntimeError:  # not every processor can be asked
+        return False
+
+
+LANES = 16 if _has("avx512f") else 8 if _has("avx") else 4
 """Numbers that the processor multiplies at once."""
-OUTS = 2 if _FEATURES.get("avx") and not _FEATURES.get("avx512f") else 4
-"""Rows of the matrix in a tile: with as many rows to multiply, what they add up to must fit into its registers."""
+OUTS = 2 if LANES == 8 else 4
+"""Rows of the matrix in a tile: their sums with four others must fit into the registers, of which AVX has 16."""
 UNROLLED = 4
 WHOLE = 64
 """A row must be a multiple of so many numbers."""
@@ -62,9 +69,9 @@ class _Loop:
         self._fetch(builder.gep(matrix.pop(), [builder.mul(column, INDEX(self.outs))]))
         added = self._added(column, matrix, rows, sums)
         following = builder.add(column, INDEX(self.step))
-        for phi, first, value in zip(
-            [column, *sums], [INDEX(0), *[ir.Constant(self.vector, [0.0] * LANES)] * len(sums)], [following, *added]
-        ):
+        zero = ir.Constant(self.vector, [0.0] * LANES)
+        firsts = [INDEX(0), *[zero] * len(sums)]
+        for phi, first, value in zip([column, *sums], firsts, [following, *added], strict=True):
             phi.add_incoming(first, before)
             phi.add_incoming(value, body)
         after = builder.append_basic_block("after")

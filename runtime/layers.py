@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch.nn import Linear
@@ -95,12 +96,21 @@ def multiply_few_rows_faster(model: torch.nn.Module) -> None:
     made = {shape: Choice(weights) for shape, weights in choices.items()}
     for layer in fit:
         layer.__class__ = FewRowsLinear
-        layer.choice = made[layer.weight.shape]
+        cast(FewRowsLinear, layer).choice = made[layer.weight.shape]
 
 
 def has_own_products(model: torch.nn.Module) -> bool:
     """Whether any layer multiplies otherwise than the library would."""
     return any(isinstance(module, FewRowsLinear) for module in model.modules())
+
+
+def share_weights(stock: torch.nn.Module, own: torch.nn.Module) -> None:
+    """Let a model that was loaded once more keep none of the weights that ours has already; it multiplies as before."""
+    for name, layer in own.named_modules():
+        if isinstance(layer, FewRowsLinear):
+            other = stock.get_submodule(name)
+            assert isinstance(other, Linear)
+            other.weight.data = layer.weight.data
 
 
 def _fits(layer: Linear) -> bool:
