@@ -18,7 +18,7 @@ TRIED = (1, 4, 16, 64)
 TIMES = 3
 SAMPLED = 4
 """Layers of a shape that are timed one after another: a single one would stay in a nearer cache."""
-LARGEST = 1 << 20
+LARGEST = 1 << 19
 """Of each so many numbers at most."""
 
 
