@@ -10,7 +10,7 @@ from hdtool.data.errors import ModelError
 from hdtool.data.store import TokenizerMark
 from hdtool.runtime.config import PEERS, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.contenders import Contender, Drafting, Generating
-from hdtool.runtime.layout import was_laid_out
+from hdtool.runtime.layers import has_own_products, share_weights
 from hdtool.runtime.load import Loaded, load_stock, load_tokenizer
 from hdtool.runtime.methods import drafter_for
 from hdtool.runtime.shelf import Shelf
@@ -64,8 +64,12 @@ class Lineup:
         return Generating(self._loaded, stock, self._sampling, self._decoding.max_new_tokens, **drafting)
 
     def _stock(self) -> PreTrainedModel:
-        own = self._loaded.target.model
-        return load_stock(self._config) if was_laid_out(own) else own
+        own: PreTrainedModel = self._loaded.target.model
+        if not has_own_products(own):
+            return own
+        stock = load_stock(self._config)
+        share_weights(stock, own)
+        return stock
 
     def _assisting(self, stock: PreTrainedModel, config: ModelConfig) -> dict[str, Any]:
         tokenizer = load_tokenizer(config)

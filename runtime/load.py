@@ -17,7 +17,7 @@ from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.capture import never
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.families import refuse_by_configuration
-from hdtool.runtime.layout import lay_out_for_few_rows
+from hdtool.runtime.layers import multiply_few_rows_faster
 from hdtool.runtime.placement import require_accelerate
 from hdtool.runtime.quantising import library_of, quantisation, require_libraries
 from hdtool.runtime.ranks import LeadingTarget, Ranks, check_device, check_plan, leader
@@ -62,7 +62,7 @@ def load(config: ModelConfig) -> Loaded:
     else:
         model = _on_one_device(config, settings, device)
         if device.type == "cpu":
-            lay_out_for_few_rows(model)
+            multiply_few_rows_faster(model)
         target = _attempt(name, f"on {device}", lambda: Target(model))
     return Loaded(config.model or demo.NAME, target, tokenizer)
 

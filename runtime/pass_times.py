@@ -17,6 +17,7 @@ from hdtool.runtime.batch import Seats
 from hdtool.runtime.budget import ROWS
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.cost import CostCurve, Floats
+from hdtool.runtime.layers import has_own_products
 from hdtool.runtime.load import Loaded
 from hdtool.runtime.surroundings import device_name, dtype_name, fingerprint
 from hdtool.runtime.target import Target, some_context
@@ -115,9 +116,8 @@ def cost_here(target: Target, batch: int = 1) -> CostCurve:
 
 
 def _place_at_home(target: Target) -> Path:
-    return cost_at_home(
-        fingerprint(target.model), device_name(target.device), dtype_name(target.dtype), torch.get_num_threads()
-    )
+    computed = dtype_name(target.dtype) + "-own-products" * has_own_products(target.model)
+    return cost_at_home(fingerprint(target.model), device_name(target.device), computed, torch.get_num_threads())
 
 
 def keep_at_home(target: Target, curve: CostCurve) -> None:

@@ -9,10 +9,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import Linear
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.layout import BlockedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,11 +26,8 @@ def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]
         raise ModelError(f"nothing computes more precisely than {model.dtype}")
     higher = HIGHER[model.dtype]
     tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point()]
-    blocked: list[Linear] = [module for module in model.modules() if isinstance(module, BlockedLinear)]
     kept = [tensor.data for tensor in tensors]
     try:
-        for module in blocked:
-            module.__class__ = Linear  # its second copy of the weights stays as imprecise as it is
         for tensor in tensors:
             wider = tensor.dtype in HIGHER and torch.finfo(tensor.dtype).bits < torch.finfo(higher).bits
             tensor.data = tensor.data.to(device, higher if wider else tensor.dtype)
@@ -40,8 +35,6 @@ def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]
     finally:
         for tensor, data in zip(tensors, kept, strict=True):
             tensor.data = data
-        for module in blocked:
-            module.__class__ = BlockedLinear
 
 
 @torch.inference_mode()

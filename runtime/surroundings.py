@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from hdtool.data.store import MANIFEST, checksum
-from hdtool.runtime.layout import was_laid_out
+from hdtool.runtime.layers import has_own_products
 from hdtool.runtime.load import Loaded
 from hdtool.runtime.quantised import parts_of
 from hdtool.runtime.quantising import library_of
@@ -38,7 +38,7 @@ def surroundings(loaded: Loaded, shelf: Shelf) -> dict[str, Any]:
         "model": loaded.name,
         "fingerprint": fingerprint(target.model),
         "quantised": library_of(target.model.config),
-        "weights_laid_out": was_laid_out(target.model),
+        "own_products": has_own_products(target.model),
         "stores": {
             store.manifest.kind: {
                 "folder": str(store.folder.resolve()),

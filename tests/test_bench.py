@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
@@ -27,6 +28,7 @@ from hdtool.data.results import read_results
 from hdtool.runtime.bench import Bench, hash_of, in_turn
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.contenders import Generating
+from hdtool.runtime.layers import has_own_products
 from hdtool.runtime.lineup import Lineup
 from hdtool.runtime.load import Loaded, load
 from hdtool.runtime.plan import Plan
@@ -244,14 +246,14 @@ def test_steps_of_the_library_are_counted_as_it_takes_them(embedded: Loaded, nam
 
 
 def test_the_library_runs_on_weights_as_its_users_have_them(embedded: Loaded) -> None:
-    """Small CPU models are laid out anew for our own methods; a peer that ran on those would be another one."""
+    """Layers of CPU models multiply otherwise for our own methods; a peer that ran on those would be another one."""
     lineup = Lineup(embedded, Shelf(), ModelConfig(), DecodeConfig(), SamplingConfig())
     peer = lineup.contenders(["generate"])["generate"]
     assert isinstance(peer, Generating)
-    assert peer._model is not embedded.target.model
-    assert all(weight.is_contiguous() for weight in peer._model.parameters())
-    for layer in embedded.target.model.modules():
-        assert type(layer).__name__ != "Linear" or not layer.weight.is_contiguous()
+    assert not has_own_products(peer._model)
+    assert has_own_products(embedded.target.model)
+    for theirs, own in zip(peer._model.parameters(), embedded.target.model.parameters(), strict=True):
+        assert torch.equal(theirs, own)
 
 
 def test_an_assistant_of_a_padded_vocabulary_is_taken(embedded: Loaded, tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ def test_a_curve_is_found_again_at_home(embedded: Loaded) -> None:
     curve = cost_of_passes(embedded, [8])
     target = embedded.target
     keep_at_home(target, curve)
-    path = cost_at_home(fingerprint(target.model), device_name(target.device), "float32", torch.get_num_threads())
+    path = cost_at_home(
+        fingerprint(target.model), device_name(target.device), "float32-own-products", torch.get_num_threads()
+    )
     assert CostCurve.read(path) == curve
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 

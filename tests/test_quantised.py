@@ -23,7 +23,7 @@ from hdtool.runtime.capture import direct
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.layout import lay_out_for_few_rows, was_laid_out
+from hdtool.runtime.layers import FewRowsLinear, multiply_few_rows_faster
 from hdtool.runtime.load import Loaded, load, load_stock
 from hdtool.runtime.outliers import RowByRow
 from hdtool.runtime.quantised import quantised_layers
@@ -184,7 +184,7 @@ def test_differences_are_explained_without_more_precise_weights() -> None:
     assert found.precise.dtype == "float32, token by token"
 
 
-def test_quantised_layers_are_not_laid_out() -> None:
+def test_quantised_layers_multiply_as_their_library_does() -> None:
     class Packed(Parameter):
         """As libraries have them: a class that knows few operations."""
 
@@ -193,11 +193,9 @@ def test_quantised_layers_are_not_laid_out() -> None:
 
     model: Any = torch.nn.ModuleList([Linear(64, 64, bias=False), Linear(64, 64, bias=False)])
     model[0].weight = Packed(model[0].weight.detach())
-    lay_out_for_few_rows(model)
-    assert was_laid_out(model)
-    assert model[0].weight.is_contiguous()
+    multiply_few_rows_faster(model)
     assert type(model[0].weight) is Packed
-    assert not model[1].weight.is_contiguous()
+    assert [type(layer) for layer in model] == [Linear, FewRowsLinear]
 
 
 def test_the_fingerprint_tells_quantised_from_not() -> None:

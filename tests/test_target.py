@@ -16,7 +16,6 @@ from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.families import context_limit
-from hdtool.runtime.layout import lay_out_for_few_rows
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
@@ -99,16 +98,6 @@ def test_layers_of_different_shape_share_a_tensor_each() -> None:
     """DeepSeek keeps a latent vector and, apart from it, what is turned by the position."""
     target = Target(model_of("deepseek_v3"))
     assert sorted(tensor.shape[-1] for tensor in target._rows.memory.tensors) == [8, 16]
-
-
-def test_column_major_weights_change_no_logits() -> None:
-    family = model_of("qwen2")
-    twin = AutoModelForCausalLM.from_config(family.config)
-    twin.load_state_dict(family.state_dict())
-    twin.eval()
-    lay_out_for_few_rows(twin)
-    assert twin.lm_head.weight.stride() == (1, VOCABULARY)
-    assert_same_logits(plain_logits(twin, prompt_of(20)), plain_logits(family, prompt_of(20)))
 
 
 def tiny(name: str, **changes: Any) -> PreTrainedModel:

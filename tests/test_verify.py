@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Linear
 
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
@@ -20,7 +19,6 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.layout import BlockedLinear
 from hdtool.runtime.load import Loaded, load
 from hdtool.runtime.precision import logits_after, more_precise
 from hdtool.runtime.sampler import Sampler
@@ -216,8 +214,6 @@ def test_a_device_without_room_leaves_it_to_the_cpu(small: Loaded, monkeypatch: 
 
 def test_a_model_is_given_back_bit_by_bit(small: Loaded) -> None:
     model: Any = small.target.model
-    layer = next(module for module in model.modules() if type(module) is Linear)
-    BlockedLinear.convert(layer)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
     plain = logits_after(model, PROMPT)
     with pytest.raises(ZeroDivisionError), more_precise(model, torch.device("cpu")):
@@ -225,7 +221,6 @@ def test_a_model_is_given_back_bit_by_bit(small: Loaded) -> None:
         raise ZeroDivisionError
     assert fine.dtype == torch.float64
     assert 0 < (fine - plain).abs().max() < 1e-3 * plain.std()
-    assert type(layer) is BlockedLinear
     for name, tensor in model.state_dict().items():
         address, value = before[name]
         assert tensor.data_ptr() == address

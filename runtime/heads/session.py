@@ -15,7 +15,7 @@ from hdtool.runtime.heads.guesses import Calibration, bucket_of
 from hdtool.runtime.heads.memory import HeadRows
 from hdtool.runtime.heads.modules import best_of
 from hdtool.runtime.heads.saved import SavedHeads
-from hdtool.runtime.layout import lay_out_for_few_rows
+from hdtool.runtime.layers import multiply_few_rows_faster
 from hdtool.runtime.sources.heads_levels import BEST
 from hdtool.runtime.target import Target
 
@@ -50,7 +50,7 @@ class Session:
         self._is_prompt = True
         target.watch_hidden()
         if target.device.type == "cpu":
-            lay_out_for_few_rows(self.heads)
+            multiply_few_rows_faster(self.heads)
         shape = self.heads.shape
         width = shape.width // shape.attention_heads
         self._rows = HeadRows(len(self.heads.layers), shape.attention_heads, width, self.heads.like)

@@ -48,20 +48,19 @@ def theirs(model: Any) -> Answer:
     return lambda prompt, most: generated(model, prompt, most)
 
 
-def undo_layout(model: torch.nn.Module) -> None:
+def multiply_as_the_library(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.weight.data = module.weight.data.contiguous()
             module.__class__ = torch.nn.Linear
 
 
-def compare(threads: int, rounds: int, prompts: list[list[int]], most: int, *, row_major: bool) -> str:
+def compare(threads: int, rounds: int, prompts: list[list[int]], most: int, *, torchs_products: bool) -> str:
     """One row of the table."""
     torch.set_num_threads(threads)
     stats = Stats()
     loaded = load(ModelConfig(device="cpu"))
-    if row_major:
-        undo_layout(loaded.target.model)
+    if torchs_products:
+        multiply_as_the_library(loaded.target.model)
     stock = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     identical = 0
@@ -89,7 +88,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--row-major", action="store_true", help="leave the weights as the checkpoint has them")
+    parser.add_argument("--torchs-products", action="store_true", help="of few rows too, in ours as in generate")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -102,7 +101,10 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for threads in options.threads:
-        print(compare(threads, options.rounds, prompts, options.tokens, row_major=options.row_major), flush=True)
+        print(
+            compare(threads, options.rounds, prompts, options.tokens, torchs_products=options.torchs_products),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
