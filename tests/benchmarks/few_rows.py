@@ -1,4 +1,7 @@
-"""Products of a few rows on the CPU, ours against torch's: ``python -m tests.benchmarks.few_rows``.
+"""Products of a few rows on the CPU, ours against torch's.
+
+    python -m tests.benchmarks.few_rows products    # of matrices alone
+    python -m tests.benchmarks.few_rows passes      # whole passes that check trees, behind 200 tokens
 
 Once for the demo model's matrices, which stay in the last cache together, and once for as many
 matrices of a larger model as make 500 MB, which come from memory.
@@ -8,18 +11,26 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 
 import torch
+from torch.nn import Linear
 from torch.nn.functional import linear
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hdtool.runtime.layers import own_linear
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.layers import FewRowsLinear, multiply_few_rows_faster, own_linear
+from hdtool.runtime.load import load
 from hdtool.runtime.surroundings import machine
+from hdtool.runtime.target import Target, some_context
+from hdtool.runtime.tree import DraftTree
 
 LAYER = ((256, 256), (128, 256), (128, 256), (256, 256), (1024, 256), (1024, 256), (256, 1024))
 MODELS = {"in cache (28 MB)": LAYER * 6 + ((4096, 256),), "from memory (500 MB)": ((1024, 1024),) * 119}
 PRODUCTS = {"torch": linear, "ours": own_linear}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = 15
+CONTEXT = 200
 
 
 def milliseconds(weights: list[torch.Tensor], rows: int) -> dict[str, float]:
@@ -35,21 +46,60 @@ def milliseconds(weights: list[torch.Tensor], rows: int) -> dict[str, float]:
     return {name: seconds * 1e3 for name, seconds in best.items()}
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch; our product takes one")
-    options = parser.parse_args()
-    print(machine() + "\n")
+def products(threads: Sequence[int]) -> None:
     print("| weights | threads | rows | torch, ms | ours, ms | ratio |\n|---|---|---|---|---|---|")
     for name, shapes in MODELS.items():
         weights = [torch.randn(shape) for shape in shapes]
-        for threads in options.threads:
-            torch.set_num_threads(threads)
+        for count in threads:
+            torch.set_num_threads(count)
             for rows in ROWS:
                 best = milliseconds(weights, rows)
                 ratio = best["torch"] / best["ours"]
-                print(f"| {name} | {threads} | {rows} | {best['torch']:.2f} | {best['ours']:.2f} | {ratio:.2f} |")
+                print(f"| {name} | {count} | {rows} | {best['torch']:.2f} | {best['ours']:.2f} | {ratio:.2f} |")
+
+
+def passes(threads: Sequence[int]) -> None:
+    print(f"| model | threads | rows | {' | '.join(map(str, ROWS))} |\n|---|---|---|{'---|' * len(ROWS)}")
+    large = LlamaConfig(
+        vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=10, num_attention_heads=16
+    )
+    for name, model in (
+        ("embedded, 28 MB", load(ModelConfig(device="cpu", dtype="float32")).target.model),
+        ("Llama, 10 layers of 1,024, 500 MB", LlamaForCausalLM(large).eval()),
+    ):
+        multiply_few_rows_faster(model)
+        target = Target(model)
+        target.prefill(some_context(CONTEXT, model.config.vocab_size))
+        target.keep([])
+        layers = [layer for layer in model.modules() if isinstance(layer, FewRowsLinear)]
+        for count in threads:
+            torch.set_num_threads(count)
+            best = {kind: [pass_of(target, layers, kind, rows) for rows in ROWS] for kind in (Linear, FewRowsLinear)}
+            for product, kind in (("torch", Linear), ("ours", FewRowsLinear)):
+                print(f"| {name} | {count} | {product} | {' | '.join(f'{found:.2f}' for found in best[kind])} |")
+
+
+def pass_of(target: Target, layers: Sequence[Linear], kind: type[Linear], rows: int) -> float:
+    """The best time for one pass, in milliseconds."""
+    tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
+    for layer in layers:
+        layer.__class__ = kind
+    best = float("inf")
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        target.verify(tree)
+        best = min(best, time.perf_counter() - started)
+    return best * 1e3
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("products", "passes"))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch; our product takes one")
+    options = parser.parse_args()
+    print(machine() + "\n")
+    (products if options.part == "products" else passes)(options.threads)
 
 
 if __name__ == "__main__":
