@@ -13,15 +13,12 @@ from hdtool.runtime.workspace import CANDIDATES, SLOTS
 @njit(cache=True, nogil=True)
 def put(work: Any, source: int, token: Any, part: float) -> None:
     """Add to the chance of a candidate."""
-    slot = (token * 40503) & (SLOTS - 1)
-    while work.slots[slot] >= work.round * CANDIDATES:
+    slot = _slot_of(work, token)
+    if _is_taken(work, slot):
         at = work.slots[slot] & (CANDIDATES - 1)
-        if work.candidates[at] == token:
-            work.chances[at] += part
-            work.parts[at, source] += part
-            return
-        slot = (slot + 1) & (SLOTS - 1)
-    if work.size < CANDIDATES:
+        work.chances[at] += part
+        work.parts[at, source] += part
+    elif work.size < CANDIDATES:
         at = work.size
         work.slots[slot] = work.round * CANDIDATES + at
         work.candidates[at], work.chances[at], work.agreed[at] = token, part, UNNAMED
@@ -33,10 +30,20 @@ def put(work: Any, source: int, token: Any, part: float) -> None:
 @njit(cache=True, nogil=True)
 def find(work: Any, token: Any) -> int:
     """Where a candidate is, or -1."""
+    slot = _slot_of(work, token)
+    return int(work.slots[slot] & (CANDIDATES - 1)) if _is_taken(work, slot) else -1
+
+
+@njit(cache=True, nogil=True)
+def _slot_of(work: Any, token: Any) -> Any:
+    """The slot that a candidate has, or would have."""
     slot = (token * 40503) & (SLOTS - 1)
-    while work.slots[slot] >= work.round * CANDIDATES:
-        at = work.slots[slot] & (CANDIDATES - 1)
-        if work.candidates[at] == token:
-            return int(at)
+    while _is_taken(work, slot) and work.candidates[work.slots[slot] & (CANDIDATES - 1)] != token:
         slot = (slot + 1) & (SLOTS - 1)
-    return -1
+    return slot
+
+
+@njit(cache=True, nogil=True)
+def _is_taken(work: Any, slot: Any) -> Any:
+    """Whether a slot has been filled in this round."""
+    return work.slots[slot] >= work.round * CANDIDATES

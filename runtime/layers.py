@@ -43,7 +43,7 @@ class Choice:
     def _own_is_faster(self, rows: int) -> bool:
         columns = self._weights[0].shape[1]
         parts = [weight.detach()[: max(1, LARGEST // columns)] for weight in self._weights[:SAMPLED]]
-        numbers = torch.ones(rows, columns)
+        numbers = self._weights[0].new_ones(rows, columns)
         seconds = [float("inf"), float("inf")]
         for _ in range(TIMES):
             for place, product in enumerate((linear, own_linear)):
@@ -63,6 +63,7 @@ class FewRowsLinear(Linear):
             and input.is_cpu
             and weight.is_cpu
             and input.is_contiguous()
+            and weight.is_contiguous()
             and input.shape[-1] == self.in_features
             and not torch.is_grad_enabled()
             and self.choice.own(input.numel() // self.in_features)
@@ -74,7 +75,7 @@ class FewRowsLinear(Linear):
 def own_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As torch's function, for float32 without gaps on a CPU."""
     outs, columns = weight.shape
-    found = torch.empty(*input.shape[:-1], outs)
+    found = input.new_empty(*input.shape[:-1], outs)  # of its type and place, whatever the program's defaults are
     multiply(
         weight.data_ptr(),
         outs,

@@ -113,6 +113,21 @@ def test_other_inputs_are_multiplied_as_ever(numbers: torch.Tensor, own_rows: li
     assert own_rows == []
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+def test_a_program_may_have_another_type_by_default(default: torch.dtype, own_rows: list[int]) -> None:
+    layer, numbers = layer_of(), torch.randn(3, WHOLE)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with torch.inference_mode():
+            found = layer(numbers)
+            Choice([layer.weight])._own_is_faster(1)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found, linear(numbers, layer.weight, layer.bias))
+    assert own_rows[0] == 3
+
+
 def test_layers_still_learn_and_change_their_type(own_rows: list[int]) -> None:
     layer = layer_of()
     layer(torch.ones(2, WHOLE)).sum().backward()

@@ -42,12 +42,14 @@ class Rankings:
             self._recycled.memory if self._recycled else unused,
             self._near,
         )
-        # Compiled, or loaded, before a step waits for it.
+        if last or copied or recycled:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Have everything compiled, or loaded, before a step waits for it."""
         tokens, scores = ranked(torch.full((1, 1), NO_LOGIT), 1)
-        if last:
-            remember(self._last, 0, tokens[0], scores[0])
-        if recycled:
-            look_round(self._near, np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
+        remember(self._last, 0, tokens[0], scores[0])
+        look_round(self._near, np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
 
     def hear(self, accepted: Accepted, logits: torch.Tensor, behind: Behind | None) -> None:
         """Take in a pass: a row of logits for the root and each node.
