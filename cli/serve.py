@@ -5,13 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hdtool.cli import options
 from hdtool.data.errors import OptionError, ServeError
 from hdtool.runtime.config import ServeConfig, ShelfConfig
+
+if TYPE_CHECKING:
+    from hdtool.runtime.vllm.launch import Launch
 
 PASSED_ON = {"ignore_unknown_options": True}
 """For typer: what hdtool does not know is vLLM's."""
@@ -51,7 +54,9 @@ def serve(
     serving = ServeConfig(draft_tokens, worth, context_mib)
     model, *passed_on = arguments or [""]
     if model.startswith("-"):
-        raise OptionError(f"{model} stands where the model is expected: hdtool serve MODEL [VLLM OPTIONS]")
+        raise OptionError(
+            f"{model.partition('=')[0]} stands where the model is expected: hdtool serve MODEL [VLLM OPTIONS]"
+        )
     if not dry_run and not find_spec("vllm"):
         raise ServeError(
             'vLLM is not installed here: pip install "hdtool[vllm]", or have the command printed for another place by '
@@ -65,6 +70,22 @@ def serve(
     quiet_libraries()
     launch = Launch(model or str(demo.MODEL), passed_on, serving, ShelfConfig(model_db, corpus_db, namespace))
     tell_sources(launch.shelf)
-    print(shlex.join(launch.command), file=sys.stdout if dry_run else sys.stderr, flush=True)
+    _show(launch, dry_run=dry_run)
     if not dry_run:
         launch.run()
+
+
+def _show(launch: Launch, *, dry_run: bool) -> None:
+    """Print the command, where the server listens, and what is dangerous about it."""
+    command, left_out = launch.printable
+    print(shlex.join(command), file=sys.stdout if dry_run else sys.stderr, flush=True)
+    if left_out:
+        advice = ": set them where the command runs" if dry_run else ""
+        print(
+            f"note: the printed command leaves out {', '.join(left_out)}{advice}; vLLM reads an API key from "
+            "VLLM_API_KEY in the environment and a hub token from HF_TOKEN",
+            file=sys.stderr,
+        )
+    print(launch.endpoint, file=sys.stderr)
+    if warning := launch.endpoint.warning:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)

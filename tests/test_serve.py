@@ -16,7 +16,7 @@ import torch
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError
-from hdtool.data.home import home, store_at_home
+from hdtool.data.home import store_at_home
 from hdtool.data.store import TokenizerMark
 from hdtool.runtime.config import ModelConfig, ServeConfig, ShelfConfig
 from hdtool.runtime.load import load_tokenizer
@@ -182,13 +182,23 @@ def test_tenants_have_their_own_model_stores_and_never_anothers(mark: TokenizerM
         launch(namespace="nobody")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "x" * 201])
-def test_namespaces_that_cannot_be_folders(name: str, mark: TokenizerMark) -> None:
-    if name:
-        with pytest.raises(OptionError, match="cannot name a folder"):
-            store_at_home("model", mark, name)
-    for odd in ("../../etc", "a/../b", "/abs", "c:\\d", "a b%"):
-        assert store_at_home("model", mark, odd).parent.parent.parent == home() / "namespaces"
+LONG = "/".join(["folder"] * 50)
+"""A path that cannot be a namespace."""
+
+
+def test_a_model_with_a_long_path_is_served_without_a_namespace(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*["a_folder_with_a_long_name"] * 10)
+    deep.parent.mkdir(parents=True)
+    deep.symlink_to(demo.MODEL)
+    shelf = Launch(str(deep), ["--served-model-name", LONG], ServeConfig(), ShelfConfig()).shelf
+    assert shelf.model and shelf.model.folder == demo.MODEL_STORE
+    assert worker(served=LONG).drafter.shelf.model.folder == demo.MODEL_STORE  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["", LONG])
+def test_a_namespace_that_cannot_be_a_folder_is_refused_where_it_is_asked_for(name: str) -> None:
+    with pytest.raises(OptionError, match="cannot name a folder"):
+        launch(namespace=name)
 
 
 @pytest.mark.parametrize(("command", "kind"), [("build-model-db --from", "model"), ("build-corpus-db", "corpus")])
@@ -210,6 +220,90 @@ def test_the_command_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"serve {MODEL} --port 9 --max-num-seqs 2 --speculative-config" in shown.out
     assert '"num_speculative_tokens": 5' in shown.out
     assert shown.err.startswith("drafting from")
+
+
+SECRET = "s3cret"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--api-key", SECRET],
+        ["--api_key", SECRET, f"{SECRET} too", f"-{SECRET} with a space", "-123", "--port", "8000"],
+        [f"--api-key={SECRET}", f"--api_key={SECRET}=more"],
+        ["--api-k", SECRET],
+        [f"--api-ke={SECRET}"],
+        ["--hf-token", SECRET],
+        [f"--hf_to={SECRET}"],
+        ["--ssl-keyfile-password", SECRET],
+        [f"--ssl_keyfile_pass={SECRET}"],
+        ["--model-loader-extra-config.aws_secret", SECRET],
+        ["--model-loader-extra-config", json.dumps({"other": 1, "deep": [{"access_key": SECRET}]})],
+        ["--additional-config", json.dumps({"other": {"password": SECRET}})],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_secrets_are_never_printed(
+    options: list[str], dry_run: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("hdtool.cli.serve.find_spec", lambda name: name)
+    monkeypatch.setattr("os.execv", lambda program, command: started.append(command))
+    arguments = ["serve", MODEL, "--max-num-seqs", "2", *options, "--ssl-keyfile", "key.pem"]
+    assert run([*arguments, *["--dry-run"] * dry_run]) == 0
+    shown = capsys.readouterr()
+    assert SECRET not in shown.out + shown.err and "-123" not in shown.out + shown.err
+    assert f"serve {MODEL} --max-num-seqs 2" in (shown.out if dry_run else shown.err)
+    assert "--ssl-keyfile key.pem" in shown.out + shown.err, "a path is no secret"
+    name = options[0].partition("=")[0]
+    assert f"leaves out {name}" in shown.err and "VLLM_API_KEY" in shown.err
+    assert [command for command in started if SECRET in " ".join(command)] == started, "vLLM gets them"
+    assert bool(started) is not dry_run
+
+
+@pytest.mark.parametrize("options", [["--api-key", SECRET], [f"--api-key={SECRET}", MODEL], [f"--a={SECRET}"]])
+def test_secrets_are_not_in_errors_either(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", *options]) == 2
+    assert run(["serve", MODEL, f"--a={SECRET}", "--dry-run"]) == 2
+    assert SECRET not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "address", "is_open"),
+    [
+        ([], "all interfaces, port 8000", True),
+        (["--port", "9"], "all interfaces, port 9", True),
+        (["--host", "0.0.0.0"], "0.0.0.0, port 8000", True),
+        (["--host=192.168.0.7", "--por=9"], "192.168.0.7, port 9", True),
+        (["--host", "::"], "::, port 8000", True),
+        (["--host", ""], "all interfaces, port 8000", True),
+        (["--hos", "127.0.0.1"], "127.0.0.1, port 8000", False),
+        (["--host", "localhost"], "localhost, port 8000", False),
+        (["--host", "::1"], "::1, port 8000", False),
+        (["--uds", "/run/hdtool.sock"], "the Unix socket /run/hdtool.sock", False),
+        (["--api-key", SECRET], "all interfaces, port 8000", False),
+        (["--api-key", ""], "all interfaces, port 8000", True),
+        (["--config", "served.yaml"], "all interfaces, port 8000, unless served.yaml sets another address", True),
+    ],
+    ids=str,
+)
+def test_the_address_is_named_and_an_open_server_is_warned_of(
+    options: list[str],
+    address: str,
+    is_open: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert run(["serve", MODEL, *options, "--dry-run"]) == 0
+    shown = capsys.readouterr().err.splitlines()
+    assert f"the server listens on {address}" in shown
+    assert any(line.startswith("warning: other machines can use this server") for line in shown) is is_open
+    monkeypatch.setenv("VLLM_API_KEY", SECRET)
+    assert run(["serve", MODEL, *options, "--dry-run"]) == 0
+    has_key = options != ["--api-key", ""]
+    assert ("warning" not in capsys.readouterr().err) is has_key
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Where stores are kept: every namespace has a folder of its own, on every file system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hdtool.data import home
+from hdtool.data.errors import OptionError
+from hdtool.data.home import LONGEST_FOLDER, namespace_among, store_at_home
+from hdtool.data.store import TokenizerMark
+
+MARK = TokenizerMark("fingerprint", 100)
+NAMES = st.text(st.characters(), min_size=1, max_size=12) | st.text("aAbB.%/ cConN1", min_size=1, max_size=6)
+
+
+def folder_of(name: str) -> Path:
+    return store_at_home("model", MARK, name).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    return tmp_path
+
+
+@given(NAMES, NAMES)
+@example("acme", "Acme")
+@example("straße", "strasse")
+@example("é", "e\u0301")
+@example("a", "a.")
+@example("a", "a ")
+@example("con", "%63on")
+@example("\udc80", "\ud800")
+def test_different_namespaces_have_folders_that_differ_without_case(one: str, other: str) -> None:
+    folders = {folder_of(name).name.casefold() for name in (one, other)}
+    assert len(folders) == len({one, other})
+
+
+@given(NAMES)
+@example("..")
+@example(".")
+@example("../../etc")
+@example("/abs")
+@example("c:\\d")
+@example("\0")
+@example("COM1")
+@example("lpt9.txt")
+def test_a_namespace_is_one_portable_folder_inside_the_home(name: str) -> None:
+    folder = folder_of(name)
+    assert folder.parent == home.home() / "namespaces"
+    assert set(folder.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_%")
+    assert folder.name not in {
+        "con",
+        "prn",
+        "aux",
+        "nul",
+        *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
+    }
+
+
+def test_simple_names_stay_readable() -> None:
+    assert folder_of("acme-2_b").name == "acme-2_b"
+    assert folder_of("Acme/b").name == "%41cme%2fb"
+    assert folder_of("con").name == "%63on"
+
+
+@pytest.mark.parametrize("name", ["", "x" * (LONGEST_FOLDER + 1), "/" * 67])
+def test_a_name_that_cannot_be_a_folder_has_no_stores_and_is_refused_where_it_is_asked_for(name: str) -> None:
+    assert namespace_among([name]) is None
+    with pytest.raises(OptionError, match="cannot name a folder"):
+        store_at_home("model", MARK, name)
+
+
+def test_the_first_name_with_stores_is_taken() -> None:
+    assert namespace_among(["one", "two"]) is None
+    folder_of("two").mkdir(parents=True)
+    assert namespace_among(["x" * 500, "one", "two"]) == "two"
+    assert namespace_among(["Two"]) is None
+
+
+def test_a_file_system_with_shorter_names_has_no_such_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home, "LONGEST_FOLDER", 10_000)
+    assert namespace_among(["x" * 5_000]) is None
