@@ -10,14 +10,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from hdtool.runtime.call_lock import CallLock
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import Finish, decode
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.families import refuse_by_configuration
 from hdtool.runtime.methods import drafter_for
+from hdtool.runtime.placement import device_of
 from hdtool.runtime.request import Request
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
@@ -36,6 +41,10 @@ if TYPE_CHECKING:
 
 Generated = GenerateDecoderOnlyOutput | torch.LongTensor
 Maker = Callable[[Target], Drafter]
+NESTED = (
+    "a Generator is called from inside its own call of generate, as from a logits processor, a stopping criterion or a "
+    "streamer: give the inner call a Generator of its own"
+)
 
 
 class Generator:
@@ -43,8 +52,8 @@ class Generator:
 
         model.generate(**inputs, max_new_tokens=100, custom_generate=Generator())
 
-    Keep it between calls: it holds the cache, and the proof that the model can verify trees. One
-    generator serves one call at a time.
+    Keep it between calls: it holds the cache, and the proof that the model can verify trees. Calls of several threads
+    take turns; a call from inside a call, as from a logits processor, needs a generator of its own.
     """
 
     def __init__(self, drafter: Drafter | Maker | None = None, *, seed: int | None = None) -> None:
@@ -55,6 +64,7 @@ class Generator:
         """
         self._make: Maker = drafter if callable(drafter) else lambda _: drafter or NoDraft()
         self._seed = seed
+        self._calls = CallLock(NESTED)
         self._target: Target | None = None
         self._drafter: Drafter = NoDraft()
         self.stats = Stats()
@@ -88,11 +98,18 @@ class Generator:
     ) -> Generated:
         """``generate`` calls this with all that it has prepared; ``seed`` may be given to it as well."""
         refuse_by_configuration(model.config)
-        request = Request.of(input_ids, generation_config, stopping_criteria, model_arguments)
-        streamer = streamer or _streamer_of_generate()
+        request = Request.of(
+            input_ids,
+            generation_config,
+            stopping_criteria,
+            model_arguments,
+            model_type=model.config.model_type,
+            synced_gpus=synced_gpus or _is_synced(model),
+        )
+        streamer = streamer or _argument_of_generate("streamer")
         sampler = _Recorder(request, logits_processor, self._seed_for(request, seed), input_ids.device)
         said: list[int] = []
-        with _borrowed(model):
+        with self._calls.held(), _borrowed(model):
             for tokens in self._steps(model, request, sampler, _Criteria(stopping_criteria, sampler)):
                 said += tokens
                 if streamer is not None:
@@ -125,7 +142,8 @@ class Generator:
     def _target_for(self, model: PreTrainedModel) -> Target:
         """The one of the last call, unless that was another model or the model has moved since."""
         held = self._target
-        if held is None or held.model is not model or (held.device, held.dtype) != (model.device, model.dtype):
+        # Not model.device: that of offloaded weights is not the device that computes.
+        if held is None or held.model is not model or (held.device, held.dtype) != (device_of(model), model.dtype):
             self._target = held = None  # its cache is freed before there is another
             self._target = held = Target(model)
             self._drafter = self._make(held)
@@ -194,15 +212,23 @@ def _borrowed(model: PreTrainedModel) -> Iterator[None]:
             model.set_attn_implementation(attention)
 
 
-def _streamer_of_generate() -> BaseStreamer | None:
-    """The streamer that the ``generate`` around this call was given.
+def _is_synced(model: PreTrainedModel) -> bool:
+    """Whether other processes wait in each pass of the model: decided as ``generate`` decides it."""
+    asked = _argument_of_generate("synced_gpus")
+    if asked is not None:
+        return bool(asked)
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
 
-    transformers 5 puts the prompt into it and then does not hand it on to a callable, so whoever
-    reads from it would wait forever. It still is a local of that frame.
+
+def _argument_of_generate(name: str) -> Any:
+    """What the ``generate`` around this call was given for ``name``.
+
+    transformers 5 does not hand ``streamer`` and ``synced_gpus`` on to a callable, though it has put the prompt into
+    the streamer, whose reader would wait forever. Both are local variables of that frame.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = cast(Any, frame.f_back)
-    streamer: BaseStreamer | None = frame.f_locals.get("streamer") if frame is not None else None
-    return streamer
+    return frame.f_locals.get(name) if frame is not None else None

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 PLAIN_MODES = ("greedy_search", "sample")
 UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds")
 """Arguments of the model that are either of no effect here or looked at below."""
+ZERO_IS_TEXT = ("gemma3",)
+"""Types of models for which token types of 0 mark text; others embed each token type, 0 as well."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,17 @@ class Request:
         settings: GenerationConfig,
         criteria: StoppingCriteriaList,
         model_arguments: Mapping[str, Any],
+        *,
+        model_type: str = "",
+        synced_gpus: bool = False,
     ) -> Request:
         """Read a call; what the loop cannot do is refused with the reason."""
+        if synced_gpus:
+            raise _refusal(
+                "synced_gpus is set", "processes that share a model by ZeRO-3 or FSDP must make equally many passes"
+            )
         _refuse_settings(settings)
-        _refuse_inputs(input_ids, model_arguments)
+        _refuse_inputs(input_ids, model_arguments, model_type)
         ids: list[int] = input_ids[0].tolist()
         padded = _padding_of(model_arguments.get("attention_mask"), len(ids))
         _refuse_positions(model_arguments.get("position_ids"), padded, len(ids))
@@ -75,7 +84,7 @@ def _refuse_settings(settings: GenerationConfig) -> None:
         raise _refusal("output_attentions or output_hidden_states is set", "those of a tree are not those of an answer")
 
 
-def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any]) -> None:
+def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_type: str) -> None:
     if arguments.get("inputs_embeds") is not None:
         raise _refusal("inputs_embeds are given", "it drafts from token ids: give input_ids")
     if input_ids.shape[0] != 1:
@@ -85,16 +94,16 @@ def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any]) -> Non
     cache = arguments.get("past_key_values")
     if cache is not None and getattr(cache, "_is_user_defined", False):
         raise _refusal("past_key_values are given", "it keeps a cache of its own, which can step back from drafts")
-    foreign = [name for name, value in arguments.items() if name not in UNDERSTOOD and not _says_nothing(value)]
+    foreign = [name for name, value in arguments.items() if name not in UNDERSTOOD and _is_set(name, value, model_type)]
     if foreign:
         raise _refusal(f"{', '.join(foreign)} is given", "it passes nothing but token ids to the model")
 
 
-def _says_nothing(argument: object) -> bool:
-    """Unset, or like the token types of a text that has but one."""
-    if isinstance(argument, torch.Tensor):
-        return not argument.any()
-    return argument is None or argument is False
+def _is_set(name: str, value: object, model_type: str) -> bool:
+    """Whether an argument changes what the model computes; a black image is an image."""
+    if isinstance(value, torch.Tensor):
+        return name != "token_type_ids" or model_type not in ZERO_IS_TEXT or bool(value.any())
+    return value is not None and value is not False
 
 
 def _padding_of(mask: torch.Tensor | None, length: int) -> int:
@@ -109,8 +118,14 @@ def _padding_of(mask: torch.Tensor | None, length: int) -> int:
 
 
 def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) -> None:
-    """Positions must be those that the prompt has by itself; ``generate`` makes such ones when none are given."""
-    if positions is not None and positions.reshape(-1, length)[0, padded:].tolist() != list(range(length - padded)):
+    """Positions must be those that the prompt has by itself; ``generate`` makes such ones when none are given.
+
+    Models with several axes of positions take a row for each.
+    """
+    if positions is None:
+        return
+    expected = torch.arange(length - padded, device=positions.device)
+    if positions.shape[-1] != length or not (positions[..., padded:] == expected).all():
         raise _refusal("position_ids are not 0, 1, 2, …", "it places the tokens of a draft tree itself")
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import (
     EosTokenCriteria,
     LogitsProcessor,
@@ -367,6 +370,86 @@ def test_a_model_that_changes_its_type_is_proved_anew() -> None:
     assert ask(model, custom_generate=generator).tolist() == ask(model).tolist()
     assert generator._target is not held
     assert made == [held, generator._target], "a drafter belongs to its target"
+
+
+def test_threads_that_share_a_generator_take_turns() -> None:
+    model: Any = copy.deepcopy(model_of("llama"))
+    prompts = [prompt_of(8 + turn) for turn in range(6)]
+    expected = [ask(model, prompt)[0].tolist() for prompt in prompts]
+    generator = Generator(LyingDrafter(len(prompts[0]), expected[0][len(prompts[0]) :], VOCABULARY, 0))
+    together, active, most = Barrier(len(prompts)), [0], [0]
+
+    class Counted(LogitsProcessor):
+        """Gives other threads a chance to run in the middle of each call."""
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            active[0] += 1
+            most[0] = max(most[0], active[0])
+            time.sleep(0.0005)
+            active[0] -= 1
+            return scores
+
+    def answer(prompt: list[int]) -> list[int]:
+        together.wait(30)
+        found: list[int] = ask(model, prompt, custom_generate=generator, logits_processor=[Counted()])[0].tolist()
+        return found
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(answer, prompts)) == expected
+    assert most == [1]
+
+
+@pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
+def test_a_call_from_inside_a_call_is_refused(where: str) -> None:
+    model: Any = model_of("llama")
+    generator = Generator()
+
+    def nested() -> None:
+        ask(model, custom_generate=generator)
+
+    class Nesting(Noting, LogitsProcessor, StoppingCriteria):
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            nested()
+
+        def put(self, value: torch.Tensor) -> None:
+            if len(value) == 1 and value.dim() == 1:  # not the prompt, which generate puts in before the call
+                nested()
+
+    option = {"processor": "logits_processor", "criterion": "stopping_criteria", "streamer": "streamer"}[where]
+    nesting = Nesting() if where == "streamer" else [Nesting()]
+    with pytest.raises(OptionError, match="called from inside its own call of generate"):
+        ask(model, custom_generate=generator, **{option: nesting})
+    assert ask(model, custom_generate=generator).tolist() == ask(model).tolist(), "the lock is free again"
+
+
+def test_an_inner_call_with_a_generator_of_its_own_is_answered() -> None:
+    model: Any = model_of("llama")
+    inner = Generator()
+    expected = ask(model).tolist()
+
+    class Nesting(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            assert ask(model, custom_generate=inner).tolist() == expected
+            return scores
+
+    assert ask(model, custom_generate=Generator(), logits_processor=[Nesting()], max_new_tokens=3).shape[1] == 23
+
+
+def test_an_offloaded_model_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = cpu_offload(copy.deepcopy(model_of("llama")), torch.device("cpu"))
+    assert model.device != torch.device("cpu")
+    made: list[Any] = []
+
+    def target(offloaded: Any) -> Target:
+        made.append(offloaded)
+        return Target(offloaded)
+
+    monkeypatch.setattr("hdtool.runtime.hook.Target", target)
+    generator = Generator()
+    expected = ask(model_of("llama")).tolist()
+    for _ in range(3):
+        assert ask(model, custom_generate=generator).tolist() == expected
+    assert len(made) == 1
 
 
 def test_a_model_in_training_is_given_back_in_training() -> None:
