@@ -16,12 +16,14 @@ class TextStream:
     """Gives out text as soon as it can no longer change; the pieces join to ``text_of`` of all ids.
 
     How a token reads may depend on the one before it, so new ids are decoded together with those
-    given out last: these lie from ``_start`` to ``_read``.
+    given out last: these lie from ``_start`` to ``_read``. Special tokens, which ``text_of`` skips, are
+    dropped while nothing is given out: else a long run of them would be decoded again with each new one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
+        self._skipped: dict[int, bool] = {}
         self._start = 0
         self._read = 0
 
@@ -30,6 +32,7 @@ class TextStream:
         self._ids.extend(ids)
         fresh = self._unread()
         if not fresh or fresh.endswith(UNFINISHED):
+            self._drop_skipped(len(ids))
             return ""
         self._start, self._read = self._read, len(self._ids)
         return fresh
@@ -40,10 +43,22 @@ class TextStream:
         self._read = len(self._ids)
         return fresh
 
+    def _drop_skipped(self, newest: int) -> None:
+        """Forget those of the newest ids that never show, whatever stands around them."""
+        first = len(self._ids) - newest
+        self._ids[first:] = [id_ for id_ in self._ids[first:] if not self._is_skipped(id_)]
+
+    def _is_skipped(self, id_: int) -> bool:
+        """Whether an id shows only where special tokens do: a decoder never sees it otherwise."""
+        if id_ not in self._skipped:
+            shown = text_of(self._tokenizer, [id_])
+            self._skipped[id_] = not shown and bool(text_of(self._tokenizer, [id_], skip_special_tokens=False))
+        return self._skipped[id_]
+
     def _unread(self) -> str:
         known = text_of(self._tokenizer, self._ids[self._start : self._read])
         return text_of(self._tokenizer, self._ids[self._start :])[len(known) :]
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hdtool.data import demo
-from hdtool.runtime.text import TextStream, text_of
+from hdtool.runtime.text import UNFINISHED, TextStream, text_of
 
 
 @cache
@@ -66,3 +68,73 @@ def test_special_tokens_are_not_shown() -> None:
     tokenizer = byte_level()
     ids = [*tokenizer("done", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     assert text_of(tokenizer, ids) == "done"
+
+
+class Redecoding:
+    """The pieces as they are defined: all ids since the piece before the last are decoded, special tokens as well."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.ids, self.start, self.read = tokenizer, list[int](), 0, 0
+
+    def add(self, ids: list[int]) -> str:
+        self.ids += ids
+        known = text_of(self.tokenizer, self.ids[self.start : self.read])
+        fresh = text_of(self.tokenizer, self.ids[self.start :])[len(known) :]
+        if not fresh or fresh.endswith(UNFINISHED):
+            return ""
+        self.start, self.read = self.read, len(self.ids)
+        return fresh
+
+
+@cache
+def with_added_tokens() -> PreTrainedTokenizerBase:
+    """Sentence pieces with special tokens, one of which is no name of the tokenizer's, and an added word."""
+    tokenizer = sentence_pieces()
+    tokenizer.add_special_tokens({"eos_token": "</s>", "additional_special_tokens": ["<tool>"]})
+    tokenizer.add_tokens(["<word>"])
+    return tokenizer
+
+
+TOKENIZERS = [byte_level, with_added_tokens]
+
+
+@st.composite
+def chunks_of_ids(draw: st.DrawFn) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:
+    """Ids of all kinds in chunks: words, bytes, special tokens and ids that the tokenizer lacks."""
+    tokenizer = draw(st.sampled_from(TOKENIZERS))()
+    special = st.sampled_from(tokenizer.all_special_ids)
+    spelt = tokenizer("世界 the a, Grüße", add_special_tokens=False)["input_ids"]
+    ids = st.one_of(special, special, st.sampled_from(spelt), st.integers(0, len(tokenizer) + 3))
+    return tokenizer, draw(st.lists(st.lists(ids, max_size=3), max_size=30))
+
+
+@given(chunks_of_ids())
+def test_pieces_are_the_same_as_if_everything_was_decoded_again(
+    drawn: tuple[PreTrainedTokenizerBase, list[list[int]]],
+) -> None:
+    tokenizer, chunks = drawn
+    ours, again = TextStream(tokenizer), Redecoding(tokenizer)
+    assert [ours.add(chunk) for chunk in chunks] == [again.add(chunk) for chunk in chunks]
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+@pytest.mark.parametrize("text", ["", "the a"])
+def test_a_run_of_special_tokens_is_decoded_once(
+    make: Callable[[], PreTrainedTokenizerBase], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of decoded ids grows with the number of ids, not with its square."""
+    tokenizer = make()
+    decoded: list[int] = []
+    decode = tokenizer.decode
+
+    def counted(ids: list[int], **options: Any) -> Any:
+        decoded.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    run = tokenizer.all_special_ids * (300 // len(tokenizer.all_special_ids))
+    stream = TextStream(tokenizer)
+    pieces = [stream.add([id_]) for id_ in [*ids, *run, *ids]]
+    assert sum(decoded) < 10 * (len(run) + 2 * len(ids))
+    assert "".join(pieces) + stream.end() == decode([*ids, *run, *ids], skip_special_tokens=True)
