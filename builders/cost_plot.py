@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hdtool.data.atomic_write import OutputFile
 from hdtool.data.errors import CostError
+from hdtool.data.ownership import PNG_METADATA, is_own_png
 from hdtool.runtime.cost import CostCurve
 
 INCHES, DOTS = (7.0, 4.2), 150
@@ -29,7 +31,10 @@ def draw_cost(curve: CostCurve, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="context, tokens", fontsize="small", title_fontsize="small")
     axes.set_title(f"A forward pass of {curve.model} in {curve.dtype}\n{curve.device}", fontsize="medium")
-    try:
-        figure.savefig(path, dpi=DOTS)
-    except OSError as error:
-        raise CostError(f"{path} cannot be written ({error.strerror or error}): choose another place") from None
+    with picture_file(path).replaced() as stream:
+        figure.savefig(stream, format="png", dpi=DOTS, metadata=PNG_METADATA)
+
+
+def picture_file(path: Path) -> OutputFile:
+    """The picture, replaced only if hdtool drew the old one."""
+    return OutputFile(path, "a picture of hdtool bench --cost", is_own_png, CostError)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from hdtool.builders.demo_corpus import DEFAULT_DOCS, Document, documents
 from hdtool.builders.demo_tokenizer import as_text, train_tokenizer
-from hdtool.data.beside import beside
+from hdtool.data.atomic_write import OutputFile
+from hdtool.data.errors import ModelError
+from hdtool.data.ownership import json_object
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -178,12 +181,27 @@ def save_rescue(
     path: Path, model: LlamaForCausalLM, tools: list[torch.optim.Optimizer], step: int, spent: float
 ) -> None:
     state = {"model": model.state_dict(), "tools": [t.state_dict() for t in tools], "step": step, "spent": spent}
-    with beside(path) as written:
-        torch.save(state, written)
+    with rescue_file(path).replaced() as stream:
+        torch.save(state, stream)
+
+
+def rescue_file(path: Path) -> OutputFile:
+    """The checkpoint of a run, replaced and deleted only if this script wrote it."""
+
+    def is_ours(found: Path) -> bool:
+        try:
+            state = torch.load(found, map_location="meta", weights_only=True)  # without reading the tensors
+        except OSError:
+            raise
+        except Exception:  # torch raises errors of many classes for a file of another origin
+            return False
+        return isinstance(state, dict) and state.keys() == {"model", "tools", "step", "spent"}
+
+    return OutputFile(path, "a checkpoint of this script", is_ours, ModelError)
 
 
 def restore(path: Path, model: LlamaForCausalLM, tools: list[torch.optim.Optimizer]) -> tuple[int, float]:
-    if not path.exists():
+    if not rescue_file(path).exists():
         return 0, 0.0
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
@@ -213,11 +231,32 @@ def held_out_loss(model: LlamaForCausalLM, group: list[Tokens], recipe: Recipe) 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Weights in half precision to spare every user's download; the configuration asks for float32."""
     torch.nn.Module.to(model, "cpu", torch.float16)
-    model.save_pretrained(out)
-    settings = json.loads((out / "config.json").read_text())
-    settings["dtype"] = "float32"
-    (out / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    tokenizer.save_pretrained(out)
+    with TemporaryDirectory() as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        config = Path(scratch, "config.json")
+        settings = json.loads(config.read_text())
+        settings["dtype"] = "float32"
+        config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        for path in sorted(Path(scratch).iterdir()):
+            # ``refuse_foreign_folder`` has recognised the folder as a whole.
+            OutputFile(out / path.name, "a file of this model", lambda _: True, ModelError).write(path.read_bytes())
+
+
+def report_file(out: Path) -> OutputFile:
+    """The report on a training, by which the folder of a model is recognised."""
+
+    def is_ours(path: Path) -> bool:
+        return {"recipe", "training_tokens", "tokens_seen", "held_out"} <= json_object(path).keys()
+
+    return OutputFile(out / "training.json", "a report of this script", is_ours, ModelError)
+
+
+def refuse_foreign_folder(out: Path, rescue: Path) -> None:
+    """Raise unless the folder is new or empty, or this script has begun or finished a model in it."""
+    finished, begun = report_file(out).exists(), rescue_file(rescue).exists()
+    if out.exists() and any(out.iterdir()) and not (finished or begun):
+        raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")
 
 
 def build(
@@ -231,6 +270,8 @@ def build(
     compiled: bool = True,
 ) -> dict[str, Any]:
     """Train a tokenizer and a model and save them; the report says with what and how well."""
+    rescue = out.with_suffix(".rescue")
+    refuse_foreign_folder(out, rescue)
     out.mkdir(parents=True, exist_ok=True)
     everything = list(documents(gsm8k, docs, library))
     learned = [document for document in everything if not document.held_out]
@@ -241,7 +282,6 @@ def build(
     print(f"tokens to learn from: {sizes}", flush=True)
     model = new_model(recipe, tokenizer)
     print(f"{model.num_parameters():,} parameters", flush=True)
-    rescue = out.with_suffix(".rescue")
     seconds = train(model, stream(encoded, recipe.seed), recipe, rescue, device, compiled=compiled)
     save(model, tokenizer, out)
     torch.nn.Module.to(model, "cpu", torch.float32)
@@ -254,8 +294,8 @@ def build(
         "device": device,
         "held_out": {kind: held_out_loss(model, group, recipe) for kind, group in encode(tokenizer, judged).items()},
     }
-    (out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
-    rescue.unlink(missing_ok=True)
+    report_file(out).write(json.dumps(report, indent=2) + "\n")
+    rescue_file(rescue).remove()
     return report
 
 

@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.builders.demo_corpus import DEFAULT_DOCS, Document, documents, stable_hash
+from hdtool.data.atomic_write import OutputFile
+from hdtool.data.errors import PromptError
+from hdtool.data.ownership import json_lines_with
 from hdtool.data.prompts import Prompt
 
 KINDS = ("math", "explain", "write", "edit")
 OF_EACH = 50
+KEYS = ("id", "category", "messages", "reference", "from")
+"""Of a line; those of questions that the model learned from have the first three."""
 
 
 def prompts(everything: Iterable[Document], of_each: int = OF_EACH) -> Iterator[dict[str, Any]]:
@@ -52,6 +57,16 @@ def learned_questions(everything: Sequence[Document], of_each: int) -> Iterator[
             yield Prompt((asked,), id=f"{document.kind}-{number:03}", category=document.kind)
 
 
+def prompts_file(path: Path) -> OutputFile:
+    """The file of prompts, replaced only if the old one has the lines of this script."""
+    held_out, learned = (json_lines_with(keys) for keys in (KEYS, KEYS[:3]))
+
+    def is_ours(found: Path) -> bool:
+        return held_out(found) or learned(found)
+
+    return OutputFile(path, "a file of demo prompts", is_ours, PromptError)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
@@ -59,12 +74,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the prompts go")
     parser.add_argument("--learned", type=int, help="so many questions of each kind that the model learned from")
     options = parser.parse_args()
+    out = prompts_file(options.out)
+    out.check()
     everything = list(documents(options.gsm8k, options.docs))
     rows = list(prompts(everything))
     if options.learned is not None:
         questions = learned_questions(everything, options.learned)
         rows = [{"id": q.id, "category": q.category, "messages": list(q.messages)} for q in questions]
-    options.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    out.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"{len(rows)} prompts in {options.out}")
 
 

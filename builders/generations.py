@@ -1,20 +1,21 @@
 """A model's own answers, collected: one line of JSON for each prompt, resumable after a kill.
 
-A line is whole or it is not there: each one is on disk before the next is begun, and a line that a kill
-cut short is taken away when the work goes on. Lines stand in the order of the prompts, so answers that are
-made beside a longer one wait for it.
+Each line is on disk before the next is begun. A line that a kill cut short is answered again when the work goes
+on; anything else that is no line of collect is refused, and the file stays as it is. Lines stand in the order of the
+prompts, so answers that are made beside a longer one wait for it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import PromptError
+from hdtool.data.json_lines import append, cut, is_torn, lines_of, may_be_torn_from
+from hdtool.data.locking import exclusive
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answer import Answer
 from hdtool.runtime.answers import Answerer
@@ -27,19 +28,26 @@ class GenerationFile:
         self.path = path
         self._settings = settings
 
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse a file that holds anything but these answers; changes nothing."""
+        with self._errors_worded():
+            self._read(prompts)
+
     @contextmanager
     def open(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-        """Take the file for this process alone; the prompts that it lacks are what is left to do."""
-        from filelock import FileLock, Timeout
-
-        try:
+        """Take the file for this process alone; yields the prompts that it lacks."""
+        busy = PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out")
+        with self._errors_worded():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=0):
-                done = self._resume(prompts)
-                with open(self.path, "ab") as self._stream:
-                    yield prompts[done:]
-        except Timeout:
-            raise PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out") from None
+            with exclusive(self.path.with_name(f".{self.path.name}.lock"), busy):
+                done, torn = self._read(prompts)
+                cut(self.path, torn)
+                yield prompts[done:]
+
+    @contextmanager
+    def _errors_worded(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise PromptError(
                 f"{self.path} cannot be written ({error.strerror or error}): the answers in it are kept; "
@@ -54,25 +62,32 @@ class GenerationFile:
                 conversation.append({"role": "user", "content": answer.asked})
             conversation.append({"role": "assistant", "content": answer.text})
         answers = [{"output_ids": answer.output_ids, "finish": answer.stats.finish} for answer in told]
-        row = {"id": prompt.id, "category": prompt.category, **self._settings}
-        line = json.dumps({**row, "messages": conversation, "answers": answers}, ensure_ascii=False) + "\n"
-        self._stream.write(line.encode())
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        append(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
 
-    def _resume(self, prompts: Sequence[Prompt]) -> int:
-        """How many prompts are answered; a line cut short is dropped, and foreign ones are refused."""
-        if not self.path.exists():
-            return 0
-        whole, done = 0, 0
-        with open(self.path, "rb") as stream:
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break
-                self._check(line, done, prompts)
-                whole, done = whole + len(line), done + 1
-        os.truncate(self.path, whole)
-        return done
+    def _asked(self, prompt: Prompt) -> dict[str, Any]:
+        return {"id": prompt.id, "category": prompt.category, **self._settings}
+
+    def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
+        """How many prompts are answered, and what a kill left of the next line."""
+        done = 0
+        for line in lines_of(self.path):
+            if is_torn(line):
+                self._check_torn(line, done, prompts)
+                return done, line
+            self._check(line, done, prompts)
+            done += 1
+        return done, b""
+
+    def _check_torn(self, torn: bytes, number: int, prompts: Sequence[Prompt]) -> None:
+        """Raise unless a line cut short may be what was being written: the answer to the next prompt."""
+        if number < len(prompts):
+            row = {**self._asked(prompts[number]), "messages": [dict(one) for one in prompts[number].messages]}
+            if may_be_torn_from(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
+                return
+        raise PromptError(
+            f"{self.path}:{number + 1} is cut short and is no answer of collect to the prompt there: remove that "
+            "line, or choose another --out"
+        )
 
     def _check(self, line: bytes, number: int, prompts: Sequence[Prompt]) -> None:
         where = f"{self.path}:{number + 1}"

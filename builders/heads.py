@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ from hdtool.builders.curriculum import Curriculum
 from hdtool.builders.heads_loss import Batch, HeadsLoss, places_of
 from hdtool.builders.processes import Alone
 from hdtool.builders.teacher import Teacher
-from hdtool.data.beside import beside
+from hdtool.data.atomic_write import OutputFile
 from hdtool.data.errors import HeadsError, OptionError, reason_of
 from hdtool.runtime.config import TrainConfig
 from hdtool.runtime.heads.modules import Heads
 
 CHECKPOINT = "checkpoint.pt"
+KEYS = {"heads", "optimizer", "done", "losses", "hits", "settings"}
+"""Of a checkpoint."""
 LONGEST_GRADIENT = 1.0
 BETAS = (0.9, 0.999)
 
@@ -43,7 +46,7 @@ class Training:
         self.history = History()
         self.steps = curriculum.steps
         self._teacher, self._curriculum, self._config, self._crew = teacher, curriculum, config, crew
-        self._checkpoint = out / CHECKPOINT
+        self._checkpoint = checkpoint_file(out)
         torch.nn.Module.to(heads, teacher.device, torch.float32)
         if crew.size > min(config.batch, len(curriculum.learned)):
             raise OptionError(f"batch is {config.batch}: {crew.size} processes need a text each, and as many to read")
@@ -62,8 +65,8 @@ class Training:
             yield step + 1
 
     def finish(self) -> None:
-        """Take the checkpoint away, once what was learned is kept elsewhere."""
-        self._checkpoint.unlink(missing_ok=True)
+        """Delete the checkpoint, once the heads are saved."""
+        self._checkpoint.remove()
 
     def told(self) -> str:
         """Loss and accuracy of the last steps."""
@@ -119,12 +122,11 @@ class Training:
                 "settings": settings,
             }
             try:
-                with beside(self._checkpoint) as path:
-                    torch.save(kept, path)
-            except (OSError, RuntimeError) as error:
+                with self._checkpoint.replaced() as stream:
+                    torch.save(kept, stream)
+            except RuntimeError as error:
                 raise HeadsError(
-                    f"{self._checkpoint} cannot be written ({reason_of(error)}): make room or choose another --out, "
-                    "and run the command again"
+                    f"{self._checkpoint.path} cannot be written ({reason_of(error)}): {self._checkpoint.advice}"
                 ) from error
         self._crew.wait()
 
@@ -132,22 +134,39 @@ class Training:
         if not self._checkpoint.exists():
             return 0
         try:
-            kept = torch.load(self._checkpoint, map_location=self._teacher.device, weights_only=True)
+            kept = torch.load(self._checkpoint.path, map_location=self._teacher.device, weights_only=True)
             found = kept["settings"]
-        except Exception as error:  # whatever a damaged file makes torch trip over
+        except Exception as error:  # torch raises errors of many classes for a damaged file
             raise HeadsError(
-                f"{self._checkpoint} cannot be read ({reason_of(error)}): take it away to begin anew"
+                f"{self._checkpoint.path} cannot be read ({reason_of(error)}): move it away to begin anew"
             ) from error
         if found != settings:
             names = ", ".join(name for name in settings if found.get(name) != settings[name]) or "other settings"
             raise HeadsError(
-                f"{self._checkpoint} is of a training with other settings ({names}): give the same ones to go on, "
-                "choose another --out, or take it away"
+                f"{self._checkpoint.path} is of a training with other settings ({names}): give the same ones to go "
+                "on, choose another --out, or move it away"
             )
         self.heads.load_state_dict(kept["heads"])
         self._optimizer.load_state_dict(kept["optimizer"])
         self.history = History(kept["losses"], kept["hits"])
         return int(kept["done"])
+
+
+def checkpoint_file(folder: Path) -> OutputFile:
+    """The checkpoint of a training in this folder."""
+    advice = "make room, choose another --out, or move it away, and run the command again"
+    return OutputFile(folder / CHECKPOINT, "a checkpoint of hdtool train-heads", _is_checkpoint, HeadsError, advice)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            kept = torch.load(path, map_location="meta", weights_only=True)  # without reading the tensors
+    except OSError:
+        raise
+    except Exception:  # torch raises errors of many classes for a file of another origin
+        return False
+    return isinstance(kept, dict) and kept.keys() == KEYS
 
 
 def pace(step: int, steps: int, warm_up: float) -> float:

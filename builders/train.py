@@ -11,25 +11,23 @@ from pathlib import Path
 import torch
 
 from hdtool.builders.curriculum import Curriculum
-from hdtool.builders.heads import Training
+from hdtool.builders.heads import Training, checkpoint_file
 from hdtool.builders.judge import judge, told
 from hdtool.builders.lessons import Lesson, lessons
 from hdtool.builders.processes import crew, started
 from hdtool.builders.progress import bar
 from hdtool.builders.teacher import Teacher
-from hdtool.builders.training_curve import draw_training
+from hdtool.builders.training_curve import curve_file, draw_training
 from hdtool.data import demo
 from hdtool.data.inputs import find_inputs
 from hdtool.data.records import Reading
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.families import context_limit
-from hdtool.runtime.heads.saved import SavedHeads, new_heads
+from hdtool.runtime.heads.saved import SavedHeads, new_heads, output_files
 from hdtool.runtime.load import load_stock, load_stops, load_tokenizer
 from hdtool.runtime.surroundings import fingerprint, machine
 from hdtool.runtime.target import Target
 from hdtool.runtime.turns import TurnReader
-
-CURVE = "training.png"
 
 
 def train(
@@ -43,6 +41,8 @@ def train(
     quiet: bool = False,
 ) -> Iterator[str]:
     """Yields what there is to say about it, line by line."""
+    for file in (*output_files(out), checkpoint_file(out), curve_file(out)):
+        file.check()
     together = crew(on_cpu=model.device == "cpu" or not torch.cuda.is_available())
     if started() > 1 and model.device == "auto" and torch.cuda.is_available():
         model = ModelConfig(model.model, f"cuda:{torch.cuda.current_device()}", model.dtype, model.trust_remote_code)
@@ -86,7 +86,7 @@ def train(
         "loss": round(training.history.losses[-1], 4),
     }
     SavedHeads(made, settings["target"], model.model or demo.NAME, judged, report).save(out)
-    draw_training(training.history, out / CURVE)
+    draw_training(training.history, out)
     training.finish()
     yield from told(judged)
     yield f"{out}: heads for {model.model or demo.NAME}, judged on {len(curriculum.held_out):,} texts held out"

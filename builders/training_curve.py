@@ -9,14 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.builders.heads import History
+from hdtool.data.atomic_write import OutputFile
 from hdtool.data.errors import HeadsError
+from hdtool.data.ownership import PNG_METADATA, is_own_png
 
+CURVE = "training.png"
 INCHES, DOTS = (8.0, 4.0), 130
 SMOOTHED = 50
 """The curves have so many stretches at least, each shown by its mean."""
 
 
-def draw_training(history: History, path: Path) -> None:
+def draw_training(history: History, folder: Path) -> None:
     """Two curves over the steps, as a PNG."""
     from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no state is kept
 
@@ -35,10 +38,13 @@ def draw_training(history: History, path: Path) -> None:
         axes.set_xlabel("steps")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, dpi=DOTS)
-    except OSError as error:
-        raise HeadsError(f"{path} cannot be written ({error.strerror or error}): choose another --out") from None
+    with curve_file(folder).replaced() as stream:
+        figure.savefig(stream, format="png", dpi=DOTS, metadata=PNG_METADATA)
+
+
+def curve_file(folder: Path) -> OutputFile:
+    """The picture of a training in this folder."""
+    return OutputFile(folder / CURVE, "a picture of hdtool train-heads", is_own_png, HeadsError)
 
 
 def _smooth(values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

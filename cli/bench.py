@@ -146,14 +146,19 @@ def bench(
     from hdtool.cli.answers import quiet_libraries
     from hdtool.cli.report import report_bench
     from hdtool.cli.scores import record, table
+    from hdtool.data.results import refuse_files_without_run
     from hdtool.runtime.plan import Plan
     from hdtool.runtime.scores import scores_of
 
     quiet_libraries()
+    plan = Plan(asked, settings, loading, decoding, sampling, ShelfConfig(model_db, corpus_db), chat)
+    plans = (plan, *map(plan.at, hotter))
+    # What is in the way is refused before anything is measured.
+    for one in plans:
+        refuse_files_without_run(Path(one.bench.out), chosen or (*METHODS, *PEERS))
     if report:
         prepare(report)
-    plan = Plan(asked, settings, loading, decoding, sampling, ShelfConfig(model_db, corpus_db), chat)
-    results, *others = (_measured(one, quiet) for one in (plan, *map(plan.at, hotter)))
+    results, *others = (_measured(one, quiet) for one in plans)
     scores = scores_of(results, baseline)
     if as_json:
         print(json.dumps(record(results, scores), ensure_ascii=False))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hdtool.cli import options
+from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 
@@ -46,11 +47,13 @@ def collect(
     from hdtool.runtime.answers import Answerer
 
     quiet_libraries()
+    # A file that cannot go on is refused before the model is loaded.
+    told = {"model": model or demo.NAME, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
+    file = GenerationFile(out, told)
+    file.check(asked)
     asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, quantise=quantise)
     answerer = Answerer(asked_for, decoding, sampling, chat)
     answerer.check(asked)
-    told = {"model": answerer.loaded.name, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
-    file = GenerationFile(out, told)
     with bar(len(asked), "answers", quiet=quiet) as shown:
         for answered in collected(answerer, asked, file):
             shown.to(answered)

@@ -31,22 +31,27 @@ def bench_cost(
     config = CostConfig(_lengths(contexts))
     BenchConfig(threads=threads)
 
-    from hdtool.builders.cost_plot import draw_cost
+    from hdtool.builders.cost_plot import draw_cost, picture_file
     from hdtool.builders.progress import bar
     from hdtool.cli.answers import quiet_libraries
+    from hdtool.runtime.cost import cost_file
     from hdtool.runtime.load import load
-    from hdtool.runtime.pass_times import cost_of_passes, keep_at_home, lengths_for, write_curve
+    from hdtool.runtime.pass_times import check_home, cost_of_passes, keep_at_home, lengths_for
     from hdtool.runtime.shapes import load_shape
     from hdtool.runtime.threads import settle_threads
 
     quiet_libraries()
+    figures, drawing = out / "cost.json", out / "cost.png"
+    for file in (cost_file(figures), picture_file(drawing)):
+        file.check()
     loaded = load_shape(shape, model) if shape else load(model)
     settle_threads(loaded.target, threads)
     lengths = lengths_for(loaded, config)
+    check_home(loaded.target)
     with bar(len(lengths), "contexts", quiet=quiet) as shown:
         curve = cost_of_passes(loaded, lengths, shown.to)
-    write_curve(curve, out / "cost.json")
-    draw_cost(curve, out / "cost.png")
+    curve.write(figures)
+    draw_cost(curve, drawing)
     keep_at_home(loaded.target, curve)
     print(json.dumps(asdict(curve)) if as_json else table(curve))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +14,24 @@ from hdtool.data.errors import RecordError
 from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET, ModelConfig, ReplayConfig, ShelfConfig
 
 if TYPE_CHECKING:
+    from hdtool.data.atomic_write import OutputFile
     from hdtool.data.traces import Trace
     from hdtool.runtime.played import Played
     from hdtool.runtime.turns import RecordedTurn, TurnReader
 
+TURN_KEYS = (
+    "method",
+    "conversation",
+    "category",
+    "turn",
+    "prompt_tokens",
+    "tokens",
+    "steps",
+    "accept_lengths",
+    "nodes",
+    "sources",
+)
+"""Of a line of ``--steps``, by which such a file is recognised."""
 NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs the model"
 
 
@@ -97,8 +109,7 @@ def replay(
 
     curve = CostCurve.given(cost) if cost is not None else None
     if steps:
-        with _writing(steps), steps.open("a"):  # not only when all is done
-            pass
+        _steps_file(steps).check()
     recorded = _answered(read_traces(traces, questions)[: config.limit])
     quiet_libraries()
     if report:
@@ -142,18 +153,18 @@ def _turns(reader: TurnReader, traces: list[Trace], quiet: bool) -> list[list[Re
     return conversations
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RecordError(f"{path} cannot be written ({error.strerror or error}): choose another --steps") from None
+def _steps_file(path: Path) -> OutputFile:
+    from hdtool.data.atomic_write import OutputFile
+    from hdtool.data.ownership import json_lines_with
+
+    advice = "choose another --steps, or move it away"
+    return OutputFile(path, "a file of replay --steps", json_lines_with(TURN_KEYS), RecordError, advice)
 
 
 def _write_steps(path: Path, played: dict[str, Played]) -> None:
     from hdtool.cli.played import turn_record
 
-    with _writing(path), path.open("w", encoding="utf-8") as file:
+    with _steps_file(path).replaced() as stream:
         for name, one in played.items():
             for turn in one.turns:
-                file.write(json.dumps(turn_record(name, turn), ensure_ascii=False) + "\n")
+                stream.write((json.dumps(turn_record(name, turn), ensure_ascii=False) + "\n").encode())

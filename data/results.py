@@ -1,21 +1,26 @@
 """A folder of results: what was run, and the answers of each method, a file of JSON lines for each.
 
-A question is there when every file has its line. Lines are on disk before the next question is asked;
-what a kill left incomplete is taken away when the work goes on.
+A question is there when every file has its line. Lines are on disk before the next question is asked. A kill
+leaves files that differ by one question at most, and a torn line; when the work goes on, those lines are cut off.
+Files that differ by more were changed by somebody else, so they are refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hdtool.data.answered import AnsweredQuestion
+from hdtool.data.atomic_write import OutputFile
 from hdtool.data.errors import ResultError
+from hdtool.data.json_lines import append, cut, is_torn, lines_of, may_be_torn_from
+from hdtool.data.locking import exclusive
+from hdtool.data.ownership import json_with
 
 FORMAT = 1
 RUN = "run.json"
@@ -51,9 +56,9 @@ class Run:
             raise ResultError(f"{path} is no run of hdtool bench: {ELSEWHERE}") from None
 
     def write(self, folder: Path) -> None:
-        beside = folder / f".{RUN}"
-        beside.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        beside.replace(folder / RUN)
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
+        is_run = json_with(("options", "methods", "questions"), FORMAT)
+        OutputFile(folder / RUN, "a run of hdtool bench", is_run, ResultError, ELSEWHERE).write(text)
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def read_results(folder: Path) -> Results:
     run = Run.read(folder)
     if run is None:
         raise ResultError(f"{folder} holds no results: make some with hdtool bench --out {folder}")
-    answers = {method: [row for row, _ in _whole_lines(folder / _file(method))] for method in run.methods}
+    answers = {method: _MethodFile.read(folder / _file(method)).answers for method in run.methods}
     shared = min(map(len, answers.values()))
     return Results(run, {method: rows[:shared] for method, rows in answers.items()})
 
@@ -89,17 +94,22 @@ def refuse_other_options(folder: Path, run: Run, options: Mapping[str, Any]) -> 
             raise ResultError(f"{folder} holds a run with {told} {_told(found)}, not {_told(wanted)}: {ELSEWHERE}")
 
 
+def refuse_files_without_run(folder: Path, methods: Collection[str]) -> None:
+    """Raise if answers would be appended to files that no run in this folder began."""
+    if Run.read(folder) is None:
+        for path in (folder / _file(method) for method in methods):
+            if os.path.lexists(path):
+                raise ResultError(f"{path} is there, but no {RUN} beside it: choose another --out")
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A folder for results, for this process alone."""
-    from filelock import FileLock, Timeout
-
+    busy = ResultError(f"another bench is writing {folder}: wait for it, or choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock", timeout=0):
+        with exclusive(folder / ".lock", busy):
             yield
-    except Timeout:
-        raise ResultError(f"another bench is writing {folder}: wait for it, or choose another --out") from None
     except OSError as error:
         raise ResultError(
             f"{folder} cannot be written ({error.strerror or error}): answers in it are kept; "
@@ -120,31 +130,29 @@ class ResultFolder:
     def add(self, answers: Mapping[str, AnsweredQuestion]) -> None:
         """One question, answered by every method."""
         for method, answer in answers.items():
-            model_id = f"{self.run.surroundings['model']}-{method}"
-            line = json.dumps(answer.to_json(model_id), ensure_ascii=False) + "\n"
-            with open(self.folder / _file(method), "ab") as stream:
-                stream.write(line.encode())
-                stream.flush()
-                os.fsync(stream.fileno())
+            append(self.folder / _file(method), answer.to_json(f"{self.run.surroundings['model']}-{method}"))
         self.answered += 1
 
     def _resume(self, ids: Sequence[int | str]) -> int:
-        paths = [self.folder / _file(method) for method in self.run.methods]
+        refuse_files_without_run(self.folder, self.run.methods)
         before = Run.read(self.folder)
         if before is None:
-            if foreign := [path for path in paths if path.exists()]:
-                raise ResultError(f"{foreign[0]} is there, but no {RUN} beside it: choose another --out")
             self.run.write(self.folder)
             return 0
         refuse_other_options(self.folder, before, self.run.options)
         self._refuse_other_surroundings(before)
-        written = [list(_whole_lines(path)) for path in paths]
-        done = min(map(len, written))
-        for path, rows in zip(paths, written, strict=True):
-            if [row.question_id for row, _ in rows[:done]] != list(ids[:done]):
-                raise ResultError(f"{path} does not hold the questions in their order: {ELSEWHERE}")
-            if path.exists():
-                os.truncate(path, rows[done - 1][1] if done else 0)
+        files = [_MethodFile.read(self.folder / _file(method)) for method in self.run.methods]
+        for file in files:
+            file.refuse_other_questions(ids)
+        shortest, longest = (choose(files, key=lambda file: len(file.answers)) for choose in (min, max))
+        done = len(shortest.answers)
+        if len(longest.answers) - done > 1:
+            raise ResultError(
+                f"{shortest.path} holds {done} answers, {longest.path.name} holds {len(longest.answers)}, and a kill "
+                "leaves a difference of 1 at most: restore the file from a copy, or choose another --out"
+            )
+        for file in files:
+            file.cut(done)
         return done
 
     def _refuse_other_surroundings(self, before: Run) -> None:
@@ -155,21 +163,49 @@ class ResultFolder:
                 raise ResultError(f"{self.folder} was begun with {told}, figures would not compare: {ELSEWHERE}")
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[AnsweredQuestion, int]]:
-    """The answers in a file, each with the place where its line ends; a last line cut short is left out."""
-    if not path.exists():
-        return
-    place = 0
-    with open(path, "rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.endswith(b"\n"):
-                return
-            place += len(line)
+@dataclass(frozen=True)
+class _MethodFile:
+    """The answers of one method on disk."""
+
+    path: Path
+    answers: list[AnsweredQuestion]
+    last: bytes
+    """The last whole line."""
+    torn: bytes
+
+    @classmethod
+    def read(cls, path: Path) -> _MethodFile:
+        answers: list[AnsweredQuestion] = []
+        last = b""
+        for number, line in enumerate(lines_of(path), start=1):
+            if is_torn(line):
+                return cls(path, answers, last, line)
             try:
-                answer = AnsweredQuestion.from_json(json.loads(line))
+                answers.append(AnsweredQuestion.from_json(json.loads(line)))
             except (ValueError, KeyError, TypeError, IndexError):
                 raise ResultError(f"{path}:{number} is no answer of hdtool bench: {ELSEWHERE}") from None
-            yield answer, place
+            last = line
+        return cls(path, answers, last, b"")
+
+    def refuse_other_questions(self, ids: Sequence[int | str]) -> None:
+        """Raise unless the lines answer the first of these questions, the torn line included."""
+        done = len(self.answers)
+        if [answer.question_id for answer in self.answers] != list(ids[:done]):
+            raise ResultError(f"{self.path} does not hold the questions in their order: {ELSEWHERE}")
+        if self.torn and not (done < len(ids) and may_be_torn_from(self.torn, _start_of_line(ids[done]))):
+            raise ResultError(
+                f"{self.path}:{done + 1} is cut short and is no answer of hdtool bench to question {done + 1}: "
+                "remove that line, or choose another --out"
+            )
+
+    def cut(self, done: int) -> None:
+        """Keep the answers to so many questions, which are all or all but one of those here."""
+        cut(self.path, (self.last if len(self.answers) > done else b"") + self.torn)
+
+
+def _start_of_line(question_id: int | str) -> str:
+    """What a line with the answer to a question begins with."""
+    return json.dumps({"question_id": question_id}, ensure_ascii=False)[:-1] + ', "category": "'
 
 
 def _file(method: str) -> str:

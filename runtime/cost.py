@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.data.atomic_write import OutputFile
 from hdtool.data.errors import CostError
+from hdtool.data.ownership import json_with
 
 FORMAT = 1
 EXAMPLE = '"0:20.1,8:20.9,32:24"'
@@ -107,11 +109,8 @@ class CostCurve:
             raise CostError(f"{path} is damaged ({error}): measure it again") from None
 
     def write(self, path: Path) -> None:
-        row = {"format": FORMAT, **asdict(self)}
-        try:
-            path.write_text(json.dumps(row) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CostError(f"{path} cannot be written ({error.strerror or error}): choose another place") from None
+        """Replace the file in one step; a reader finds the old curve or the new one."""
+        cost_file(path).write(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
 
     def seconds(self, nodes: int, context: int = 0) -> float:
         """Of a pass that checks so many nodes behind a context of so many tokens."""
@@ -127,6 +126,13 @@ class CostCurve:
         """The seconds of passes with 0, 1, 2 … up to ``most`` nodes behind one context."""
         sizes = np.arange(most + 1)
         return self.of_passes(sizes, np.full(len(sizes), context))
+
+
+def cost_file(path: Path) -> OutputFile:
+    """A file with a curve, replaced only if the old one holds a curve, too."""
+    is_ours = json_with([field.name for field in fields(CostCurve)], FORMAT)
+    advice = "choose another place, or move it away"
+    return OutputFile(path, "a file of hdtool bench --cost", is_ours, CostError, advice)
 
 
 def _whole(value: Any) -> int:

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hdtool.data.beside import beside
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.home import cost_at_home
 from hdtool.runtime.batch import Seats
 from hdtool.runtime.budget import ROWS
 from hdtool.runtime.config import CostConfig
-from hdtool.runtime.cost import CostCurve, Floats
+from hdtool.runtime.cost import CostCurve, Floats, cost_file
 from hdtool.runtime.layers import has_own_products
 from hdtool.runtime.load import Loaded
 from hdtool.runtime.surroundings import device_name, dtype_name, fingerprint
@@ -122,7 +121,12 @@ def _place_at_home(target: Target) -> Path:
 
 def keep_at_home(target: Target, curve: CostCurve) -> None:
     """Where whoever loads the same model on the same device finds it again."""
-    write_curve(curve, _place_at_home(target))
+    curve.write(_place_at_home(target))
+
+
+def check_home(target: Target) -> None:
+    """Refuse to measure what could not be kept in hdtool's home."""
+    cost_file(_place_at_home(target)).check()
 
 
 def kept_at_home(target: Target) -> CostCurve | None:
@@ -133,12 +137,3 @@ def kept_at_home(target: Target) -> CostCurve | None:
     except CostError as error:
         print(f"note: {error}; until then it is measured quickly each time", file=sys.stderr)
         return None
-
-
-def write_curve(curve: CostCurve, path: Path) -> None:
-    """In one step: whoever reads it meanwhile finds the old one or the new one."""
-    try:
-        with beside(path) as written:
-            curve.write(written)
-    except OSError as error:
-        raise CostError(f"{path} cannot be written ({error.strerror or error}): choose another place") from None

@@ -329,6 +329,17 @@ def test_other_settings_go_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "with methods ar, not ar,pld" in complaint(capfd, *arguments, "--methods", "pld")
 
 
+@pytest.mark.parametrize("name", ["ar.jsonl", "run.json"])
+def test_files_of_another_origin_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).write_text("one line of a novel")
+    monkeypatch.setattr("hdtool.runtime.plan.load", lambda config: pytest.fail("the model is loaded"))
+    assert f"{tmp_path / name} is " in complaint(capfd, "--methods", "ar", "--out", str(tmp_path), *QUICK)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "one line of a novel"
+
+
 def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from filelock import FileLock
 

@@ -13,6 +13,7 @@ from hdtool.builders import demo_model
 from hdtool.builders.demo_corpus import Document, documentation, documents, library_code, plain_text
 from hdtool.builders.demo_model import Recipe, build, pace, shares
 from hdtool.builders.demo_prompts import prompts
+from hdtool.data.errors import ModelError
 
 PAGE = """
 :mod:`gizmo` --- Turn gizmos
@@ -154,3 +155,11 @@ def test_a_killed_training_goes_on_at_the_same_step(
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], add_generation_prompt=True, tokenize=False)
     assert chat == "<|endoftext|><|user|>x<|end|><|assistant|>"
     assert whole.dtype == torch.float32
+
+
+def test_a_folder_of_another_origin_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    places = {"gsm8k": sources["gsm8k"], "docs": sources["docs"], "library": sources["library"]}
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(ModelError, match="is not empty and holds no model of this script"):
+        build(**places, out=tmp_path, recipe=TINY, device="cpu", compiled=False)
+    assert (tmp_path / "config.json").read_text() == "mine"

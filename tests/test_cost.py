@@ -62,7 +62,16 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     }
     assert CostCurve.read(path) == CostCurve.given(str(path)) == CURVE
     with pytest.raises(CostError, match="cannot be written"):
-        CURVE.write(tmp_path / "none" / "cost.json")
+        CURVE.write(path / "cost.json")
+
+
+@pytest.mark.parametrize("content", ['{"format": 1}', "[]", "mine", '{"format": 2, "nodes": [0, 1]}'])
+def test_a_file_that_holds_something_else_is_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(content)
+    with pytest.raises(CostError, match=r"cost\.json is there and is not a file of hdtool bench --cost"):
+        CURVE.write(path)
+    assert path.read_text() == content and list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_typed() -> None:

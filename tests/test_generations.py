@@ -86,6 +86,56 @@ def test_answers_of_other_settings_or_prompts_are_not_mixed(
     Path(asked[4]).write_bytes(before)
 
 
+def changed(asked: list[str], content: bytes, capfd: pytest.CaptureFixture[str]) -> str:
+    """What is said of a file with this content, which must stay as it is."""
+    out = Path(asked[4])
+    out.parent.mkdir(exist_ok=True)
+    out.write_bytes(content)
+    said = complaint(capfd, asked)
+    assert out.read_bytes() == content
+    return said
+
+
+def test_what_is_cut_short_and_of_another_origin_is_kept(
+    asked: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(asked) == 0
+    capfd.readouterr()
+    first, second, *_ = whole = Path(asked[4]).read_bytes().splitlines(keepends=True)
+    # Nothing is loaded for a file that cannot go on.
+    monkeypatch.setattr("hdtool.runtime.answers.load", lambda config: pytest.fail("the model is loaded"))
+    said = changed(asked, b"one line of a novel", capfd)
+    assert "generations.jsonl:1 is cut short and is no answer of collect to the prompt there: remove that line" in said
+    assert "generations.jsonl:2 is cut short" in changed(asked, first + b"one line of a novel", capfd)
+    assert "generations.jsonl:2 is cut short" in changed(asked, first + first[:-1], capfd), "of another prompt"
+    other = second[:20] + b"#" + second[20:40]
+    assert "generations.jsonl:2 is cut short" in changed(asked, first + other, capfd)
+    assert "generations.jsonl:7 is cut short" in changed(asked, b"".join(whole) + first[:5], capfd), "one too many"
+    assert "generations.jsonl:2 is no line of collect" in changed(asked, first + b"a poem\n" + second[:9], capfd)
+
+
+def test_an_empty_file_and_a_link_to_one_are_written(asked: list[str], tmp_path: Path) -> None:
+    out = Path(asked[4])
+    out.parent.mkdir()
+    (tmp_path / "elsewhere.jsonl").touch()
+    out.symlink_to(tmp_path / "elsewhere.jsonl")
+    assert run(asked) == 0
+    assert out.is_symlink() and len((tmp_path / "elsewhere.jsonl").read_text().splitlines()) == len(PROMPTS)
+
+
+def test_a_folder_is_no_file_of_answers(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    Path(asked[4]).mkdir(parents=True)
+    assert "generations.jsonl cannot be written (it is a folder)" in complaint(capfd, asked)
+
+
+def test_a_lock_file_of_another_origin_is_kept(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    Path(asked[4]).parent.mkdir()
+    lock = Path(asked[4]).with_name(".generations.jsonl.lock")
+    lock.write_text("mine")
+    assert "is no lock file of hdtool" in complaint(capfd, asked)
+    assert lock.read_text() == "mine"
+
+
 def test_two_at_once_are_told_apart(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     from filelock import FileLock
 

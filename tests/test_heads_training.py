@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hdtool.builders import heads as training
 from hdtool.builders import processes
@@ -23,12 +23,13 @@ from hdtool.builders.lessons import Lesson, lessons
 from hdtool.builders.processes import Alone
 from hdtool.builders.progress import bar
 from hdtool.builders.teacher import Teacher
+from hdtool.builders.training_curve import draw_training
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError, ModelError, RecordError
 from hdtool.data.records import Reading
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
-from hdtool.runtime.heads.saved import load_heads, new_heads
+from hdtool.runtime.heads.saved import Judged, SavedHeads, load_heads, new_heads
 from hdtool.runtime.load import load, load_tokenizer
 from hdtool.runtime.target import Target
 from hdtool.runtime.turns import TurnReader
@@ -221,9 +222,22 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     found = trained(tmp_path, learned, config, most=3)
     with pytest.raises(HeadsError, match=r"other settings \(a\)"):
         next(found.run({"a": 2}))
-    (tmp_path / training.CHECKPOINT).write_bytes(b"nonsense")
-    with pytest.raises(HeadsError, match="cannot be read"):
-        next(found.run({"a": 1}))
+
+
+@pytest.mark.parametrize("form", ["text", "tensors", "pickle"])
+def test_a_checkpoint_of_another_origin_is_neither_used_nor_replaced(tmp_path: Path, form: str) -> None:
+    place = tmp_path / training.CHECKPOINT
+    if form == "text":
+        place.write_bytes(b"nonsense")
+    else:
+        torch.save({"model": torch.zeros(3)} if form == "tensors" else Path("an object of a class"), place)
+    before = place.read_bytes()
+    found = trained(tmp_path / "elsewhere", texts(6), TrainConfig(epochs=1, batch=3))
+    found._checkpoint = training.checkpoint_file(tmp_path)
+    for act in (lambda: next(found.run({"a": 1})), lambda: found._save(1, {}), found.finish):
+        with pytest.raises(HeadsError, match=r"checkpoint\.pt is there and is not a checkpoint of hdtool train-heads"):
+            act()
+    assert place.read_bytes() == before
 
 
 def test_several_processes_need_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +273,47 @@ def test_the_command_trains_heads_that_draft(tmp_path: Path, capsys: pytest.Capt
 def _answer(capsys: pytest.CaptureFixture[str], *options: str) -> Any:
     assert run(["generate", "--prompt", "What is a tuple?", "--max-new-tokens", "24", "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def model_folder(folder: Path) -> Path:
+    """A model's own folder, as save_pretrained writes it."""
+    model_of("llama").save_pretrained(folder)
+    load_tokenizer(ModelConfig()).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "heads.safetensors", "checkpoint.pt", "training.png"])
+def test_files_of_another_origin_are_refused_before_the_training(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = written(tmp_path / "a.jsonl", {"text": "import os\n" * 60})
+    folder = tmp_path / "model"
+    if name == "config.json":
+        model_folder(folder)
+    else:
+        folder.mkdir()
+        (folder / name).write_bytes(b"mine")
+    before = {each.name: each.read_bytes() for each in folder.iterdir()}
+    monkeypatch.setattr("hdtool.builders.train.load_stock", lambda model: pytest.fail("the model is loaded"))
+    assert run(["train-heads", "--from", str(path), "--out", str(folder), "--quiet"]) == 1
+    error = capsys.readouterr().err
+    assert f"{folder / name} is there and is not " in error and error.count("\n") == 1
+    assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
+
+
+def test_heads_are_trained_again_over_own_ones(tmp_path: Path) -> None:
+    """Weights of earlier versions have no metadata: the settings in the same folder show whose they are."""
+    learned = texts(6)
+    for earlier in (False, True):
+        if earlier:
+            save_file(load_file(tmp_path / "heads.safetensors"), tmp_path / "heads.safetensors")
+        found = trained(tmp_path, learned, TrainConfig(epochs=1, batch=3, save_every=1))
+        saved = SavedHeads(found.heads, "target", "model", Judged(), {})
+        saved.save(tmp_path)
+        draw_training(found.history, tmp_path)
+        found.finish()
+        names = ["config.json", "heads.safetensors", "training.png"]
+        assert sorted(each.name for each in tmp_path.iterdir()) == names
 
 
 @pytest.mark.parametrize(

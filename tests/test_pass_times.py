@@ -17,7 +17,7 @@ from hdtool.runtime import pass_times
 from hdtool.runtime.config import LARGEST_BUDGET, CostConfig, ModelConfig
 from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.load import Loaded, load
-from hdtool.runtime.pass_times import cost_of_passes, keep_at_home, lengths_for, write_curve
+from hdtool.runtime.pass_times import cost_of_passes, keep_at_home, lengths_for
 from hdtool.runtime.surroundings import device_name, fingerprint
 from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
@@ -130,9 +130,9 @@ def test_a_picture_has_a_line_for_each_context(tmp_path: Path) -> None:
 def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CostError, match=r"cost\.json cannot be written"):
-        write_curve(CURVE, tmp_path / "file" / "cost.json")
+        CURVE.write(tmp_path / "file" / "cost.json")
     with pytest.raises(CostError, match=r"cost\.png cannot be written"):
-        draw_cost(CURVE, tmp_path / "nowhere" / "cost.png")
+        draw_cost(CURVE, tmp_path / "file" / "cost.png")
 
 
 @pytest.mark.parametrize(

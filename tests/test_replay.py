@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdtool.cli.app import run
+from hdtool.cli.replay import TURN_KEYS
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import HdtoolError
@@ -322,7 +323,21 @@ def test_steps_are_written_turn_by_turn(command: list[str], tmp_path: Path, capf
         assert row["sources"].count("none") == row["steps"]
     capfd.readouterr()
     said = complaint(capfd, [*command, "--methods", "pld", "--steps", str(tmp_path)])
-    assert "cannot be written" in said
+    assert "cannot be written (it is a folder): choose another --steps" in said
+    assert set(rows[0]) == set(TURN_KEYS)
+    assert run([*command, "--methods", "ar", "--steps", str(path), "--limit", "1"]) == 0, "its own file is replaced"
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("content", ["a line without its end", "two\nlines\n", '{"method": "hd"}\n'])
+def test_steps_replace_no_other_file(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text(content)
+    said = complaint(capfd, [*command, "--methods", "pld", "--steps", str(path)])
+    assert "steps.jsonl is there and is not a file of replay --steps: choose another --steps, or move it away" in said
+    assert path.read_text() == content
 
 
 @pytest.mark.parametrize(

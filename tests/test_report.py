@@ -29,7 +29,7 @@ from hdtool.builders.report.tables import (
     Trials,
     Warmth,
 )
-from hdtool.builders.report.write import write
+from hdtool.builders.report.write import PICTURE, prepare, write
 from hdtool.data.errors import ResultError
 from hdtool.runtime.config import METHODS, PEERS
 from hdtool.runtime.sources import SourceName
@@ -183,6 +183,28 @@ def test_the_tables_are_markdown_too(written: Path) -> None:
         if line.startswith("|"):
             assert line.endswith("|")
     assert "## Token coverage of hd" in text
+
+
+def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
+    for _ in range(2):
+        write(tmp_path, page_of(Shown(durations=SHOWN.durations)))
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_all_pictures_have_the_names_that_are_looked_for(written: Path) -> None:
+    methods = replace(SHOWN, shares=tuple(replace(SHOWN.shares[0], method=name) for name in METHODS))
+    for one in exhibits(methods):
+        assert PICTURE.fullmatch(f"{one.name}.png") and PICTURE.fullmatch(f"{one.name}.dark.png")
+
+
+@pytest.mark.parametrize("name", ["index.html", "tables.md", "speed-up.png", "sources-hd.dark.png"])
+def test_files_of_another_origin_are_refused_before_anything_is_measured(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    for act in (lambda: prepare(tmp_path), lambda: write(tmp_path, page_of(SHOWN))):
+        with pytest.raises(ResultError, match=f"{name} is there and is not a file of an hdtool report: choose another"):
+            act()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:

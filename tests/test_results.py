@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -79,15 +79,19 @@ def test_ids_stay_as_the_questions_had_them(name: str, kept: int | str) -> None:
     assert question_id(name) == kept
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_run_cut_anywhere_goes_on_and_ends_the_same(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_a_run_killed_anywhere_goes_on_and_ends_the_same(tmp_path: Path, seed: int) -> None:
+    """A kill comes while the answers to one question are written, method by method."""
     filled(tmp_path)
     chance = Random(seed)
+    done, written = chance.randrange(len(IDS)), chance.randrange(len(METHODS))
     ends = []
-    for method in METHODS:
+    for number, method in enumerate(METHODS):
         path = tmp_path / f"{method}.jsonl"
-        whole = path.read_bytes()
-        kept = whole[: chance.randrange(len(whole) + 1)]
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = b"".join(lines[: done + (number < written)])
+        if number == written:
+            kept += lines[done][: chance.randrange(len(lines[done]))]
         ends.append(kept.count(b"\n"))
         path.write_bytes(kept)
         if not kept and chance.random() < 0.5:
@@ -168,6 +172,61 @@ def test_a_damaged_run_is_named(tmp_path: Path, text: str, said: str) -> None:
 def test_a_folder_without_results_says_how_to_make_them(tmp_path: Path) -> None:
     with pytest.raises(ResultError, match="holds no results: make some with hdtool bench"):
         read_results(tmp_path)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def lose(folder: Path) -> None:
+    (folder / "ar.jsonl").unlink()
+
+
+def shorten(folder: Path) -> None:
+    path = folder / "ar.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:1]))
+
+
+def lengthen(folder: Path) -> None:
+    (folder / "hd.jsonl").write_bytes((folder / "hd.jsonl").read_bytes() + b"one line of a novel")
+
+
+def replace_by_a_line(folder: Path) -> None:
+    (folder / "hd.jsonl").write_bytes(b"one line of a novel")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lose,
+            "ar.jsonl holds 0 answers, generate.jsonl holds 3, and a kill leaves a difference of 1 at most: restore",
+        ),
+        (shorten, "ar.jsonl holds 1 answers, generate.jsonl holds 3, and a kill leaves a difference of 1 at most"),
+        (lengthen, "hd.jsonl:4 is cut short and is no answer of hdtool bench to question 4: remove that line, or"),
+        (replace_by_a_line, "hd.jsonl:1 is cut short and is no answer of hdtool bench to question 1"),
+    ],
+)
+def test_what_no_kill_leaves_is_refused_and_nothing_is_cut(
+    tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    filled(tmp_path, until=3)
+    change(tmp_path)
+    before = contents(tmp_path)
+    assert said in refusal(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_a_torn_line_after_the_last_question_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path)
+    path = tmp_path / "ar.jsonl"
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:9])
+    assert "ar.jsonl:5 is cut short" in refusal(tmp_path)
+
+
+def test_a_dangling_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "ar.jsonl").symlink_to(tmp_path / "nowhere")
+    assert "ar.jsonl is there, but no run.json" in refusal(tmp_path)
 
 
 def test_two_at_once_and_unwritable_places_are_told_apart(tmp_path: Path) -> None:

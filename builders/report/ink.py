@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from hdtool.data.ownership import PNG_METADATA
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -116,8 +118,8 @@ def picture(draw: Draw, theme: Theme, height: float) -> bytes:
         figure = Figure((WIDTH, height), dpi=DOTS, layout="constrained")
         draw(figure.add_subplot(), theme)
         out = BytesIO()
-        # Without its version in it, the same figures give the same file.
-        figure.savefig(out, format="png", metadata={"Software": None})
+        # This entry replaces matplotlib's own, which holds its version: the same figures give the same file.
+        figure.savefig(out, format="png", metadata=PNG_METADATA)
     return out.getvalue()
 
 

@@ -6,12 +6,14 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import metadata
 
 from hdtool.builders.report.exhibits import Exhibit
 from hdtool.builders.report.findings import Finding
 from hdtool.builders.report.ink import THEMES, Theme
 from hdtool.builders.report.sheet import SHEET
 from hdtool.builders.report.tables import Case, Table
+from hdtool.data.ownership import MARKDOWN_ENTRY
 
 Pictures = Mapping[str, Mapping[str, bytes]]
 """By the names of exhibit and theme."""
@@ -48,6 +50,7 @@ class Page:
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f'<meta name="generator" content="hdtool {escape(metadata.version("hdtool"))}">\n'
             f'<meta name="color-scheme" content="light dark">\n<title>{escape(self.title)}</title>\n'
             f"<style>\n{_colours()}\n{SHEET}</style>\n</head>\n<body>\n<header><h1>{escape(self.title)}</h1>\n"
             f'<p class="lead">{escape(self.lead)}</p>\n<pre class="command">{escape(self.command)}</pre></header>\n'
@@ -61,7 +64,14 @@ class Page:
             "", ("claim", "", "here"), tuple((one.claim, one.verdict, "; ".join(one.evidence)) for one in self.findings)
         )
         tables = [*self.tables, *(one.table for one in self.exhibits if one.table)]
-        parts = [f"# {self.title}", f"```\n{self.command}\n```", self.lead, facts, verdicts.markdown()]
+        parts = [
+            MARKDOWN_ENTRY.decode(),
+            f"# {self.title}",
+            f"```\n{self.command}\n```",
+            self.lead,
+            facts,
+            verdicts.markdown(),
+        ]
         for table in tables:
             parts += [f"## {table.title}", table.markdown(), *([table.note] if table.note else [])]
         return "\n\n".join(parts) + "\n"

@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from pathlib import Path
 
 from hdtool.builders.report.ink import LIGHT, THEMES, picture
 from hdtool.builders.report.page import Page
+from hdtool.data.atomic_write import OutputFile
 from hdtool.data.errors import ResultError
+from hdtool.data.ownership import is_own_html, is_own_markdown, is_own_png
 
 INDEX = "index.html"
 TABLES = "tables.md"
+PICTURE = re.compile(
+    r"(speed-up|generation-time|temperatures|repeated-4-grams|4-gram-distances|database-size"
+    r"|(sources|subsets|orders|coverage)-[a-z+-]+)(\.dark)?\.png"
+)
+"""The names of all pictures that a report may have."""
 
 
 def write(folder: Path, page: Page) -> Path:
     """The place of the page."""
+    prepare(folder)
+    contents: dict[str, bytes | str] = {}
     pictures = {
         one.name: {theme.name: picture(one.draw, theme, one.height) for theme in THEMES} for one in page.exhibits
     }
-    with _told(folder):
-        prepare(folder)
-        for name, shown in pictures.items():
-            for theme, data in shown.items():
-                (folder / f"{name}{'' if theme == LIGHT.name else f'.{theme}'}.png").write_bytes(data)
-        (folder / TABLES).write_text(page.markdown(), encoding="utf-8")
-        (folder / INDEX).write_text(page.html(pictures), encoding="utf-8")
+    for name, shown in pictures.items():
+        for theme, data in shown.items():
+            contents[f"{name}{'' if theme == LIGHT.name else f'.{theme}'}.png"] = data
+    contents |= {TABLES: page.markdown(), INDEX: page.html(pictures)}
+    for name in contents:  # all of them before the first is replaced
+        _file(folder, name).check()
+    for name, content in contents.items():
+        _file(folder, name).write(content)
     return folder / INDEX
 
 
 def prepare(folder: Path) -> None:
-    """Have the folder, before anybody waits for what will be written into it."""
-    with _told(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-
-
-@contextmanager
-def _told(folder: Path) -> Iterator[None]:
+    """Refuse a folder that cannot take the report, before anything is measured for it."""
     try:
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [path.name for path in folder.iterdir() if PICTURE.fullmatch(path.name)]
     except OSError as error:
         raise ResultError(f"{folder} cannot be written ({error.strerror or error}): choose another --report") from None
+    for name in (INDEX, TABLES, *names):
+        _file(folder, name).check()
+
+
+def _file(folder: Path, name: str) -> OutputFile:
+    """A file of the report, replaced only if an earlier report wrote it."""
+    is_ours = {INDEX: is_own_html, TABLES: is_own_markdown}.get(name, is_own_png)
+    advice = "choose another --report, or move it away"
+    return OutputFile(folder / name, "a file of an hdtool report", is_ours, ResultError, advice)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.data.beside import beside
+from hdtool.data.atomic_write import OutputFile
 from hdtool.data.errors import FamilyError, HeadsError, reason_of
+from hdtool.data.ownership import json_with, safetensors_metadata
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.heads.modules import Heads, HeadsShape, OutputLayer
 from hdtool.runtime.surroundings import fingerprint
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 SETTINGS, WEIGHTS = "config.json", "heads.safetensors"
+KEYS = ("model", "target", "heads", "shape", "judged", "training")
+"""Of the settings, besides the format."""
+METADATA = {"format": "pt", "writer": "hdtool"}
+"""Of the weights."""
 KEPT_AS = torch.float16
 """Drafts decide nothing, so half the bytes do."""
 QUICK = 1024
@@ -68,17 +73,27 @@ class SavedHeads:
             "training": self.training,
         }
         weights = {name: weight.detach().to("cpu", KEPT_AS) for name, weight in self.heads.state_dict().items()}
-        try:
-            with beside(folder / WEIGHTS) as path:
-                # Its own writing of files would leave one that nobody else may read.
-                path.write_bytes(save({name: weight.contiguous() for name, weight in weights.items()}))
-            with beside(folder / SETTINGS) as path:
-                path.write_text(_written(told) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise HeadsError(
-                f"{folder} cannot be written ({error.strerror or error}): make room or choose another --out, and run "
-                "the command again"
-            ) from error
+        weights_file, settings_file = output_files(folder)
+        weights_file.write(save({name: weight.contiguous() for name, weight in weights.items()}, METADATA))
+        settings_file.write(_written(told) + "\n")
+
+
+def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
+    """The weights and the settings of a folder, replaced only if hdtool wrote them."""
+    is_settings = json_with(KEYS, FORMAT)
+
+    def is_weights(path: Path) -> bool:
+        # Earlier versions wrote no metadata.
+        settings = folder / SETTINGS
+        return safetensors_metadata(path).get("writer") == METADATA["writer"] or (
+            settings.is_file() and is_settings(settings)
+        )
+
+    advice = "make room, choose another --out, or move it away, and run the command again"
+    return (
+        OutputFile(folder / WEIGHTS, "a file of drafting heads", is_weights, HeadsError, advice),
+        OutputFile(folder / SETTINGS, "the settings of drafting heads", is_settings, HeadsError, advice),
+    )
 
 
 def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
@@ -170,7 +185,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise HeadsError(f"{folder / SETTINGS} cannot be read ({error}): train the heads again") from None
     found = told.get("format") if isinstance(told, dict) else None
-    if found != FORMAT or not {"model", "target", "heads", "shape", "judged", "training"} <= told.keys():
+    if found != FORMAT or not set(KEYS) <= told.keys():
         raise HeadsError(
             f"{folder / SETTINGS} is of no format that this hdtool reads ({found}, not {FORMAT}): train the heads "
             "again with hdtool train-heads"

@@ -1,0 +1,176 @@
+"""Replace a file in one step, and only if hdtool wrote it.
+
+The new content goes to a temporary file in the same folder, which takes the place of the old file once it is
+complete on disk. An interrupted or failed write leaves the old file as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from hdtool.data.errors import HdtoolError
+
+TEMPORARY_BYTES = 8
+"""Random bytes in the name of a temporary file."""
+BINARY = getattr(os, "O_BINARY", 0)
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file that hdtool writes as a whole."""
+
+    path: Path
+    content: str
+    """What it holds, for messages: ``{path} is there and is not {content}``."""
+    is_ours: Callable[[Path], bool]
+    """Whether hdtool wrote the file at a path, judged by what the file holds; see ``ownership``."""
+    error: type[HdtoolError]
+    advice: str = "choose another --out, or move it away"
+
+    def check(self) -> None:
+        """Refuse a destination that must not be replaced or cannot be written, before any work is done for it."""
+        destination = self._destination()
+        folder = next((place for place in destination.parents if os.path.lexists(place)), destination.parent)
+        fault = "" if folder.is_dir() else f"{folder} is not a folder"
+        if not fault and not os.access(folder, os.W_OK | os.X_OK):
+            fault = f"{folder} is read-only"
+        if fault:
+            raise self.error(f"{self.path} cannot be written ({fault}): {self.advice}")
+
+    def exists(self) -> bool:
+        """Whether hdtool wrote this file before; a file of another origin is refused."""
+        return bool(_size(self._destination()))
+
+    def write(self, content: bytes | str) -> None:
+        """Replace the file by this content."""
+        with self.replaced() as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+
+    @contextmanager
+    def replaced(self) -> Iterator[IO[bytes]]:
+        """Yield the stream for the new content; the file is replaced at the end of the block.
+
+        A symbolic link at the destination stays, and the file that it points to is replaced.
+        """
+        with self._errors_worded():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            destination = self._destination()
+            _remove_stale(destination)
+            temporary, descriptor = _temporary(destination)
+            try:
+                with os.fdopen(descriptor, "w+b") as stream:
+                    yield stream
+                    stream.flush()
+                    os.fsync(descriptor)
+                    self._destination()  # another program may have put a file there in the meantime
+                    if os.name == "nt":  # where an open file cannot be renamed
+                        stream.close()
+                    temporary.replace(destination)
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_folder(destination.parent)
+
+    def remove(self) -> None:
+        """Delete the file if hdtool wrote it, and temporary files of killed writers."""
+        with self._errors_worded():
+            destination = self._destination()
+            _remove_stale(destination)
+            destination.unlink(missing_ok=True)
+
+    @contextmanager
+    def _errors_worded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.error(f"{self.path} cannot be written ({error.strerror or error}): {self.advice}") from error
+
+    def _destination(self) -> Path:
+        """The file to replace, with links resolved; raises if hdtool did not write it."""
+        destination = Path(os.path.realpath(self.path))
+        try:
+            size = _size(destination)
+            ours = not size or self.is_ours(destination)
+        except OSError as error:
+            raise self.error(f"{self.path} cannot be written ({error.strerror or error}): {self.advice}") from None
+        if not ours:
+            raise self.error(f"{self.path} is there and is not {self.content}: {self.advice}")
+        return destination
+
+
+def _size(path: Path) -> int | None:
+    """The bytes of a regular file, None if there is none; anything else raises an OSError."""
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if stat.S_ISREG(found.st_mode):
+        return found.st_size
+    kinds = {stat.S_IFDIR: "it is a folder", stat.S_IFLNK: "its links form a circle"}
+    raise OSError(0, kinds.get(stat.S_IFMT(found.st_mode), "it is not a regular file"))
+
+
+def _temporary(destination: Path) -> tuple[Path, int]:
+    """A new file in the folder of ``destination``, open and locked."""
+    while True:
+        path = destination.with_name(f"{_start(destination)}{secrets.token_hex(TEMPORARY_BYTES)}.tmp")
+        # Exclusive creation follows no link, and this mode leaves the permissions to the umask.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS | BINARY, 0o666)
+        _lock(descriptor, wait=True)
+        if os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        os.close(descriptor)  # another writer removed the file before the lock was held
+
+
+def _start(destination: Path) -> str:
+    """What the names of a file's temporary files begin with; long names are cut to what file systems allow."""
+    return f".{destination.name.encode()[:150].decode(errors='ignore')}."
+
+
+def _remove_stale(destination: Path) -> None:
+    """Delete temporary files of this destination whose writers were killed."""
+    name = re.compile(re.escape(_start(destination)) + rf"[0-9a-f]{{{2 * TEMPORARY_BYTES}}}\.tmp")
+    for path in destination.parent.iterdir():
+        if name.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            with suppress(OSError):
+                _remove_unless_locked(path)
+
+
+def _remove_unless_locked(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR | NO_LINKS)
+    try:
+        if _lock(descriptor, wait=False):  # a living writer holds the lock of its file
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Lock an open file until it is closed or its process ends; whether this process holds the lock."""
+    try:
+        from fcntl import LOCK_EX, LOCK_NB, flock
+    except ImportError:
+        return True  # Windows deletes no file that another process has open
+    try:
+        flock(descriptor, LOCK_EX if wait else LOCK_EX | LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the new name on disk; not every system can sync a folder."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
