@@ -18,6 +18,7 @@ from numba import njit
 from hdtool.data.documents import token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.store import Manifest, TokenizerMark, read_manifest, require
+from hdtool.runtime.pinned import Pinned
 from hdtool.runtime.suffixes import (
     SIGNPOST,
     SIGNPOST_TOKENS,
@@ -66,7 +67,7 @@ class Continuations(NamedTuple):
         return self.nodes[NODE_COUNT]
 
 
-class CorpusIndex:
+class CorpusIndex(Pinned):
     """An index opened for look-ups; its files are mapped, read only where they are touched."""
 
     def __init__(self, folder: Path, tokenizer: TokenizerMark | None = None) -> None:

@@ -19,6 +19,7 @@ from hdtool.runtime.growth import feed, grow, restart
 from hdtool.runtime.heads.asking import Asking
 from hdtool.runtime.heads.session import Session
 from hdtool.runtime.model_store import ModelStore
+from hdtool.runtime.pinned import Pinned
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.sources.corpus_levels import no_shards, range_record
@@ -40,7 +41,7 @@ IN_DOUBT = 1.1
 Array = npt.NDArray[Any]
 
 
-class Hierarchy:
+class Hierarchy(Pinned):
     """Drafts from the context, the model store and the corpus index, as far as they are there.
 
     And from what the target thought likely: ``last`` in place of the root, ``copied`` where it last said the

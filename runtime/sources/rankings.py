@@ -10,6 +10,7 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.likeliest import NO_LOGIT, at_hand, ranked
+from hdtool.runtime.pinned import Pinned
 from hdtool.runtime.sources.last_logit import LAST, MOST_CANDIDATES, remember
 from hdtool.runtime.sources.neighbours import NEIGHBOURS, look_round
 from hdtool.runtime.sources.recycled import BEST, Recycled
@@ -26,7 +27,7 @@ class Behind(NamedTuple):
     odds: Array
 
 
-class Rankings:
+class Rankings(Pinned):
     """The last logit, the logits copied from accepted nodes and those recycled from all nodes, as far as wanted."""
 
     def __init__(self, *, last: bool = False, copied: bool = False, recycled: bool = False) -> None:

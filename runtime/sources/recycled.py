@@ -15,6 +15,7 @@ from numba import njit
 
 from hdtool.runtime.memory import array_at, prefetch
 from hdtool.runtime.model_store import mixed
+from hdtool.runtime.pinned import Pinned
 
 BEST = 8
 """Tokens of a ranking."""
@@ -53,7 +54,7 @@ RECYCLED = np.dtype(
 Array = npt.NDArray[Any]
 
 
-class Recycled:
+class Recycled(Pinned):
     """The table."""
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from hdtool.runtime.config import ServeConfig
 from hdtool.runtime.hierarchy import ANY_TOKEN, Hierarchy
+from hdtool.runtime.pinned import Pinned
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources.context_table import TABLE, clear
 from hdtool.runtime.vllm.chain import draft_rows, no_requests
@@ -23,7 +24,7 @@ TABLES_TOGETHER = 32
 Ints = npt.NDArray[Any]
 
 
-class BatchDrafter:
+class BatchDrafter(Pinned):
     """A hierarchy for each request, made as they are needed; stores and what is learned of their worth are shared."""
 
     def __init__(

@@ -1,0 +1,61 @@
+"""Copies of what holds addresses would read memory that is not theirs: they are refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hdtool.data import demo
+from hdtool.runtime.budget import FixedBudget
+from hdtool.runtime.config import DecodeConfig, ModelConfig, ServeConfig, ShelfConfig
+from hdtool.runtime.corpus_index import CorpusIndex
+from hdtool.runtime.hierarchy import Hierarchy
+from hdtool.runtime.load import load_tokenizer
+from hdtool.runtime.methods import drafter_within
+from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.sources.context_table import ContextTable
+from hdtool.runtime.sources.rankings import Rankings
+from hdtool.runtime.sources.recycled import Recycled
+from hdtool.runtime.vllm.drafter import BatchDrafter
+
+MAKERS: dict[str, Callable[[], object]] = {
+    "Hierarchy": Hierarchy,
+    "Rankings": lambda: Rankings(recycled=True),
+    "Recycled": Recycled,
+    "BatchDrafter": lambda: BatchDrafter(Shelf(), ServeConfig(), rows=1, longest=16),
+    "CorpusIndex": lambda: CorpusIndex(demo.CORPUS_INDEX),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_what_holds_addresses_is_not_copied(name: str, duplicate: Callable[[Any], object]) -> None:
+    for held in (MAKERS[name](), [MAKERS[name]()]):
+        if duplicate is copy.copy and isinstance(held, list):
+            continue  # a shallow copy of a list has the same members
+        with pytest.raises(TypeError, match=f"{name} cannot be copied or pickled.*make a new one"):
+            duplicate(held)
+
+
+def test_a_context_table_holds_no_addresses_and_is_copied_whole() -> None:
+    table = ContextTable()
+    table.read([1, 2, 3, 1, 2])
+    again = copy.deepcopy(table)
+    again.add([9])
+    assert (len(table), len(again)) == (5, 6)
+    assert pickle.loads(pickle.dumps(again)).read([1, 2, 3, 1, 2, 9, 4]) == 1
+
+
+def test_a_shelf_still_travels_and_a_drafter_is_made_anew_from_it() -> None:
+    shelf = Shelf.for_tokenizer(
+        load_tokenizer(ModelConfig()), ShelfConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
+    )
+    for again in (copy.deepcopy(shelf), pickle.loads(pickle.dumps(shelf))):
+        assert again.corpus is not shelf.corpus
+        drafter = drafter_within(FixedBudget, DecodeConfig("hd"), again)
+        drafter.begin([1, 2, 3])
+        assert drafter.draft([1, 2, 3]).root == 3
