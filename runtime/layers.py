@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch.nn import Linear
 from torch.nn.functional import linear
 
+from hdtool.data.home import product_choice_at_home
 from hdtool.runtime.few_rows import WHOLE, multiply
+from hdtool.runtime.processor import processor_name
+from hdtool.runtime.product_choice import kept_choice
 from hdtool.runtime.quantised import has_plain_weight
 
 TRIED = (1, 4, 16, 64)
@@ -23,7 +28,7 @@ LARGEST = 1 << 19
 
 
 class Choice:
-    """Which product is faster for layers of one shape: tried when it is first asked, for each number of threads."""
+    """Which product is faster for layers of one shape: measured once on a machine for each number of threads."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self._weights = weights
@@ -35,10 +40,13 @@ class Choice:
             return False
         threads = torch.get_num_threads()
         if threads not in self._own:
-            tried = {most: self._own_is_faster(most) for most in TRIED}
+            tried = kept_choice(_place(self._weights[0].shape, threads), TRIED, self._measured)
             nearest = (min(most for most in TRIED if rows <= most) for rows in range(TRIED[-1] + 1))
-            self._own[threads] = tuple(tried[most] for most in nearest)
+            self._own.setdefault(threads, tuple(tried[most] for most in nearest))
         return self._own[threads][rows]
+
+    def _measured(self) -> dict[int, bool]:
+        return {most: self._own_is_faster(most) for most in TRIED}
 
     def _own_is_faster(self, rows: int) -> bool:
         columns = self._weights[0].shape[1]
@@ -112,6 +120,22 @@ def share_weights(stock: torch.nn.Module, own: torch.nn.Module) -> None:
             other = stock.get_submodule(name)
             assert isinstance(other, Linear)
             other.weight.data = layer.weight.data
+
+
+def _place(shape: torch.Size, threads: int) -> Path | None:
+    """Where the choice for layers of a shape is kept; None on a machine that has no place for it."""
+    try:
+        version = metadata.version("hdtool")
+        words = (
+            processor_name(),
+            f"{threads} threads",
+            f"torch {torch.__version__}",
+            "x".join(map(str, shape)),
+            version,
+        )
+        return product_choice_at_home(words)
+    except (OSError, RuntimeError, ImportError):  # an account without a home folder, a copy that was not installed
+        return None
 
 
 def _fits(layer: Linear) -> bool:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ import transformers
 from hdtool.data.store import MANIFEST, checksum
 from hdtool.runtime.layers import has_own_products
 from hdtool.runtime.load import Loaded
+from hdtool.runtime.processor import processor_name
 from hdtool.runtime.quantised import parts_of
 from hdtool.runtime.quantising import library_of
 from hdtool.runtime.shelf import Shelf
@@ -84,17 +84,8 @@ def machine(device: torch.device | None = None) -> str:
 
 def device_name(device: torch.device) -> str:
     """Of a GPU its own, of others that of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def versions() -> str:
     return f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        found = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
-        return f"{found['model name'].strip()} (family {found['cpu family']}, model {found['model']})"
-    except (OSError, KeyError):
-        return platform.processor() or platform.machine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ from tests.test_decode import run, said
 from tests.trees import LyingDrafter
 
 MOST = TRIED[-1]
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture
