@@ -21,6 +21,9 @@ from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.corpus_index import KIND
 from hdtool.runtime.suffixes import ShardPlace, signposts_in
 
+LEAST_TOKENS = 2
+"""Of a shard: a token and an end."""
+
 
 def build_corpus_index(
     folder: Path,
@@ -30,16 +33,18 @@ def build_corpus_index(
     *,
     shard_bytes: int = BuildConfig.shard_bytes,
     engine: Engine | None = None,
+    replaces: Manifest | None = None,
 ) -> Manifest:
     """Write the index of all documents to ``folder``, replacing the one there in one step.
 
-    ``engine`` says who sorts; none means a process for each core.
+    ``engine`` sorts the shards; none means a process for each core. ``replaces`` is the manifest of the
+    store at ``folder`` that the documents are from: if another store is there by now, that is an error.
     """
     end = tokenizer.vocab_size
     width = token_type(end)
-    with building(folder) as build:
+    with building(folder, replaces) as build:
         with DocumentFile(build.path("documents"), end, sources) as file:
-            shards = _write_documents(file, documents, shard_bytes // width.itemsize)
+            shards = _write_documents(file, documents, max(LEAST_TOKENS, shard_bytes // width.itemsize))
         if not shards:
             raise StoreError("the corpus holds no text at all: name files that do")
         documents_at, suffixes, heads, signposts = map(build.path, ("documents", "suffixes", "heads", "signposts"))

@@ -29,7 +29,7 @@ from hdtool.data.documents import Document as Tokenized
 from hdtool.data.documents import Source
 from hdtool.data.prompts import Prompt
 from hdtool.data.records import Reading
-from hdtool.data.store import Manifest, TokenizerMark
+from hdtool.data.store import Manifest, TokenizerMark, check_destination
 from hdtool.runtime.answers import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.load import load_tokenizer
@@ -102,6 +102,8 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, required=True, help="the model's answers, there or to be collected")
     parser.add_argument("--out", type=Path, required=True, help="where the two stores go")
     options = parser.parse_args()
+    for kind in ("model", "corpus"):
+        check_destination(options.out / kind)
     everything = list(documents(options.gsm8k, options.docs))
     answer(list(learned_questions(everything, QUESTIONS_OF_EACH)), options.answers)
     tokenizer = load_tokenizer(ModelConfig())

@@ -28,6 +28,7 @@ from hdtool.runtime.model_store import (
     KEY_WIDTH,
     KIND,
     LONGEST_PREFIX,
+    LONGEST_PROBE,
     PHRASE,
     START,
     STOP,
@@ -37,6 +38,9 @@ from hdtool.runtime.model_store import (
     sequence_hash,
     slot_of,
 )
+
+DOUBLINGS = 3
+"""Of the hash table at most, for keys that lie too close together."""
 
 
 def build_model_store(
@@ -49,15 +53,17 @@ def build_model_store(
     per_key: int = BuildConfig.per_key,
     once_per_document: bool = True,
     engine: Engine | None = None,
+    replaces: Manifest | None = None,
 ) -> Manifest:
     """Write the store of all documents to ``folder``, replacing the one there in one step.
 
     Of each length the ``top_k`` most frequent sequences are kept: as prefixes with what comes next, and
-    those of five tokens also as phrases behind their first; of these at most ``per_key`` for each prefix
-    or token. Among equals the one with the smaller tokens goes first.
+    those of five tokens also as phrases after their first; of these at most ``per_key`` for each prefix
+    or token. Among equals the one with the smaller tokens goes first. ``replaces`` is the manifest of the
+    store at ``folder`` that the documents are from: if another store is there by now, that is an error.
     """
     end = tokenizer.vocab_size
-    with building(folder) as build:
+    with building(folder, replaces) as build:
         with DocumentFile(build.path("documents"), end, sources) as file:
             for document in documents:
                 file.add(document.ids, document.source)
@@ -70,7 +76,7 @@ def build_model_store(
         groups: list[Group] = []
         in_order = (engine or LocalEngine()).mine(answers, top_k, per_key)
         numbered = enumerate(_noted(in_order, groups), start=1)
-        write_entries(build.path("entries", "mdb"), numbered, (LONGEST_PREFIX + 1) * min(top_k, len(tokens)))
+        write_entries(build.path("entries"), numbered, (LONGEST_PREFIX + 1) * min(top_k, len(tokens)))
         *levels, phrases = groups
         arrays = {**_hashed(levels), **_by_token(phrases, end)}
         for part, array in arrays.items():
@@ -107,26 +113,42 @@ def _hashed(levels: list[Group]) -> dict[str, Ints]:
         of_level[:, START], of_level[:, STOP] = level.starts + row, level.stops + row
         of_level[:, TOTAL], of_level[:, DISTINCT] = level.totals, level.distinct
         key, row = key + len(level.heads), row + len(level.counts)
-    slots = np.full(table_size(len(keys)), -1, np.int32)
-    first = 0
-    for level in levels:
-        _fill(slots, keys, level.heads, first)
-        first += len(level.heads)
     rows = np.concatenate([np.column_stack([level.tokens, level.counts]) for level in levels])
-    return {"slots": slots, "keys": keys, "rows": rows.astype(np.int32)}
+    heads = [level.heads for level in levels]
+    return {"slots": _table(keys, heads), "keys": keys, "rows": rows.astype(np.int32)}
+
+
+def _table(keys: Ints, heads: list[Ints]) -> Ints:
+    """The hash table of all prefixes, so large that a search for each ends within ``LONGEST_PROBE`` slots.
+
+    Keys whose hashes are equal do not get apart in any table: after some doublings the rest is left out.
+    """
+    size = table_size(len(keys))
+    for _ in range(DOUBLINGS + 1):
+        slots = np.full(size, -1, np.int32)
+        firsts = np.cumsum([0, *map(len, heads)])
+        if not sum(_fill(slots, keys, own, first) for own, first in zip(heads, firsts, strict=False)):
+            break
+        size *= 2
+    return slots
 
 
 @njit(cache=True, nogil=True)
-def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> None:
-    """Enter prefixes into the hash table, the keys from ``first`` on."""
-    mask = len(slots) - 1
+def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
+    """Enter prefixes into the hash table, the keys from ``first`` on; how many found no slot."""
+    mask, left_out = len(slots) - 1, 0
     for number in range(len(heads)):
         mark = sequence_hash(heads[number], 0, heads.shape[1])
         keys[first + number, HASH_LOW], keys[first + number, HASH_HIGH] = halves(mark)
-        slot = slot_of(mark, mask)
-        while slots[slot] >= 0:
+        slot, probes = slot_of(mark, mask), 1
+        while slots[slot] >= 0 and probes < LONGEST_PROBE:
             slot = (slot + 1) & mask
-        slots[slot] = first + number
+            probes += 1
+        if slots[slot] < 0:
+            slots[slot] = first + number
+        else:
+            left_out += 1
+    return left_out
 
 
 def _by_token(phrases: Group, end: int) -> dict[str, Ints]:

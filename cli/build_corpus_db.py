@@ -38,10 +38,12 @@ def build_corpus_db(
     from hdtool.cli.answers import quiet_libraries
     from hdtool.cli.stores import engine_for, reading, report
     from hdtool.data.home import store_at_home
-    from hdtool.data.store import TokenizerMark
+    from hdtool.data.store import TokenizerMark, check_destination
     from hdtool.runtime.corpus_index import KIND
     from hdtool.runtime.load import load_tokenizer
 
+    if out:
+        check_destination(out)
     quiet_libraries()
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
     mark = TokenizerMark.of(tokenizer)

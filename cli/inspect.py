@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hdtool.cli import options
-from hdtool.data.errors import StoreError
+from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.data.store import Manifest
+    from hdtool.runtime.corpus_index import CorpusIndex
+    from hdtool.runtime.model_store import ModelStore
+
+    AnyStore = CorpusIndex | ModelStore
 
 
 def inspect(
@@ -29,24 +32,35 @@ def inspect(
 ) -> None:
     """Show what a store is, from what it was built, and what it would draft."""
     from hdtool.cli.stores import description
-    from hdtool.data.store import damaged, read_manifest
+    from hdtool.data.store import damaged, read_store
 
-    manifest = read_manifest(store)
+    if after == "":
+        raise OptionError("--after is empty: give the text after which the store shall draft")
+
+    def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str]]:
+        opened = None
+        if after is not None or latency:
+            from hdtool.runtime.stores import open_store
+
+            opened = open_store(store, found)
+        return found, opened, damaged(store, found) if verify else []
+
+    manifest, opened, bad = read_store(store, read)
+    if bad:
+        raise StoreError(f"{store} is damaged ({', '.join(bad)} changed since the build): build it again")
     shown = description(store, manifest)
     if verify:
-        if bad := damaged(store, manifest):
-            raise StoreError(f"{store} is damaged ({', '.join(bad)} changed since the build): build it again")
         shown["verified"] = len(manifest.files)
-    if after is not None:
-        shown["after"] = _after(store, manifest, after, ModelConfig(model, trust_remote_code=trust_remote_code))
-    if latency:
+    if opened and after is not None:
+        shown["after"] = _after(opened, after, ModelConfig(model, trust_remote_code=trust_remote_code))
+    if opened and latency:
         from hdtool.runtime.stores import latency_of
 
-        shown |= latency_of(store, manifest)
+        shown |= latency_of(opened)
     print(json.dumps(shown, ensure_ascii=False) if as_json else _in_words(shown))
 
 
-def _after(store: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
+def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, Any]]:
     from hdtool.cli.answers import quiet_libraries
     from hdtool.data.store import TokenizerMark, require
     from hdtool.runtime.load import load_tokenizer
@@ -54,24 +68,30 @@ def _after(store: Path, manifest: Manifest, text: str, config: ModelConfig) -> l
 
     quiet_libraries()
     tokenizer = load_tokenizer(config)
-    require(manifest, store, manifest.kind, TokenizerMark.of(tokenizer))
+    require(store.manifest, store.folder, store.manifest.kind, TokenizerMark.of(tokenizer))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise OptionError(f"--after {text!r} has no token in this model's tokenizer: give another text")
     return [
         {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
-        for matched, path, count in continuations(store, manifest, ids)
+        for matched, path, count in continuations(store, ids)
     ]
 
 
 def _in_words(shown: dict[str, Any]) -> str:
+    from hdtool.data.store import SourceShare
+    from hdtool.data.store_files import printable
+
     lines = [
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
-        f"tokenizer  {shown['tokenizer']}, {shown['vocab_size']:,} tokens",
+        f"tokenizer  {printable(shown['tokenizer'])}, {shown['vocab_size']:,} tokens",
         "holds      " + ", ".join(f"{count:,} {name}" for name, count in shown["counts"].items()),
         f"on disk    {shown['bytes']:,} bytes",
-        "options    " + ", ".join(f"{name} {value}" for name, value in shown["options"].items()),
+        "options    " + ", ".join(f"{name} {printable(str(value))}" for name, value in shown["options"].items()),
     ]
-    for share in shown["sources"]:
-        lines.append(f"source     {share['name']}: {share['records']:,} documents, {share['tokens']:,} tokens")
+    for row in shown["sources"]:
+        share = SourceShare(**row)
+        lines.append(f"source     {share.label}: {share.records:,} documents, {share.tokens:,} tokens")
     if "verified" in shown:
         lines.append(f"verified   all {shown['verified']} files are as they were written")
     if "lookup_us_p50" in shown:

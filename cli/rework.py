@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -47,22 +48,29 @@ def add(
     from hdtool.cli.stores import reading, report
     from hdtool.data.store import TokenizerMark, read_manifest
     from hdtool.runtime.load import load_tokenizer
+    from hdtool.runtime.model_store import KIND as MODEL
 
     quiet_libraries()
-    answers_only = read_manifest(store).kind == "model"
+    kind = read_manifest(store).kind
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
     here = LocalEngine()
-    with reading(inputs, tokenizer, here, answers_only=answers_only, tolerate=config.tolerate, quiet=quiet) as (
+    with reading(inputs, tokenizer, here, answers_only=kind == MODEL, tolerate=config.tolerate, quiet=quiet) as (
         read,
         documents,
     ):
-        manifest = rework.add(store, documents, read.sources, TokenizerMark.of(tokenizer))
+        manifest = rework.add(store, documents, read.sources, TokenizerMark.of(tokenizer), kind)
     report(store, manifest, as_json=as_json)
 
 
 def drop(
     store: options.StoreFolder,
-    source: Annotated[str, typer.Option(help="The source to remove, as inspect names it, or its file name alone.")],
+    source: Annotated[
+        str,
+        typer.Option(
+            help="The source to remove: its name as inspect shows it, its file name if only one source has it, "
+            "or 8 or more digits of its hash."
+        ),
+    ],
     as_json: options.Json = False,
 ) -> None:
     """Remove what one source brought to a store.
@@ -72,4 +80,7 @@ def drop(
     from hdtool.builders import rework
     from hdtool.cli.stores import report
 
-    report(store, rework.drop(store, source), as_json=as_json)
+    dropped = rework.drop(store, source)
+    for share in dropped.removed:
+        print(f"removed {share.label}: {share.records:,} documents, {share.tokens:,} tokens", file=sys.stderr)
+    report(store, dropped.manifest, as_json=as_json)

@@ -1,6 +1,6 @@
 """Tokenized documents as the stores keep them: one after another, each closed by an end token.
 
-The end token lies behind the vocabulary, so no draft runs from one document into the next. The
+The id of the end token is the size of the vocabulary, so no draft runs from one document into the next. The
 documents of one source stand together and in the order of the manifest's sources, so their numbers
 are enough to find a source again: for dropping it, or for building a store anew without its text.
 """
@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hdtool.data.errors import StoreError
 
 CHUNK = 1 << 22
 """Tokens looked through at once, so that a mapped corpus is never in memory whole."""
@@ -42,15 +44,28 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 
 def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
-    """The documents of a token array that was written with an end behind each."""
+    """The documents of a token array that was written with an end after each.
+
+    The file may be damaged: a token beyond the end, or a last document without one, is a ``StoreError``.
+    """
     start = 0
     for at in range(0, len(tokens), CHUNK):
-        for stop in np.flatnonzero(tokens[at : at + CHUNK] == end) + at:
+        chunk = tokens[at : at + CHUNK]
+        if chunk.max() > end:
+            raise StoreError(f"the documents of the store are damaged (token {chunk.max():,}): build it again")
+        for stop in np.flatnonzero(chunk == end) + at:
             yield tokens[start:stop]
             start = int(stop) + 1
+    if start != len(tokens):
+        raise StoreError("the documents of the store are damaged (the last one has no end): build it again")
 
 
 def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:
     """Stored documents with the sources that the manifest counts them by."""
     owners = (source for source, count in enumerate(counts) for _ in range(count))
-    return (Document(ids, source) for ids, source in zip(documents, owners, strict=True))
+    for ids in documents:
+        if (source := next(owners, None)) is None:
+            raise StoreError(f"the store holds more documents than the {sum(counts):,} of its manifest: build it again")
+        yield Document(ids, source)
+    if next(owners, None) is not None:
+        raise StoreError(f"the store holds fewer documents than the {sum(counts):,} of its manifest: build it again")

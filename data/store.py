@@ -1,9 +1,10 @@
-"""A store on disk: a folder of flat files that a manifest vouches for.
+"""A store on disk: a folder of flat files that a manifest names.
 
 The manifest is the store. It names the files, with sizes and checksums, and is replaced in one
-atomic step when all of them are written; files that it does not name are leftovers of a build that
-was killed, and the next build sweeps them away. So an old store stays whole until the moment that
-the new one is, and readers of the old one keep what they have opened.
+atomic step when all of them are written; files of builds that it does not name are leftovers of a
+build that was killed, and the next build deletes them. So an old store stays whole until the moment
+that the new one is, and readers of the old one keep what they have opened. Files of other origin in
+the folder are neither deleted nor changed.
 """
 
 from __future__ import annotations
@@ -13,94 +14,52 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import BinaryIO, TypeVar
 
 from hdtool.data.errors import StoreError
+from hdtool.data.locking import exclusive
+from hdtool.data.manifest import FORMAT, Manifest, SourceShare, StoredFile, TokenizerMark, shares_of
+from hdtool.data.store_files import (
+    LOCK,
+    MANIFEST,
+    check_destination,
+    create,
+    delete_leftovers,
+    holds_manifest,
+    part_name,
+    printable,
+)
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "SourceShare",
+    "StoreBuild",
+    "StoredFile",
+    "TokenizerMark",
+    "building",
+    "check_destination",
+    "checksum",
+    "damaged",
+    "read_manifest",
+    "read_store",
+    "recorded_name",
+    "require",
+    "shares_of",
+    "sweep",
+]
 
-    from hdtool.data.documents import Source
-
-FORMAT = 1
-MANIFEST = "manifest.json"
 BUILD_COMMANDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
+OPENINGS = 10
+"""How often a store that is replaced again and again is tried to open."""
 
-
-@dataclass(frozen=True)
-class TokenizerMark:
-    """What tells whether two tokenizers give the same ids."""
-
-    fingerprint: str
-    vocab_size: int
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerMark:
-        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-        # The vocabulary alone would not tell apart tokenizers that cut the same text differently.
-        cut = tokenizer("Hello, world! 12345\n\tdéjà vu 世界", add_special_tokens=False)["input_ids"]
-        words = json.dumps([vocabulary, cut], ensure_ascii=True).encode()
-        return cls(hashlib.sha256(words).hexdigest()[:16], len(tokenizer))
-
-
-@dataclass(frozen=True)
-class SourceShare:
-    """What one input contributed."""
-
-    name: str
-    sha256: str
-    records: int
-    tokens: int
-
-
-def shares_of(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[SourceShare, ...]:
-    """The shares of sources whose documents and tokens were counted while they were written."""
-    return tuple(
-        SourceShare(source.name, source.sha256, int(records), int(tokens))
-        for source, (records, tokens) in zip(sources, counted, strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    name: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """All that is known of a store without opening its files."""
-
-    kind: str
-    tokenizer: TokenizerMark
-    counts: dict[str, int]
-    options: dict[str, Any]
-    sources: tuple[SourceShare, ...]
-    files: dict[str, StoredFile] = field(default_factory=dict)
-    """By the part that each plays; the name on disk changes with every build."""
-    format: int = FORMAT
-
-    @property
-    def bytes(self) -> int:
-        return sum(file.bytes for file in self.files.values())
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Manifest:
-        return cls(
-            kind=row["kind"],
-            tokenizer=TokenizerMark(**row["tokenizer"]),
-            counts=row["counts"],
-            options=row["options"],
-            sources=tuple(SourceShare(**source) for source in row["sources"]),
-            files={part: StoredFile(**file) for part, file in row["files"].items()},
-            format=row["format"],
-        )
+T = TypeVar("T")
 
 
 class StoreBuild:
@@ -108,42 +67,61 @@ class StoreBuild:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._mark = secrets.token_hex(4)
+        self._digits = secrets.token_hex(4)
         self._parts: dict[str, Path] = {}
 
-    def path(self, part: str, ending: str = "bin") -> Path:
-        """Where to write a part; no other build, past or present, uses the name."""
-        return self._parts.setdefault(part, self.folder / f"{part}-{self._mark}.{ending}")
+    def path(self, part: str) -> Path:
+        """Where to write a part: an empty file that was created for this build and did not exist before."""
+        if part not in self._parts:
+            path = self.folder / part_name(part, self._digits)
+            create(path)
+            self._parts[part] = path
+        return self._parts[part]
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Make what was written the store, in one step."""
         with ThreadPoolExecutor() as pool:  # neither reading nor hashing holds Python up
             files = dict(zip(self._parts, pool.map(_finished, self._parts.values()), strict=True))
-        whole = replace(manifest, files=files)
-        beside = self.folder / f"{MANIFEST}-{self._mark}"
-        beside.write_text(json.dumps(asdict(whole), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        sources = tuple(replace(share, name=recorded_name(share.name)) for share in manifest.sources)
+        whole = replace(manifest, files=files, sources=sources)
+        text = json.dumps(asdict(whole), indent=1, ensure_ascii=False) + "\n"
+        _parsed(self.folder, text.encode(), check=False)  # what is written can be read again
+        beside = self.folder / f"{MANIFEST}-{self._digits}"
+        with open(beside, "x", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
         _to_disk(beside)
+        if os.path.lexists(self.folder / MANIFEST) and not holds_manifest(self.folder):
+            raise StoreError(f"{self.folder / MANIFEST} was written by another program meanwhile: choose another place")
         beside.replace(self.folder / MANIFEST)
         _to_disk(self.folder)
         return whole
 
 
-@contextmanager
-def building(folder: Path) -> Iterator[StoreBuild]:
-    """Build a store at ``folder``, alone; whatever goes wrong, an old store there stays as it was."""
-    from filelock import FileLock, Timeout
+def recorded_name(name: str) -> str:
+    """The name of a source as manifests record it: bytes of a file name that are no text are escaped."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
+
+@contextmanager
+def building(folder: Path, replaces: Manifest | None = None) -> Iterator[StoreBuild]:
+    """Build a store at ``folder`` while no other process does; on any error, an old store there stays as it was.
+
+    With ``replaces``, the manifest of the store that the new one is made from, a store that has been
+    replaced since then is an error: what another command brought would be lost.
+    """
+    check_destination(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", timeout=0)
-        with lock:
+        busy = StoreError(f"another build of {folder} is running: wait for it, or choose another place")
+        with exclusive(folder / LOCK, busy):
+            check_destination(folder)
+            if replaces:
+                _check_unchanged(folder, replaces)
             sweep(folder)
             try:
                 yield StoreBuild(folder)
             finally:
                 sweep(folder)
-    except Timeout:
-        raise StoreError(f"another build of {folder} is running: wait for it, or choose another place") from None
     except OSError as error:
         room = f", {shutil.disk_usage(_existing(folder)).free >> 20} MiB free there" if error.errno == 28 else ""
         raise StoreError(
@@ -152,37 +130,70 @@ def building(folder: Path) -> Iterator[StoreBuild]:
         ) from error
 
 
+def _check_unchanged(folder: Path, manifest: Manifest) -> None:
+    if not (folder / MANIFEST).exists() or read_manifest(folder, check=False) != manifest:
+        raise StoreError(f"{folder} was replaced by another command meanwhile: run this one again")
+
+
 def sweep(folder: Path) -> None:
-    """Remove what the manifest does not name: leftovers of killed builds, and replaced files."""
-    named = {MANIFEST, ".lock"}
-    if (folder / MANIFEST).exists():
+    """Delete the files of builds that the manifest does not name: leftovers of killed builds, and replaced files."""
+    kept: set[str] = set()
+    if os.path.lexists(folder / MANIFEST):
         try:
-            named |= {file.name for file in read_manifest(folder, check=False).files.values()}
+            kept = {file.name for file in read_manifest(folder, check=False).files.values()}
         except StoreError:
             return  # of another format, or damaged: its files go once a new manifest is there
-    for path in folder.iterdir():
-        if path.name not in named and path.is_file():
-            path.unlink(missing_ok=True)
+    delete_leftovers(folder, kept)
 
 
 def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
-    """What a store says of itself; with ``check`` its files must be there in their full size."""
+    """The manifest of a store; with ``check`` its files must exist in their full size."""
+    return read_store(folder, lambda manifest: manifest, check=check)
+
+
+def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = True) -> T:
+    """What ``read`` makes of a store, by its manifest; anew if the store is replaced meanwhile.
+
+    ``read`` opens files and raises a ``StoreError`` if it cannot.
+    """
+    for _ in range(OPENINGS):
+        text = _manifest_bytes(folder)
+        try:
+            return read(_parsed(folder, text, check=check))
+        except StoreError:
+            if _manifest_bytes(folder) == text:
+                raise
+    raise StoreError(f"{folder} was replaced {OPENINGS} times while it was opened: wait for the builds to end")
+
+
+def _manifest_bytes(folder: Path) -> bytes:
+    path = folder / MANIFEST
     try:
-        row = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise StoreError(f"{path} is not a file: name the folder of a store")
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise StoreError(f"{folder} holds no store: build one, or name the folder of one") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}): mend the permissions") from None
+
+
+def _parsed(folder: Path, text: bytes, *, check: bool) -> Manifest:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{folder / MANIFEST} cannot be read ({error}): build the store again") from None
-    found = row.get("format") if isinstance(row, dict) else None
-    if found != FORMAT:
+    found, kind = (row.get("format"), row.get("kind")) if isinstance(row, dict) else (None, None)
+    if type(found) is not int or found != FORMAT:
+        command = BUILD_COMMANDS.get(kind, "hdtool") if isinstance(kind, str) else "hdtool"
         raise StoreError(
-            f"{folder} is a store of format {found}, this hdtool reads format {FORMAT}: "
-            f"build it again with {BUILD_COMMANDS.get(str(row.get('kind')) if isinstance(row, dict) else '', 'hdtool')}"
+            f"{folder} is a store of format {ascii(found)[:20]}, this hdtool reads format {FORMAT}: "
+            f"build it again with {command}"
         )
     try:
         manifest = Manifest.from_json(row)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{folder / MANIFEST} is damaged ({error!r}): build the store again") from None
+    except ValueError as error:
+        raise StoreError(f"{folder / MANIFEST} is damaged ({error}): build the store again") from None
     if check:
         for file in manifest.files.values():
             _check_size(folder, file, manifest.kind)
@@ -191,9 +202,12 @@ def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
 
 def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
     path = folder / file.name
-    found = path.stat().st_size if path.exists() else None
-    if found != file.bytes:
-        state = "is missing" if found is None else f"has {found:,} bytes instead of {file.bytes:,}"
+    try:
+        found = os.stat(path)
+    except OSError:
+        raise StoreError(f"{path} is missing: build the store again with {BUILD_COMMANDS[kind]}") from None
+    if not stat.S_ISREG(found.st_mode) or found.st_size != file.bytes:
+        state = f"has {found.st_size:,} bytes instead of {file.bytes:,}"
         raise StoreError(f"{path} {state}: build the store again with {BUILD_COMMANDS[kind]}")
 
 
@@ -203,7 +217,7 @@ def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerMar
         raise StoreError(f"{folder} is a {manifest.kind} store, a {kind} store is needed: name another folder")
     if tokenizer and manifest.tokenizer != tokenizer:
         raise StoreError(
-            f"{folder} was built with another tokenizer ({manifest.tokenizer.fingerprint}, "
+            f"{folder} was built with another tokenizer ({printable(manifest.tokenizer.fingerprint)[:40]}, "
             f"{manifest.tokenizer.vocab_size:,} tokens; the model has {tokenizer.fingerprint}, "
             f"{tokenizer.vocab_size:,}): build it again with {BUILD_COMMANDS[kind]} --model MODEL"
         )
@@ -211,12 +225,26 @@ def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerMar
 
 def damaged(folder: Path, manifest: Manifest) -> list[str]:
     """Files whose content is not what was written; reads every byte."""
-    return [file.name for file in manifest.files.values() if checksum(folder / file.name) != file.sha256]
+    with ExitStack() as opened:
+        # All are opened before any is read, which takes long: meanwhile the store may be replaced.
+        streams = [(file, opened.enter_context(_stream_of(folder / file.name))) for file in manifest.files.values()]
+        return [file.name for file, stream in streams if _hash_of(stream) != file.sha256]
+
+
+def _stream_of(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}): build the store again") from None
+
+
+def _hash_of(stream: BinaryIO) -> str:
+    return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def checksum(path: Path) -> str:
     with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return _hash_of(stream)
 
 
 def _finished(path: Path) -> StoredFile:

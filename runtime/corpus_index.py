@@ -17,7 +17,8 @@ from numba import njit
 
 from hdtool.data.documents import token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.store import Manifest, TokenizerMark, read_manifest, require
+from hdtool.data.store import Manifest, TokenizerMark, read_store, require
+from hdtool.runtime.mapped_part import documents_of, mapped_part
 from hdtool.runtime.pinned import Pinned
 from hdtool.runtime.suffixes import (
     SIGNPOST,
@@ -72,31 +73,48 @@ class CorpusIndex(Pinned):
 
     def __init__(self, folder: Path, tokenizer: TokenizerMark | None = None) -> None:
         self.folder = folder
-        self.manifest: Manifest = read_manifest(folder)
-        require(self.manifest, folder, KIND, tokenizer)
-        self.end = self.manifest.tokenizer.vocab_size
+        read_store(folder, lambda manifest: self._open(manifest, tokenizer))
+
+    @classmethod
+    def of(cls, folder: Path, manifest: Manifest) -> CorpusIndex:
+        """The index with this manifest, which was read already."""
+        index = cls.__new__(cls)
+        index.folder = folder
+        index._open(manifest)
+        return index
+
+    def _open(self, manifest: Manifest, tokenizer: TokenizerMark | None = None) -> None:
+        require(manifest, self.folder, KIND, tokenizer)
+        self.manifest = manifest
+        self.end = manifest.tokenizer.vocab_size
         """The token that closes a document."""
         self.shards = Shards(
-            tokens=self._part("documents", token_type(self.end)),
-            suffixes=self._part("suffixes", np.uint32),
-            heads=self._part("heads", np.uint32).reshape(-1, self.end + 1),
-            signposts=self._part("signposts", token_type(self.end)).reshape(-1, SIGNPOST_TOKENS),
-            places=np.array(self._part("shards", np.int64).reshape(-1, len(ShardPlace._fields))),
+            tokens=documents_of(self.folder, manifest),
+            suffixes=self._part("suffixes", np.uint32).reshape(-1),
+            heads=self._part("heads", np.uint32, self.end + 1),
+            signposts=self._part("signposts", token_type(self.end), SIGNPOST_TOKENS),
+            places=np.array(self._part("shards", np.int64, len(ShardPlace._fields))),
         )
         self._check_shards()
         self.tokens, self.addresses = self.shards.tokens, self.shards.addresses()
 
-    def _part(self, name: str, kind: npt.DTypeLike) -> Ints:
-        # A plain array on the map: np.memmap's own slices cost microseconds each.
-        return np.asarray(np.memmap(self.folder / self.manifest.files[name].name, kind, "r"))
+    @property
+    def documents(self) -> Ints:
+        """All documents, an end after each."""
+        return self.tokens
+
+    def _part(self, part: str, kind: npt.DTypeLike, width: int = 1) -> Ints:
+        return mapped_part(self.folder, self.manifest, part, kind, width)
 
     def _check_shards(self) -> None:
-        """The shards must lie one behind the other and fill the files, or a look-up would leave them."""
+        """The shards must lie one after the other and fill the files, or a look-up would leave them."""
         places = self.shards.places
         sizes = np.stack([places[:, TOKENS], places[:, SUFFIXES], signposts_in(places[:, SUFFIXES])])
         starts = places[:, [TOKEN, SUFFIX, SIGNPOST]].T
         files = (len(self.shards.tokens), len(self.shards.suffixes), len(self.shards.signposts))
-        tiled = places.min() >= 0 and np.array_equal(starts, np.cumsum(sizes, axis=1) - sizes)
+        # No suffix stands for an end, so a shard has fewer suffixes than tokens.
+        filled = (places[:, SUFFIXES] < places[:, TOKENS]).all()
+        tiled = filled and places.min() >= 0 and np.array_equal(starts, np.cumsum(sizes, axis=1) - sizes)
         if not tiled or tuple(sizes.sum(axis=1)) != files or len(self.shards.heads) != len(places):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 

@@ -14,12 +14,17 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.data.store import Manifest, TokenizerMark, read_manifest, require
+from hdtool.data.errors import StoreError
+from hdtool.data.store import Manifest, TokenizerMark, read_store, require
+from hdtool.runtime.mapped_part import documents_of, mapped_part
 
 KIND = "model"
 LONGEST_PREFIX = 4
 PHRASE = 4
 """Tokens of a phrase, behind the token that it follows."""
+
+LONGEST_PROBE = 256
+"""Slots that a search reads at most. Of 2**31 slots, half of them free, about 100 in a row are used."""
 
 HASH_LOW, HASH_HIGH, START, STOP, TOTAL, DISTINCT = range(6)
 KEY_WIDTH = 6
@@ -51,19 +56,33 @@ class ModelStore:
 
     def __init__(self, folder: Path, tokenizer: TokenizerMark | None = None) -> None:
         self.folder = folder
-        self.manifest: Manifest = read_manifest(folder)
-        require(self.manifest, folder, KIND, tokenizer)
-        self.vocabulary = self.manifest.tokenizer.vocab_size
-        self.slots = self._open("slots", 1).reshape(-1)
-        self.keys = self._open("keys", KEY_WIDTH)
-        self.rows = self._open("rows", 2)
-        self._heads = self._open("heads", 1).reshape(-1)
-        self._phrases = self._open("phrases", PHRASE + 1)
+        read_store(folder, lambda manifest: self._open(manifest, tokenizer))
 
-    def _open(self, part: str, width: int) -> Ints:
-        # numba hands over plain writable arrays fastest; what is written to a "c" mapping stays in memory.
-        mapped = np.memmap(self.folder / self.manifest.files[part].name, np.int32, "c")
-        return np.asarray(mapped).reshape(-1, width)
+    @classmethod
+    def of(cls, folder: Path, manifest: Manifest) -> ModelStore:
+        """The store with this manifest, which was read already."""
+        store = cls.__new__(cls)
+        store.folder = folder
+        store._open(manifest)
+        return store
+
+    def _open(self, manifest: Manifest, tokenizer: TokenizerMark | None = None) -> None:
+        require(manifest, self.folder, KIND, tokenizer)
+        self.manifest = manifest
+        self.vocabulary = manifest.tokenizer.vocab_size
+        self.documents = documents_of(self.folder, manifest)
+        """All documents, an end after each."""
+        self.slots = self._part("slots", 1).reshape(-1)
+        self.keys = self._part("keys", KEY_WIDTH)
+        self.rows = self._part("rows", 2)
+        self._heads = self._part("heads", 1).reshape(-1)
+        self._phrases = self._part("phrases", PHRASE + 1)
+        if len(self.slots) & (len(self.slots) - 1) or len(self._heads) != self.vocabulary + 1:
+            raise StoreError(f"{self.folder} is damaged (its tables do not have the sizes they need): build it again")
+
+    def _part(self, part: str, width: int) -> Ints:
+        # Compiled code takes writable arrays fastest; what is written to a "c" mapping stays in memory.
+        return mapped_part(self.folder, self.manifest, part, np.int32, width, "c")
 
     def after(self, context: Sequence[int] | Ints, most: int = 64) -> Levels:
         """At most ``most`` next tokens of each suffix of ``context`` that is a key."""
@@ -76,7 +95,8 @@ class ModelStore:
             return self._phrases[:0, :PHRASE], self._phrases[:0, PHRASE]
         start, stop = self._heads[token : token + 2].tolist()
         # A damaged file must not give a token that no model has; what is cut off costs a draft at worst.
-        found = self._phrases[max(start, 0) : min(stop, max(start, 0) + most)]
+        start = max(start, 0)
+        found = self._phrases[start : max(start, min(stop, start + most))]
         found = found[(found[:, :PHRASE] >= 0).all(1) & (found[:, :PHRASE] < self.vocabulary).all(1)]
         return found[:, :PHRASE], found[:, PHRASE]
 
@@ -114,11 +134,14 @@ def look_up(slots: Ints, keys: Ints, rows: Ints, tail: Ints, most: int, vocabula
 
 @njit(cache=True, nogil=True)
 def find(slots: Ints, keys: Ints, mark: np.uint64) -> int:
-    """The number of the key of a prefix with this hash, or -1."""
+    """The number of the key of a prefix with this hash, or -1.
+
+    The search is linear probing; a damaged table without a free slot must not be read to its end.
+    """
     mask = len(slots) - 1
     slot = slot_of(mark, mask)
     low, high = halves(mark)
-    for _ in range(len(slots)):
+    for _ in range(min(len(slots), LONGEST_PROBE)):
         key = slots[slot]
         if key < 0 or key >= len(keys):
             break

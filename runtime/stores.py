@@ -1,37 +1,34 @@
-"""Stores of either kind, as somebody who looks into one sees them."""
+"""Stores of either kind: opened, looked into and timed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from hdtool.data.documents import token_type
 from hdtool.data.store import Manifest
 from hdtool.runtime.corpus_index import KIND as CORPUS
 from hdtool.runtime.corpus_index import LONGEST_CONTEXT, CorpusIndex
+from hdtool.runtime.mapped_part import documents_of
 from hdtool.runtime.model_store import ModelStore
+
+__all__ = ["continuations", "documents_of", "latency_of", "open_store"]
 
 SHOWN = 20
 LOOK_UPS = 4000
 
 
 def open_store(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
-    return CorpusIndex(folder) if manifest.kind == CORPUS else ModelStore(folder)
+    """The store with this manifest, of whichever kind."""
+    return (CorpusIndex if manifest.kind == CORPUS else ModelStore).of(folder, manifest)
 
 
-def documents_of(folder: Path, manifest: Manifest) -> np.ndarray[Any, np.dtype[Any]]:
-    """All documents of a store, mapped."""
-    path = folder / manifest.files["documents"].name
-    return np.asarray(np.memmap(path, token_type(manifest.tokenizer.vocab_size), "r"))
-
-
-def continuations(folder: Path, manifest: Manifest, context: list[int]) -> Iterator[tuple[int, list[int], int]]:
+def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterator[tuple[int, list[int], int]]:
     """What a store would draft: length of the match, tokens, count; the commonest whole paths."""
-    store = open_store(folder, manifest)
+    if not context:
+        return
     if isinstance(store, ModelStore):
         levels = store.after(context, SHOWN)
         for length, start, stop in zip(levels.lengths, levels.starts, levels.stops, strict=True):
@@ -50,20 +47,19 @@ def continuations(folder: Path, manifest: Manifest, context: list[int]) -> Itera
         yield found.matched, path[::-1], int(found.counts[leaf])
 
 
-def latency_of(folder: Path, manifest: Manifest) -> dict[str, float]:
+def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
     """Microseconds a look-up takes, the first ones left out.
 
     Contexts are stretches of the store's own documents with one token exchanged within the last
     eight, so that the longest match is as short as it is on text that the store has never seen.
     """
-    store = open_store(folder, manifest)
-    documents = documents_of(folder, manifest)
+    documents = store.documents
     rng = np.random.default_rng(0)
     taken = []
     for number in range(LOOK_UPS + 200):
         at = int(rng.integers(0, max(1, len(documents) - LONGEST_CONTEXT)))
         context = documents[at : at + LONGEST_CONTEXT].astype(np.int64)
-        context[-min(int(rng.integers(2, 9)), len(context))] = rng.integers(manifest.tokenizer.vocab_size)
+        context[-min(int(rng.integers(2, 9)), len(context))] = rng.integers(store.manifest.tokenizer.vocab_size)
         started = time.perf_counter()
         store.after(context)
         if number >= 200:

@@ -18,11 +18,24 @@ from hypothesis import strategies as st
 
 from hdtool.builders import engine
 from hdtool.builders import sequences as counting
-from hdtool.builders.model_store import build_model_store
+from hdtool.builders.model_store import DOUBLINGS, _table, build_model_store
+from hdtool.builders.sequences import table_size
 from hdtool.data.documents import Document, Source, stored_documents, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.store import Manifest, TokenizerMark, damaged
-from hdtool.runtime.model_store import LONGEST_PREFIX, PHRASE, ModelStore
+from hdtool.runtime.model_store import (
+    KEY_WIDTH,
+    LONGEST_PREFIX,
+    LONGEST_PROBE,
+    PHRASE,
+    TOTAL,
+    ModelStore,
+    find,
+    halves,
+    mixed,
+    slot_of,
+)
+from hdtool.runtime.sources.model_levels import MODEL, known_as
 
 Documents = list[list[int]]
 Sequences = Counter[tuple[int, ...]]
@@ -249,3 +262,59 @@ def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
             assert ((tokens >= 0) & (tokens < 30)).all()
             phrases, _ = store.phrases_after(ids[0])
             assert ((phrases >= 0) & (phrases < 30)).all()
+
+
+def hash_of(token: int) -> np.uint64:
+    """The hash of a prefix of one token; compiled code returns it as a plain integer."""
+    return np.uint64(mixed(np.uint64(0), token))
+
+
+def crowded(count: int, bits: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Tokens, a row each, whose search begins in the same slot in all tables of up to ``2**bits`` slots."""
+    found = [token for token in range(count << (bits + 1)) if slot_of(hash_of(token), (1 << bits) - 1) == 5]
+    return np.array(found[:count], np.int64)[:, None]
+
+
+def test_a_table_grows_until_every_search_is_short() -> None:
+    heads = crowded(LONGEST_PROBE + 50, 10)
+    keys = np.zeros((len(heads), KEY_WIDTH), np.int32)
+    assert table_size(len(heads)) <= 1 << 10
+    slots = _table(keys, [heads[:40], heads[40:]])
+    assert table_size(len(heads)) < len(slots) <= table_size(len(heads)) << DOUBLINGS
+    for number, (token,) in enumerate(heads.tolist()):
+        assert find(slots, keys, hash_of(token)) == number
+
+
+def test_equal_hashes_do_not_grow_a_table_for_ever() -> None:
+    heads = np.full((2 * LONGEST_PROBE, 1), 7)
+    keys = np.zeros((len(heads), KEY_WIDTH), np.int32)
+    slots = _table(keys, [heads])
+    assert len(slots) == table_size(len(heads)) << DOUBLINGS
+    assert np.count_nonzero(slots >= 0) == LONGEST_PROBE
+    assert find(slots, keys, hash_of(7)) == 0
+
+
+def test_a_full_table_is_not_read_to_its_end() -> None:
+    """In a table without a free slot, a key is found as far as a search goes, and not after that."""
+    mark = hash_of(7)
+    keys = np.zeros((2, KEY_WIDTH), np.int32)
+    keys[1, :2] = halves(mark)
+    start, mask = slot_of(mark, (1 << 12) - 1), (1 << 12) - 1
+    for distance, found in ((0, 1), (LONGEST_PROBE - 1, 1), (LONGEST_PROBE, -1), (mask, -1)):
+        slots = np.zeros(1 << 12, np.int32)
+        slots[(start + distance) & mask] = 1
+        assert find(slots, keys, mark) == found
+        record = np.zeros(1, MODEL)
+        record["slots"], record["keys"] = (slots.ctypes.data, len(slots)), (keys.ctypes.data, len(keys))
+        keys[1, [TOTAL]] = 3
+        assert known_as(record[0], mark)[2] == (3 if found > 0 else 0)
+
+
+def test_phrases_stay_within_their_limit_whatever_the_heads_hold(tmp_path: Path) -> None:
+    manifest = build(tmp_path, [[token, 1, 2, 3, 4] for token in range(5, 10)], 10)
+    path = tmp_path / manifest.files["heads"].name
+    heads = np.fromfile(path, np.int32)
+    for start, stop in ((0, -1), (-9, 99), (3, 1), (2**31 - 1, -(2**31))):
+        heads[5:7] = start, stop
+        heads.tofile(path)
+        assert len(ModelStore(tmp_path).phrases_after(5, 2)[0]) <= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,10 +78,97 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     build("model", tmp_path / "model", sources)
     with pytest.raises(StoreError, match="is a model store, a corpus store is needed"):
         rework.merge([tmp_path / "corpus", tmp_path / "model"], tmp_path / "out")
-    with pytest.raises(StoreError, match=r"has no source nothing: it holds in/0\.txt"):
+    with pytest.raises(StoreError, match=r"has no source nothing: it holds in/0\.txt \(sha256 hash 0\)"):
         rework.drop(tmp_path / "corpus", "nothing")
     with pytest.raises(StoreError, match=r"is all that .* holds"):
         rework.drop(tmp_path / "corpus", "in/0.txt")
     with pytest.raises(StoreError, match="another tokenizer"):
         rework.add(tmp_path / "corpus", [], [], TokenizerMark("other", 20))
     assert not (tmp_path / "out").exists()
+
+
+def store_of(folder: Path, *sources: tuple[str, str]) -> Path:
+    """A corpus index of sources with these names and hashes, a document each."""
+    documents = [Document([number, 1, 2, 3, 4], number) for number in range(len(sources))]
+    build_corpus_index(folder, documents, MARK, [Source(name, sha256 * 64) for name, sha256 in sources])
+    return folder
+
+
+def names_after(folder: Path, name: str) -> list[str]:
+    """The names and hashes that are left when a source is dropped; the documents are those of the sources left."""
+    before = read_manifest(folder).sources
+    dropped = rework.drop(folder, name)
+    assert [share for share in before if share not in dropped.removed] == list(dropped.manifest.sources)
+    return [f"{share.name}:{share.sha256[0]}" for share in dropped.manifest.sources]
+
+
+def test_an_exact_name_goes_before_a_file_name(tmp_path: Path) -> None:
+    store = store_of(tmp_path, ("x.txt", "a"), ("one/x.txt", "b"), ("two/x.txt", "c"))
+    assert names_after(store, "x.txt") == ["one/x.txt:b", "two/x.txt:c"]
+    assert names_after(store, "one/x.txt") == ["two/x.txt:c"]
+
+
+def test_a_file_name_that_several_sources_have_selects_none(tmp_path: Path) -> None:
+    store = store_of(tmp_path, ("one/x.txt", "b"), ("two/x.txt", "c"), ("two/y.txt", "d"))
+    before = read_manifest(store)
+    listed = r"one/x\.txt \(sha256 b{12}\), two/x\.txt \(sha256 c{12}\): name one by its whole path or by its hash"
+    with pytest.raises(StoreError, match=rf"has several sources x\.txt: {listed}"):
+        rework.drop(store, "x.txt")
+    assert read_manifest(store) == before
+    assert names_after(store, "y.txt") == ["one/x.txt:b", "two/x.txt:c"]
+
+
+def test_a_hash_selects_one_of_equal_names(tmp_path: Path) -> None:
+    store = store_of(tmp_path, ("x.txt", "b"), ("x.txt", "c"), ("y.txt", "d"))
+    with pytest.raises(StoreError, match=r"x\.txt \(sha256 b{12}\), x\.txt \(sha256 c{12}\): name one by its hash"):
+        rework.drop(store, "x.txt")
+    with pytest.raises(StoreError, match="has no source ccccccc:"):
+        rework.drop(store, "c" * 7)
+    assert names_after(store, "C" * 8) == ["x.txt:b", "y.txt:d"]
+    assert names_after(store, "d" * 64) == ["x.txt:b"]
+
+
+@pytest.mark.parametrize("kind", BUILDS)
+@pytest.mark.parametrize("command", ["add", "drop", "merge"])
+def test_a_store_that_is_replaced_before_the_lock_keeps_what_it_got(
+    command: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another command finishes between the reading of the old manifest and the lock."""
+    sources: Texts = [[[1, 2, 3, 4, 5]], [[5, 4, 3, 2, 1]]]
+    build(kind, tmp_path, sources)
+    read = rework.Contents.of
+
+    def of(folder: Path) -> rework.Contents:
+        contents = read(folder)
+        build(kind, folder, [*sources, [[9, 8, 7, 6, 5]]])
+        assert sum(1 for _ in contents.documents()) == 2, "what was mapped stays"
+        return contents
+
+    monkeypatch.setattr(rework.Contents, "of", of)
+    commands: dict[str, Callable[[], object]] = {
+        "add": lambda: rework.add(tmp_path, [Document([7] * 5)], [Source("new", "n")], MARK),
+        "drop": lambda: rework.drop(tmp_path, "0.txt"),
+        "merge": lambda: rework.merge([tmp_path], tmp_path),
+    }
+    with pytest.raises(StoreError, match="was replaced by another command meanwhile: run this one again"):
+        commands[command]()
+    assert [share.name for share in read_manifest(tmp_path).sources] == ["in/0.txt", "in/1.txt", "in/2.txt"]
+
+
+def test_damaged_documents_are_refused(tmp_path: Path) -> None:
+    """Their tokens are indices in a build; the store stays as it is."""
+    manifest = build("corpus", tmp_path, [[[1, 2, 3, 4, 5]], [[5, 4, 3, 2, 1]]])
+    path = tmp_path / manifest.files["documents"].name
+    whole = np.fromfile(path, np.uint16)
+    for place, token, said in ((0, 60_000, "token 60,000"), (11, 3, "has no end"), (2, 20, "more documents than")):
+        spoiled = whole.copy()
+        spoiled[place] = token
+        spoiled.tofile(path)
+        with pytest.raises(StoreError, match=said):
+            rework.drop(tmp_path, "0.txt")
+    spoiled = whole.copy()
+    spoiled[5] = 3
+    spoiled.tofile(path)
+    with pytest.raises(StoreError, match="fewer documents than"):
+        rework.drop(tmp_path, "0.txt")
+    assert read_manifest(tmp_path) == manifest

@@ -25,16 +25,18 @@ from hdtool.data.store import (
     read_manifest,
     require,
 )
+from hdtool.data.store_files import PARTS
 
 MARK = TokenizerMark("0123", 100)
 
 
-def build(folder: Path, content: bytes, parts: int = 2) -> Manifest:
+def build(folder: Path, content: bytes, kind: str = "corpus") -> Manifest:
     with building(folder) as store:
-        for number in range(parts):
-            store.path(f"part{number}").write_bytes(content)
+        for part in PARTS[kind]:
+            store.path(part).write_bytes(content)
         share = SourceShare("input.jsonl", "ab" * 32, 3, 17)
-        return store.commit(Manifest("corpus", MARK, {"tokens": 17}, {"token_bytes": 2}, (share,)))
+        counts = {"tokens": 17, "documents": 3}
+        return store.commit(Manifest(kind, MARK, counts, {"token_bytes": 2}, (share,)))
 
 
 def content_of(folder: Path) -> bytes:
@@ -49,19 +51,19 @@ def test_a_store_says_again_what_was_written(tmp_path: Path) -> None:
     written = build(tmp_path / "store", b"abc")
     assert read_manifest(tmp_path / "store") == written
     assert content_of(tmp_path / "store") == b"abc"
-    assert written.bytes == 6
+    assert written.bytes == 15
 
 
 def test_a_new_build_replaces_the_old_and_leaves_no_litter(tmp_path: Path) -> None:
-    build(tmp_path, b"old", parts=3)
-    build(tmp_path, b"new", parts=2)
+    build(tmp_path, b"old", "model")
+    build(tmp_path, b"new", "corpus")
     assert content_of(tmp_path) == b"new"
-    assert len([path for path in tmp_path.iterdir() if path.name != ".lock"]) == 3
+    assert len([path for path in tmp_path.iterdir() if path.name != ".lock"]) == len(PARTS["corpus"]) + 1
 
 
 def test_readers_keep_the_store_that_they_opened(tmp_path: Path) -> None:
     manifest = build(tmp_path, b"old")
-    with open(tmp_path / manifest.files["part0"].name, "rb") as reader:
+    with open(tmp_path / manifest.files["heads"].name, "rb") as reader:
         build(tmp_path, b"new")
         assert reader.read() == b"old"
 
@@ -70,7 +72,7 @@ def test_a_failing_build_changes_nothing(tmp_path: Path) -> None:
     build(tmp_path, b"old")
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(ZeroDivisionError), building(tmp_path) as store:
-        store.path("part0").write_bytes(b"half")
+        store.path("heads").write_bytes(b"half")
         _ = 1 / 0
     assert content_of(tmp_path) == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -82,13 +84,13 @@ from pathlib import Path
 from tests.test_store import build
 print("begun", flush=True)
 while True:
-    build(Path(sys.argv[1]), bytes([int(time.time() * 1000) % 256]) * 300_000, parts=4)
+    build(Path(sys.argv[1]), bytes([int(time.time() * 1000) % 256]) * 300_000)
 """
 
 
 def test_killed_builds_leave_the_old_store_or_a_new_one(tmp_path: Path) -> None:
     """Twenty times, a process that builds without pause is killed at a random moment."""
-    build(tmp_path, b"old", parts=4)
+    build(tmp_path, b"old")
     rng = random.Random(0)
     seen = set()
     for _ in range(20):
@@ -98,9 +100,9 @@ def test_killed_builds_leave_the_old_store_or_a_new_one(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
         seen.add(content_of(tmp_path)[:1])
     assert len(seen) > 1, "no build was ever finished: the kills came too early to test anything"
-    build(tmp_path, b"last", parts=4)
+    build(tmp_path, b"last")
     assert content_of(tmp_path) == b"last"
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == len(PARTS["corpus"]) + 2
 
 
 def test_two_builds_of_one_store_do_not_mix(tmp_path: Path) -> None:
@@ -125,11 +127,13 @@ def test_a_place_where_no_folder_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
         build(tmp_path / "file" / "store", b"x")
+    with pytest.raises(StoreError, match="is a file, a folder is needed"):
+        build(tmp_path / "file", b"x")
 
 
 def test_truncated_and_missing_files_are_found_on_opening(tmp_path: Path) -> None:
     manifest = build(tmp_path, b"abcdef")
-    path = tmp_path / manifest.files["part1"].name
+    path = tmp_path / manifest.files["heads"].name
     path.write_bytes(b"abc")
     with pytest.raises(StoreError, match=r"has 3 bytes instead of 6: build .* hdtool build-corpus-db"):
         read_manifest(tmp_path)
@@ -169,10 +173,10 @@ def test_a_store_that_cannot_be_read_can_be_built_again(content: str, tmp_path: 
     (tmp_path / MANIFEST).write_text(content)
     with pytest.raises(ZeroDivisionError), building(tmp_path):
         _ = 1 / 0
-    assert len(list(tmp_path.glob("part*"))) == 2, "nothing is lost by a build that fails"
+    assert len(list(tmp_path.glob("*.bin"))) == 5, "nothing is lost by a build that fails"
     build(tmp_path, b"new")
     assert content_of(tmp_path) == b"new"
-    assert len(list(tmp_path.glob("part*"))) == 2
+    assert len(list(tmp_path.glob("*.bin"))) == 5
 
 
 def test_a_folder_without_a_store(tmp_path: Path) -> None:

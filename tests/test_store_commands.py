@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.store import MANIFEST, read_manifest
+from hdtool.data.store import MANIFEST, TokenizerMark, read_manifest
+from hdtool.runtime import load
 
 SHARE_GPT = [
     {
@@ -56,7 +58,7 @@ def test_a_corpus_index_is_built_found_and_asked(capfd: pytest.CaptureFixture[st
     assert 0 < seen["lookup_us_p50"] <= seen["lookup_us_p99"]
     assert run(["inspect", built["store"], "--after", "Once upon"]) == 0
     shown = capfd.readouterr().out
-    assert "source     sharegpt.json: 4 documents" in shown
+    assert f"source     sharegpt.json (sha256 {seen['sources'][0]['sha256'][:12]}): 4 documents" in shown
     assert "' a time.'" in shown
 
 
@@ -83,7 +85,11 @@ def test_stores_grow_unite_and_forget(capfd: pytest.CaptureFixture[str]) -> None
     assert made(capfd, "add", "grown", "generations.jsonl")["counts"] == whole["counts"]
     made(capfd, "build-corpus-db", "generations.jsonl", "--out", "other")
     assert made(capfd, "merge", "grown", "other", "--out", "united")["counts"] == whole["counts"]
-    left = made(capfd, "drop", "grown", "--source", "sharegpt.json")
+    assert run(["drop", "grown", "--source", "sharegpt.json", "--json"]) == 0
+    printed = capfd.readouterr()
+    left = json.loads(printed.out)
+    removed = next(share for share in whole["sources"] if share["name"] == "sharegpt.json")
+    assert f"removed sharegpt.json (sha256 {removed['sha256'][:12]}): 4 documents, " in printed.err
     assert [share["name"] for share in left["sources"]] == ["generations.jsonl"]
     assert all(row["matched"] < 2 for row in made(capfd, "inspect", "grown", "--after", "Once upon a")["after"])
 
@@ -135,6 +141,37 @@ def test_damage_and_other_tokenizers_are_told(capfd: pytest.CaptureFixture[str],
     Path("store", MANIFEST).write_text(json.dumps(row))
     assert "was built with another tokenizer (feed" in complaint(capfd, "inspect", "store", "--after", "Once")
     assert "was built with another tokenizer (feed" in complaint(capfd, "add", "store", "generations.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["corpus", "model"])
+def test_text_without_a_token_is_one_line(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    inputs = ["generations.jsonl"] if kind == "corpus" else ["--from", "generations.jsonl"]
+    made(capfd, f"build-{kind}-db", *inputs, "--out", "store")
+    assert run(["inspect", "store", "--after", ""]) == 2
+    assert capfd.readouterr().err == "error: --after is empty: give the text after which the store shall draft\n"
+
+
+def test_text_that_the_tokenizer_discards_is_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokenizers normalise spaces and control characters away."""
+    made(capfd, "build-corpus-db", "generations.jsonl", "--out", "store")
+    monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", lambda *_, **__: {"input_ids": []})
+    monkeypatch.setattr(TokenizerMark, "of", lambda _: read_manifest(Path("store")).tokenizer)
+    assert run(["inspect", "store", "--after", " "]) == 2
+    assert "--after ' ' has no token" in capfd.readouterr().err
+
+
+def test_a_destination_is_checked_before_anything_is_loaded(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the inputs is the case that lost files: nothing there is changed, and nothing is created."""
+    before = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+    monkeypatch.setattr(load, "load_tokenizer", lambda *_: pytest.fail("the tokenizer was loaded"))
+    for command in (["build-corpus-db", "sharegpt.json"], ["build-model-db", "--from", "generations.jsonl"]):
+        said = complaint(capfd, *command, "--out", ".")
+        assert "holds no store, but other files, such as generations.jsonl: choose an empty or a new folder" in said
+    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
 
 
 def test_bad_options_are_bad_usage(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from hdtool.builders.report.tables import Repeats
 from hdtool.data.documents import CHUNK
 from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.stores import documents_of
 from hdtool.runtime.turns import RecordedTurn
 
 LENGTH = 4
@@ -37,7 +36,7 @@ def repeats(conversations: Sequence[Sequence[RecordedTurn]], shelf: Shelf) -> Re
     }
     for name, store in (("model store", shelf.model), ("corpus index", shelf.corpus)):
         if store:
-            known = _known(np.concatenate(marks), documents_of(store.folder, store.manifest))
+            known = _known(np.concatenate(marks), store.documents)
             places[name] = np.split(known, np.cumsum([len(own) for own in marks])[:-1])
     places["none of them"] = [~np.any(found, axis=0) for found in zip(*places.values(), strict=True)]
     groups = [group for group in np.array_split(np.arange(len(marks)), min(GROUPS, len(marks))) if len(group)]

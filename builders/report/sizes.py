@@ -18,7 +18,6 @@ from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.crew import replay
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
-from hdtool.runtime.stores import documents_of
 
 PARTS = (16, 8, 4, 2)
 """One document in so many makes a smaller index."""
@@ -54,7 +53,7 @@ def sizes(study: Study, told: Callable[[], None] = lambda: None) -> Sizes | str:
 def _thinned(corpus: CorpusIndex, part: int, folder: Path) -> CorpusIndex:
     """An index of one document in so many, by lot: questions and answers stand in turn in many a corpus."""
     manifest = corpus.manifest
-    stored = stored_documents(documents_of(corpus.folder, manifest), corpus.end)
+    stored = stored_documents(corpus.documents, corpus.end)
     drawn = np.random.default_rng(0).random(manifest.counts["documents"]) < 1 / part
     documents = (Document(tokens) for tokens in compress(stored, drawn))
     build_corpus_index(

@@ -1,4 +1,4 @@
-"""What the model store knows at a node of a growing tree."""
+"""Entries of the model store at a node of a growing tree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 
 
 def model_record(store: ModelStore | None) -> Array:
-    """Where the arrays of a store are, which must outlive it; without a store, nothing is found."""
+    """The addresses of the arrays of a store, which must outlive it; without a store, nothing is found."""
     record = np.zeros(1, MODEL)
     if store:
         for part in ("slots", "keys", "rows"):
@@ -46,9 +46,9 @@ def rows_of(model: Any) -> Array:
 
 @njit(cache=True, nogil=True)
 def known_as(model: Any, mark: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """Of a prefix with this hash: its first row and the one behind its last, the total and how many tokens follow.
+    """Of a prefix with this hash: its first row and the one after its last, the total and how many tokens follow.
 
-    The total is 0 if nothing is known.
+    The total is 0 if nothing is known. The search is bounded, as ``find`` is.
     """
     keys = array_at(model.keys[0], (model.keys[1], KEY_WIDTH), np.int32)
     key = find(array_at(model.slots[0], model.slots[1], np.int32), keys, mark)
@@ -64,7 +64,7 @@ def known_as(model: Any, mark: np.uint64) -> tuple[Any, Any, Any, Any]:
 
 @njit(cache=True, nogil=True)
 def fetch(model: Any, marks: Array, longest: int) -> None:
-    """Have the entries of prefixes up to a length on their way, all at once and not one after the other."""
+    """Prefetch the entries of prefixes up to a length, all at once and not one after the other."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
     keys = array_at(model.keys[0], model.keys[1] * KEY_WIDTH, np.int32)
     mask = len(slots) - 1

@@ -82,7 +82,7 @@ def measure(real: str, size: int, place: str, mark: TokenizerMark, shard_bytes: 
     )
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    speed = latency_of(folder, made)
+    speed = latency_of(CorpusIndex(folder))
     shutil.rmtree(folder)
     conn.send((made.counts["tokens"], seconds, peak, made.bytes / made.counts["tokens"], *speed.values()))
 

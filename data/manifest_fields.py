@@ -1,0 +1,61 @@
+"""Values of a manifest that may be damaged or hostile: each is of its type and range, or a ``ValueError`` names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LARGEST = 2**63 - 1
+LONGEST_NAME = 64
+
+
+def mapping_of(row: Any, name: str) -> dict[str, Any]:
+    """The JSON object in a field."""
+    found: dict[str, Any] = _typed(row, name, dict, "an object")
+    return found
+
+
+def list_of(row: Any, name: str) -> list[Any]:
+    """The JSON array in a field."""
+    found: list[Any] = _typed(row, name, list, "a list")
+    return found
+
+
+def flag_of(row: Any, name: str) -> bool:
+    """The boolean in a field."""
+    found: bool = _typed(row, name, bool, "true or false")
+    return found
+
+
+def text_of(row: Any, name: str) -> str:
+    """The text in a field; JSON may hold half of a surrogate pair, which cannot be printed."""
+    text: str = _typed(row, name, str, "a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is not valid Unicode") from None
+    return text
+
+
+def check_name(name: str) -> None:
+    """Raise unless a field that has no fixed name has one that fits into a line."""
+    if not name.isidentifier() or len(name) > LONGEST_NAME:
+        raise ValueError(f"{ascii(name)[:LONGEST_NAME]} is no name of a field")
+
+
+def number_of(row: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
+    """The integer in a field, from ``least`` to ``most``."""
+    number: int = _typed(row, name, int, "an integer")
+    if not least <= number <= most:
+        raise ValueError(f"{name} is out of range")
+    return number
+
+
+def _typed(row: Any, name: str, kind: type, needed: str) -> Any:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"the place of {name} holds no object")
+    if name not in row:
+        raise ValueError(f"{name} is missing")
+    if type(row[name]) is not kind:  # a bool is an int by inheritance
+        raise ValueError(f"{name} is not {needed}")
+    return row[name]
