@@ -75,6 +75,7 @@ def bench(
     top_p: options.TopP = SamplingConfig.top_p,
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
+    generation_config: options.GenerationConfig = ModelConfig.generation_config,
     report: options.Report = None,
     temperatures: Annotated[
         str | None,
@@ -116,7 +117,9 @@ def bench(
     settings = BenchConfig(None if shape else chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
     decoding = DecodeConfig(budget=budget, max_new_tokens=max_new_tokens, heads=tuple(heads or ()), tree=tree)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
-    loading = ModelConfig(model, device, dtype, trust_remote_code, quantise=quantise)
+    loading = ModelConfig(
+        model, device, dtype, trust_remote_code, quantise=quantise, generation_config=generation_config
+    )
     if cost or contexts is not None:
         _refuse_beside_cost(
             cost,

@@ -24,6 +24,7 @@ def collect(
     top_p: options.TopP = SamplingConfig.top_p,
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
+    generation_config: options.GenerationConfig = ModelConfig.generation_config,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
     quantise: options.Quantise = ModelConfig.quantise,
@@ -51,7 +52,9 @@ def collect(
     told = {"model": model or demo.NAME, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
     file = GenerationFile(out, told)
     file.check(asked)
-    asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, quantise=quantise)
+    asked_for = ModelConfig(
+        model, device, dtype, trust_remote_code, threads, quantise=quantise, generation_config=generation_config
+    )
     answerer = Answerer(asked_for, decoding, sampling, chat)
     answerer.check(asked)
     with bar(len(asked), "answers", quiet=quiet) as shown:

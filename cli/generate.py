@@ -35,6 +35,7 @@ def generate(
     top_p: options.TopP = SamplingConfig.top_p,
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
+    generation_config: options.GenerationConfig = ModelConfig.generation_config,
     device: options.Device = ModelConfig.device,
     device_map: options.DeviceMap = ModelConfig.device_map,
     dtype: options.DType = ModelConfig.dtype,
@@ -63,7 +64,7 @@ def generate(
 
     quiet_libraries()
     shelf = ShelfConfig(model_db, corpus_db)
-    asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, device_map, quantise)
+    asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, device_map, quantise, generation_config)
     answerer = Answerer(asked_for, decoding, sampling, chat, shelf)
     answerer.check(asked)
     tell_sources(answerer.shelf)

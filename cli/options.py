@@ -66,6 +66,12 @@ TopP = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1 discourages tokens already seen. Default: the model's own.")
 ]
+GenerationConfig = Annotated[
+    str | None,
+    typer.Option(
+        help="A generation_config.json, or its folder, in place of the model's own; none: the library's defaults."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Same seed, same answer: every draw is keyed by seed and position.")]
 Device = Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)} or cuda:N.")]
 DeviceMap = Annotated[

@@ -40,6 +40,7 @@ def verify(
     top_p: options.TopP = SamplingConfig.top_p,
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
+    generation_config: options.GenerationConfig = ModelConfig.generation_config,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
     quantise: options.Quantise = ModelConfig.quantise,
@@ -69,7 +70,11 @@ def verify(
 
     asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
     quiet_libraries()
-    loaded = load(ModelConfig(model, device, dtype, trust_remote_code, threads, quantise=quantise))
+    loaded = load(
+        ModelConfig(
+            model, device, dtype, trust_remote_code, threads, quantise=quantise, generation_config=generation_config
+        )
+    )
     settle_threads(loaded.target, threads)
     shelf = Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig(model_db, corpus_db), decoding.databases)
     verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, shelf), size.max_new_tokens)

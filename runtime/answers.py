@@ -12,10 +12,10 @@ from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import Step, decode, room_for
 from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.generation import refuse_settings
 from hdtool.runtime.load import load
 from hdtool.runtime.methods import drafters_for
 from hdtool.runtime.ranks import check_decoding
-from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.side_by_side import Seated, SideBySide
 from hdtool.runtime.threads import settle_threads
@@ -34,6 +34,7 @@ class Answerer:
     ) -> None:
         check_decoding(decoding)
         self.loaded = load(model)
+        refuse_settings(self.loaded.target.model.generation_config)
         settle_threads(self.loaded.target, model.threads)
         self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig(), decoding.databases)
         self._drafters = drafters_for(decoding, self.loaded.target, self.shelf)
@@ -74,20 +75,16 @@ class Answerer:
 
     def _answer(self, conversation: Conversation) -> Answer:
         ids, drafter = self._encode(conversation.messages), self._drafters[0]
-        steps = decode(
-            self.loaded.target,
-            ids,
-            self._sampler(ids),
-            max_new_tokens=self._decoding.max_new_tokens,
-            stops=self.loaded.stops,
-            drafter=drafter,
-        )
+        most = self._decoding.max_new_tokens
+        sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=most)
+        steps = decode(self.loaded.target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter)
         return Answer(self.loaded, drafter, conversation, len(ids), steps)
 
     def _request(self, conversation: Conversation, drafter: Drafter) -> Request[CollectedAnswer]:
         ids = self._ids(conversation.messages)
         answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids))
-        return Request(answer, ids, self._sampler(ids), drafter)
+        sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=self._decoding.max_new_tokens)
+        return Request(answer, ids, sampler, drafter, stops)
 
     def _decode_batch(self, ask: Callable[[], Request[Seated] | None]) -> Iterator[tuple[Request[Seated], Step]]:
         return decode_batch(
@@ -95,11 +92,7 @@ class Answerer:
             ask,
             len(self._drafters),
             max_new_tokens=self._decoding.max_new_tokens,
-            stops=self.loaded.stops,
         )
-
-    def _sampler(self, ids: list[int]) -> Sampler:
-        return Sampler(self._sampling, ids, self.loaded.target.model.generation_config)
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         """Refuses what cannot be answered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from hdtool.runtime.cache import SeatedRows, StaticRows
 from hdtool.runtime.decode import Step, Turn
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.masks import seated_mask
+from hdtool.runtime.masks import seated_mask, tree_mask
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.target import Target, rows_needed
 from hdtool.runtime.tree import DraftTree
@@ -29,6 +30,8 @@ class Request(Generic[Key]):
     sampler: Sampler
     drafter: Drafter = field(default_factory=NoDraft)
     """Of this conversation alone, until it ends."""
+    stops: Container[int] = ()
+    """Tokens that end this answer; none given, those of the whole batch do."""
 
 
 class Seats:
@@ -41,12 +44,25 @@ class Seats:
         self._pending: list[int] = []
         self._lay_out(0)
 
+    @torch.inference_mode()
     def prefill(self, seat: int, context: Sequence[int], room: int) -> torch.Tensor:
         """Read a whole context in a seat and return the logits ``[1, vocabulary]`` that follow it."""
         if (needed := rows_needed(context, room)) > self._memory.capacity:
             self._lay_out(needed)
         self._pending[seat] = len(context)
+        self._rows[seat].clear_from(len(context))
         return self._target.read(context, self._rows[seat])
+
+    @torch.inference_mode()
+    def recompute(self, seat: int, root: int) -> torch.Tensor:
+        """Verify the root alone for one conversation, after a pass with drafts that overflowed."""
+        target, rows = self._target, self._rows[seat]
+        rows.clear_from(rows.length)
+        all_hidden = target.all_hidden
+        mask = tree_mask(DraftTree.bare(root), rows.length, target.reaches, target.dtype, target.device)
+        logits = target.forward([[root]], [[rows.length]], mask, rows)[0]
+        target.all_hidden = all_hidden  # the other conversations still read theirs
+        return logits
 
     @torch.inference_mode()
     def verify(self, trees: Sequence[DraftTree]) -> list[torch.Tensor]:
@@ -60,6 +76,8 @@ class Seats:
             for tree, length in zip(trees, lengths, strict=True)
         ]
         mask = seated_mask(trees, lengths, target.reaches, target.dtype, target.device)
+        for rows, length in zip(self._rows, lengths, strict=False):
+            rows.used = max(rows.used, length + most)
         logits = target.forward(tokens, positions, mask, SeatedRows(self._memory, lengths, most))
         self._pending[: len(trees)] = [1] * len(trees)
         return [logits[seat, : len(tree) + 1] for seat, tree in enumerate(trees)]
@@ -105,21 +123,21 @@ def decode_batch(
                 request.prompt,
                 request.sampler,
                 max_new_tokens=max_new_tokens,
-                stops=stops,
+                stops=request.stops or stops,
                 drafter=request.drafter,
             )
-            turn.begin()
-            step = _answered(seats, len(taken), turn, seats.prefill(len(taken), turn.prompt, turn.room))
+            logits = seats.prefill(len(taken), turn.begin(), turn.room)
+            step = _answered(seats, len(taken), turn, logits)
             if not step.finish:
                 taken.append((request, turn))
             yield request, step
         if not taken:
             return
-        logits = seats.verify([turn.draft() for _, turn in taken])
+        verified = seats.verify([turn.draft() for _, turn in taken])
         steps = []
         for seat, (_, turn) in enumerate(taken):
             target.look_at(seat)
-            steps.append(_answered(seats, seat, turn, logits[seat]))
+            steps.append(_answered(seats, seat, turn, verified[seat]))
         for (request, _), step in zip(taken, steps, strict=True):
             yield request, step
         for seat in range(len(taken) - 1, -1, -1):
@@ -131,6 +149,6 @@ def decode_batch(
 
 
 def _answered(seats: Seats, seat: int, turn: Turn, logits: torch.Tensor) -> Step:
-    accepted = turn.accept(logits)
+    accepted, logits = turn.accept(logits, partial(seats.recompute, seat))
     seats.keep(seat, accepted.path)
     return turn.observe(accepted, logits)

@@ -124,10 +124,22 @@ class StaticRows(Cache):
         self.memory = memory
         self.length = 0
         """Rows of accepted tokens; whatever lies behind them is not part of the context."""
+        self.used = 0
+        """No row from here on was ever written."""
 
     @property
     def capacity(self) -> int:
         return self.memory.capacity
+
+    def clear_from(self, row: int) -> None:
+        """Zero what earlier passes left from ``row`` on.
+
+        A mask hides such rows only if they are finite: attention multiplies them by 0, and 0 times NaN is NaN.
+        """
+        if self.used > row:
+            for tensor in self.memory.tensors:
+                tensor.narrow(3, row, min(self.used, self.capacity) - row).zero_()
+            self.used = row
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -135,6 +147,7 @@ class StaticRows(Cache):
         keys, values = self.memory.layers[layer_idx]
         new = key_states.shape[2]
         end = self.length + new
+        self.used = max(self.used, end)
         keys.narrow(2, self.length, new).copy_(key_states)
         values.narrow(2, self.length, new).copy_(value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
@@ -158,6 +171,8 @@ class StaticRows(Cache):
         self.length = other.length
         for mine, theirs in zip(self.memory.tensors, other.memory.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
+        self.used = max(self.used, self.length)
+        self.clear_from(self.length)
 
 
 def must_move(path: Sequence[int]) -> bool:

@@ -13,8 +13,8 @@ from hdtool.data.answered import AnsweredTurn
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish, Step, decode, room_for
 from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.generation import generate_options, refuse_settings
 from hdtool.runtime.load import Loaded
-from hdtool.runtime.sampler import Sampler, first_given
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.text import text_of
 
@@ -58,16 +58,9 @@ class Drafting:
         )
 
     def _steps(self, prompt: list[int]) -> Iterator[Step]:
-        target = self._loaded.target
-        sampler = Sampler(self._sampling, prompt, target.model.generation_config)
-        return decode(
-            target,
-            prompt,
-            sampler,
-            max_new_tokens=self._most,
-            stops=self._loaded.stops,
-            drafter=self._drafter,
-        )
+        target, most = self._loaded.target, self._most
+        sampler, stops = self._loaded.sampler(self._sampling, prompt, max_new_tokens=most)
+        return decode(target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=self._drafter)
 
 
 class Generating:
@@ -90,7 +83,8 @@ class Generating:
         self._seed = sampling.seed
         self._most = max_new_tokens
         self._drafting = drafting
-        self._options = _generate_options(loaded, model, sampling)
+        refuse_settings(model.generation_config)
+        self._sampling = sampling
 
     def answer(self, prompt: list[int]) -> AnsweredTurn:
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)
@@ -114,8 +108,8 @@ class Generating:
         said = self._model.generate(
             asked,
             attention_mask=torch.ones_like(asked),
-            max_new_tokens=room,
-            **self._options,
+            tokenizer=self._loaded.tokenizer if self._model.generation_config.stop_strings else None,
+            **generate_options(self._sampling, self._model.generation_config, self._loaded.stops, room),
             **self._drafting,
         )
         answer: list[int] = said[0, len(prompt) :].tolist()
@@ -154,22 +148,6 @@ class _Passes:
             # The last token said is not in the cache yet: it is the first row of the pass.
             self._known.append(options["past_key_values"].get_seq_length() + 1)
             self.drafted += rows - 1
-
-
-def _generate_options(loaded: Loaded, model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]:
-    """What tells ``generate`` to choose its tokens as our sampler does, drawing apart."""
-    own = model.generation_config
-    options: dict[str, Any] = {"do_sample": not sampling.is_greedy}
-    if loaded.stops:
-        options["eos_token_id"] = sorted(loaded.stops)
-        options["pad_token_id"] = own.pad_token_id if own.pad_token_id is not None else min(loaded.stops)
-    if sampling.repetition_penalty is not None:
-        options["repetition_penalty"] = sampling.repetition_penalty
-    if not sampling.is_greedy:
-        options["temperature"] = sampling.temperature
-        options["top_k"] = int(first_given(sampling.top_k, own.top_k, 0))
-        options["top_p"] = first_given(sampling.top_p, own.top_p, 1.0)
-    return options
 
 
 def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:

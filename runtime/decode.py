@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -69,21 +69,40 @@ class Turn:
         self._sampler, self._stops, self._drafter = sampler, stops, drafter or NoDraft()
         self._tree = DraftTree.bare(prompt[-1])
         self._clock = _Clock(target)
+        self._target, self._vocabulary = target, target.vocabulary
 
-    def begin(self) -> None:
-        """Before the prompt is read; it is the first step, has no drafts and brings one token."""
+    def begin(self) -> Sequence[int]:
+        """The prompt, which is the first step: it has no drafts and brings one token."""
         self._clock.start()
         self._drafter.begin(self.prompt)
         self._clock.drafted()
+        return self.prompt
 
     def draft(self) -> DraftTree:
         self._clock.start()
         # A node deeper than this could only be accepted past the end.
-        self._tree = self._drafter.draft(self._sampler.context).clipped(self.room - 1)
+        drafted = self._drafter.draft(self._sampler.context).clipped(self.room - 1)
+        # A tokenizer may have more ids than the model has embeddings.
+        self._tree = drafted.embeddable(self._vocabulary)
         self._clock.drafted()
         return self._tree
 
-    def accept(self, logits: torch.Tensor) -> Accepted:
+    def accept(self, logits: torch.Tensor, recompute: Callable[[int], torch.Tensor]) -> tuple[Accepted, torch.Tensor]:
+        """What is accepted, and the logits that it was accepted by.
+
+        ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
+        """
+        accepted = self._accepted(logits)
+        if accepted is None:
+            self._tree = DraftTree.bare(self._tree.root)
+            logits = recompute(self._tree.root)
+            accepted = self._accepted(logits)
+            assert accepted is not None
+        if self._sampler.overflowed:
+            self._target.note_overflow()
+        return accepted, logits
+
+    def _accepted(self, logits: torch.Tensor) -> Accepted | None:
         return accept(self._tree, logits, self._sampler, stops=self._stops, most=self.room)
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> Step:
@@ -104,21 +123,22 @@ def decode(
 ) -> Iterator[Step]:
     """Answer a prompt, one step after another."""
     turn = Turn(target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
-    turn.begin()
-    logits = target.prefill(turn.prompt, turn.room)
+    begins = True
     while True:
-        accepted = turn.accept(logits)
-        target.keep(accepted.path)
-        step = turn.observe(accepted, logits)
+        with target.held_by(turn, begins=begins):
+            logits = target.prefill(turn.begin(), turn.room) if begins else target.verify(turn.draft())
+            accepted, logits = turn.accept(logits, target.recompute)
+            target.keep(accepted.path)
+            step = turn.observe(accepted, logits)
         yield step
         if step.finish:
             return
-        tree = turn.draft()
-        logits = target.verify(tree)
+        begins = False
 
 
 def room_for(target: Target, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
     """How many tokens may follow the prompt, and what it means to have said them all."""
+    _check_prompt(prompt, target.vocabulary)
     limit = target.context_limit(len(prompt))
     if limit is None or len(prompt) + max_new_tokens <= limit:
         return max_new_tokens, Finish.LENGTH
@@ -128,6 +148,17 @@ def room_for(target: Target, prompt: Sequence[int], max_new_tokens: int) -> tupl
             "shorten it, or take a model with a longer context"
         )
     return limit - len(prompt), Finish.CONTEXT
+
+
+def _check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
+    if not len(prompt):
+        raise PromptError("the prompt is empty: give at least one token")
+    outside = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise PromptError(
+            f"the prompt holds token {outside}, but the model has embeddings for tokens 0 to {vocabulary - 1} only: "
+            "remove the text of that token, or use the tokenizer that the model was trained with"
+        )
 
 
 class _Clock:

@@ -21,6 +21,7 @@ from hdtool.runtime.config import DecodeConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import Finish, decode
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.families import refuse_by_configuration
+from hdtool.runtime.generation import Stops
 from hdtool.runtime.methods import drafter_for
 from hdtool.runtime.placement import device_of
 from hdtool.runtime.request import Request
@@ -110,7 +111,8 @@ class Generator:
         sampler = _Recorder(request, logits_processor, self._seed_for(request, seed), input_ids.device)
         said: list[int] = []
         with self._calls.held(), _borrowed(model):
-            for tokens in self._steps(model, request, sampler, _Criteria(stopping_criteria, sampler)):
+            stops = Stops((), stopping_criteria, sampler, sampler.device, lambda: sampler.scores_kept)
+            for tokens in self._steps(model, request, sampler, stops):
                 said += tokens
                 if streamer is not None:
                     for token in tokens:
@@ -126,14 +128,10 @@ class Generator:
             logits=cast(Any, sampler.logits_kept),
         )
 
-    def _steps(
-        self, model: PreTrainedModel, request: Request, sampler: _Recorder, criteria: _Criteria
-    ) -> Iterator[list[int]]:
+    def _steps(self, model: PreTrainedModel, request: Request, sampler: _Recorder, stops: Stops) -> Iterator[list[int]]:
         target = self._target_for(model)
         self.stats = Stats()
-        steps = decode(
-            target, request.prompt, sampler, max_new_tokens=request.most, stops=criteria, drafter=self._drafter
-        )
+        steps = decode(target, request.prompt, sampler, max_new_tokens=request.most, stops=stops, drafter=self._drafter)
         for step in self.stats.counted(steps, self._drafter):
             yield step.tokens
         if self.stats.finish is Finish.CONTEXT:
@@ -167,33 +165,18 @@ class _Recorder(Sampler):
         """Where the prompt lies, and all that processors and criteria have of their own."""
         self.scores_kept: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
         self.logits_kept: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
+        self.only_argmax &= not (request.wants_scores or request.wants_logits)
 
-    def over(self, logits: torch.Tensor) -> Callable[[int], int]:
-        logits = logits.to(self.device)
-        if self.scores_kept is None and self.logits_kept is None:
-            return super().over(logits)
+    def over(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
+        return super().over(logits.to(self.device), finite_only=finite_only)
 
-        def choose(row: int) -> int:
-            scores = self.scores(logits[row])
-            if self.logits_kept is not None:
-                self.logits_kept += (logits[row : row + 1].to(torch.float32, copy=True),)
-            if self.scores_kept is not None:
-                self.scores_kept += (scores[None],)
-            return self.choose(scores)
-
-        return choose
-
-
-class _Criteria:
-    """``generate``'s stopping criteria as the stops of the loop: asked about each token, once and in order."""
-
-    def __init__(self, criteria: StoppingCriteriaList, sampler: _Recorder) -> None:
-        self._criteria = criteria
-        self._sampler = sampler
-
-    def __contains__(self, token: object) -> bool:
-        ids = self._sampler.ids(self._sampler.device)
-        return bool(self._criteria(ids, cast(Any, self._sampler.scores_kept)).all())
+    def choose_processed(self, logits: torch.Tensor, row: int) -> int:
+        scores = self.scores(logits[row])
+        if self.logits_kept is not None:
+            self.logits_kept += (logits[row : row + 1].to(torch.float32, copy=True),)
+        if self.scores_kept is not None:
+            self.scores_kept += (scores[None],)
+        return self.choose(scores)
 
 
 @contextmanager

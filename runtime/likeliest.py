@@ -32,12 +32,17 @@ class Logits(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     likeliest: npt.NDArray[np.int64]
+    finite: npt.NDArray[np.int64]
+    """Whether the highest logit of each row is finite."""
 
     @classmethod
-    def of(cls, logits: torch.Tensor, likeliest: npt.NDArray[np.int64]) -> Logits:
+    def of(
+        cls, logits: torch.Tensor, likeliest: npt.NDArray[np.int64], finite: npt.NDArray[np.int64] | None = None
+    ) -> Logits:
         """The same memory."""
         known = logits.as_subclass(cls)
         known.likeliest = likeliest
+        known.finite = np.ones_like(likeliest) if finite is None else finite
         return known
 
 
@@ -52,15 +57,25 @@ def likeliest(logits: torch.Tensor) -> npt.NDArray[np.int64]:
     return np.asarray(found, np.int64)
 
 
-def likeliest_at(logits: torch.Tensor) -> Callable[[int], int]:
-    """A function from a row to its likeliest token; rows that nobody asks for take no time on a CPU."""
-    if isinstance(logits, Logits) or logits.device.type != "cpu":
-        known = likeliest(logits)  # of all in one transfer: each costs a wait for the device
-        return lambda row: int(known[row])
-    if logits.dtype not in COMPARABLE:
-        return lambda row: int(likeliest(logits[row]))
-    rows = _comparable(logits)
-    return lambda row: int(rows[row].argmax())
+def argmax_at(logits: torch.Tensor) -> Callable[[int], tuple[int, bool]]:
+    """A function from a row to its arg-max and whether that logit is finite; on a CPU other rows take no time."""
+    if isinstance(logits, Logits):
+        tokens, finite = logits.likeliest, logits.finite
+        return lambda row: (int(tokens[row]), bool(finite[row]))
+    if logits.device.type != "cpu":
+        best = logits.argmax(dim=-1)
+        # Both in one transfer: each waits for the device.
+        is_finite = logits.gather(-1, best[..., None])[..., 0].isfinite()
+        both = torch.stack([best, is_finite.to(best.dtype)]).cpu().numpy()
+        return lambda row: (int(both[0, row]), bool(both[1, row]))
+
+    def at(row: int) -> tuple[int, bool]:
+        values = rows[row] if rows is not None else _comparable(logits[row])
+        token = int(values.argmax())
+        return token, bool(np.isfinite(values[token]))
+
+    rows = _comparable(logits) if logits.dtype in COMPARABLE else None
+    return at
 
 
 def _comparable(logits: torch.Tensor) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.capture import never
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.decode import room_for
 from hdtool.runtime.families import refuse_by_configuration
+from hdtool.runtime.generation import generation_settings, sampler_as_generate
 from hdtool.runtime.layers import multiply_few_rows_faster
 from hdtool.runtime.placement import require_accelerate
 from hdtool.runtime.quantising import library_of, quantisation, require_libraries
 from hdtool.runtime.ranks import LeadingTarget, Ranks, check_device, check_plan, leader
+from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.target import Target
 
 if TYPE_CHECKING:
@@ -39,6 +42,14 @@ class Loaded:
     name: str
     target: Target
     tokenizer: PreTrainedTokenizerBase
+
+    def sampler(
+        self, config: SamplingConfig, prompt: Sequence[int], *, max_new_tokens: int
+    ) -> tuple[Sampler, Container[int]]:
+        """A sampler and the stops of an answer, by the settings that ``generate`` would use."""
+        room, _ = room_for(self.target, prompt, max_new_tokens)
+        model = self.target.model
+        return sampler_as_generate(model, self.tokenizer, config, prompt, max_new_tokens=room, ends=self.stops)
 
     @property
     def stops(self) -> frozenset[int]:
@@ -153,6 +164,8 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
         computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
         options["quantization_config"] = _attempt(name, "quantised", lambda: quantisation(quantise, computed))
     model = _attempt(name, "its weights", lambda: _whole_model(name, **options))
+    if config.generation_config:
+        model.generation_config = generation_settings(config.generation_config, model.generation_config)
     if quantised and config.dtype != "auto" and model.dtype != dtype:
         said = str(model.dtype).removeprefix("torch.")
         print(f"note: {name} is quantised and computes in {said}, whatever dtype says", file=sys.stderr)

@@ -149,6 +149,17 @@ class LeadingTarget(Target):
         self._tell("verify", tree)
         return super().verify(tree)
 
+    def recompute(self, root: int) -> torch.Tensor:
+        if not self._ranks:
+            return super().recompute(root)
+        self._ranks.tell("recompute", root)
+        # Its verification is part of what the others were told to do.
+        ranks, self._ranks = self._ranks, None
+        try:
+            return super().recompute(root)
+        finally:
+            self._ranks = ranks
+
     def keep(self, path: Sequence[int]) -> None:
         self._tell("keep", list(path))
         super().keep(path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import OptionError
+from hdtool.runtime.generation import refused_setting
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, StoppingCriteriaList
@@ -70,13 +71,9 @@ class Request:
 
 
 def _refuse_settings(settings: GenerationConfig) -> None:
-    if (settings.num_beams or 1) > 1:
-        raise _refusal(f"num_beams is {settings.num_beams}", "it follows one answer, not several beams")
-    if (settings.num_return_sequences or 1) > 1:
-        raise _refusal(
-            f"num_return_sequences is {settings.num_return_sequences}",
-            "it makes one answer at a time: call generate once for each, with seeds of their own",
-        )
+    if refused := refused_setting(settings):
+        name, reason = refused
+        raise _refusal(f"{name} is {getattr(settings, name)!r}", reason)
     mode = settings.get_generation_mode()
     if mode not in PLAIN_MODES:
         raise _refusal(f"the mode is {mode.value}", "it drafts for greedy decoding and sampling")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from transformers import (
@@ -17,10 +17,10 @@ from transformers import (
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.draws import Draws
-from hdtool.runtime.likeliest import likeliest, likeliest_at
+from hdtool.runtime.likeliest import argmax_at, likeliest
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
+NOT_FINITE = -1
+"""In place of a token: the logits are NaN or infinite."""
 
 
 class Sampler:
@@ -35,26 +35,50 @@ class Sampler:
         self,
         config: SamplingConfig,
         context: Sequence[int],
-        generation: GenerationConfig | None = None,
         *,
         processors: LogitsProcessorList | None = None,
         padding: Sequence[int] = (),
     ) -> None:
-        """``processors`` stand in for those of ``config``, which then says whether to draw and the seed.
+        """``processors`` replace those of ``config``, of which then only the seed counts, and whether it is greedy.
 
         Processors see ``padding`` in front of the context; the model has never read it.
         """
         self._greedy = config.is_greedy
-        self._processors = processors_of(config, generation) if processors is None else processors
+        self._processors = processors_of(config) if processors is None else processors
+        self.only_argmax = self._greedy and not self._processors
+        """Whether the arg-max of the logits is all that is needed."""
         self._draws = Draws(config.seed)
         self._ids = _GrowingIds(padding)
         self.context = list(context)
+        self.overflowed = False
+        """Whether the highest logit of any row that was looked at was NaN or infinite."""
 
-    def over(self, logits: torch.Tensor) -> Callable[[int], int]:
-        """A function from a row of ``logits`` to the token chosen there, given the context so far."""
-        if self._greedy and not self._processors:
-            return likeliest_at(logits)
-        return lambda row: self.choose(self.scores(logits[row]))
+    def over(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
+        """A function from a row of ``logits`` to the token chosen there, given the context so far.
+
+        With ``finite_only``, it returns ``NOT_FINITE`` for a row whose highest logit is NaN or infinite, and nothing
+        else has happened then: no processor was called.
+        """
+        if self.only_argmax:
+            best = argmax_at(logits)
+
+            def choose(row: int) -> int:
+                token, finite = best(row)
+                self.overflowed |= not finite
+                return token if finite or not finite_only else NOT_FINITE
+
+            return choose
+
+        def process(row: int) -> int:
+            finite = bool(logits[row].max().isfinite())
+            self.overflowed |= not finite
+            return self.choose_processed(logits, row) if finite or not finite_only else NOT_FINITE
+
+        return process
+
+    def choose_processed(self, logits: torch.Tensor, row: int) -> int:
+        """The token chosen at a row by its processed scores."""
+        return self.choose(self.scores(logits[row]))
 
     def ids(self, device: torch.device) -> torch.LongTensor:
         """The context so far, ``[1, length]``, as processors and stopping criteria read it."""
@@ -108,23 +132,20 @@ class _GrowingIds:
         return cast(torch.LongTensor, self._ids[:, :length])
 
 
-def processors_of(config: SamplingConfig, generation: GenerationConfig | None) -> LogitsProcessorList:
-    """The processors of ``generate``, in its order; settings that are None are the model's own."""
-    penalty = first_given(config.repetition_penalty, getattr(generation, "repetition_penalty", None), 1.0)
+def processors_of(config: SamplingConfig) -> LogitsProcessorList:
+    """The processors of explicit settings alone, in the order of ``generate``; what is None changes nothing.
+
+    ``runtime/generation.py`` has those that ``generate`` would use, the model's own settings included.
+    """
     chosen = LogitsProcessorList()
-    if penalty != 1.0:
-        chosen.append(RepetitionPenaltyLogitsProcessor(penalty))
+    if config.repetition_penalty not in (None, 1.0):
+        chosen.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
     if config.is_greedy:
         return chosen
     if config.temperature != 1.0:
         chosen.append(TemperatureLogitsWarper(config.temperature))
-    if top_k := int(first_given(config.top_k, getattr(generation, "top_k", None), 0)):
-        chosen.append(TopKLogitsWarper(top_k))
-    if (top_p := first_given(config.top_p, getattr(generation, "top_p", None), 1.0)) < 1.0:
-        chosen.append(TopPLogitsWarper(top_p))
+    if config.top_k:
+        chosen.append(TopKLogitsWarper(config.top_k))
+    if config.top_p is not None and config.top_p < 1.0:
+        chosen.append(TopPLogitsWarper(config.top_p))
     return chosen
-
-
-def first_given(*settings: float | None) -> float:
-    """A setting: what was asked for, else the model's own, else the usual."""
-    return next(setting for setting in settings if setting is not None)

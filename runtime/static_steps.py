@@ -40,8 +40,9 @@ class StaticSteps:
         self._input = StepInput(device)
         rows = LARGEST_TREE + 1
         self._logits = torch.zeros((rows, vocabulary), dtype=dtype, device=device)
-        self._likeliest = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._said = torch.zeros(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._likeliest = torch.zeros((2, rows), dtype=torch.int64, device=device)
+        """The arg-max of each row, and whether that logit is finite: both go to the host in one copy."""
+        self._said = torch.zeros((2, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._memory: Memory | None = None
         self._steps: dict[tuple[int, int], Run] = {}
         self._moves: tuple[int, Sequence[int]] | None = None
@@ -92,6 +93,7 @@ class StaticSteps:
         size = ROWS[int(np.searchsorted(ROWS, len(tree) + 1))]
         extent = min(extent_for(rows.length + size), rows.capacity)
         self._input.fill(tree, size, rows.length)
+        rows.used = max(rows.used, rows.length + size)
         if (size, extent) not in self._steps:
             # It runs while it is recorded, and writes where the rows of the kept path still lie.
             self.settle(rows)
@@ -105,10 +107,11 @@ class StaticSteps:
     def _run(self, used: int, size: int, extent: int) -> Logits:
         self._input.send(size)
         self._steps[size, extent]()
-        self._said[:used].copy_(self._likeliest[:used], non_blocking=True)
+        self._said.copy_(self._likeliest, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return Logits.of(self._logits[:used], self._said[:used].numpy())
+        tokens, finite = self._said[:, :used].numpy()
+        return Logits.of(self._logits[:used], tokens, finite)
 
     def _recorded(self, memory: Memory, size: int, extent: int) -> Run:
         told = self._input.tensors(size)
@@ -129,7 +132,9 @@ class StaticSteps:
                 return_dict=True,
             ).logits[0]
             self._logits[:size].copy_(logits)
-            torch.argmax(logits, dim=-1, out=self._likeliest[:size])
+            tokens, finite = self._likeliest[0, :size], self._likeliest[1, :size]
+            torch.argmax(logits, dim=-1, out=tokens)
+            finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
             if self._seen:
                 self._hidden[:size].copy_(self._seen())
 

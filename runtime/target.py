@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from hdtool.data.errors import FamilyError, HdtoolError, reason_of
+from hdtool.data.errors import FamilyError, HdtoolError, ModelError, reason_of
 from hdtool.runtime.cache import LayerShape, Memory, StaticRows, layer_shapes
 from hdtool.runtime.capture import Capture, CaptureMaker, by_device
 from hdtool.runtime.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_by_logits, strays
@@ -51,11 +52,17 @@ class Target:
         """Time spent inside the model's own forward pass since this target exists."""
         self.passes = 0
         """Forward passes that it was spent in."""
+        self._busy = threading.Lock()
+        self._conversation: object = None
+        """The one whose keys and values are in the cache."""
         self._capture = capture
         self.processes = 1
         """That share its weights."""
+        self.vocabulary = embedded_tokens(model)
+        """Token ids from here on have no embedding."""
         self._shapes: list[LayerShape] = []
         self._rows = self.rows(0)
+        self._overflow_noted = False
         self.reaches = reaches_of(self.config)
         self._sheet = Sheet()
         self._prefill_options = {"logits_to_keep": 1} if _keeps_logits(model) else {}
@@ -92,6 +99,24 @@ class Target:
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)
 
+    @contextmanager
+    def held_by(self, conversation: object, *, begins: bool) -> Iterator[None]:
+        """Take the model for one step of a conversation, which no other one may have replaced since it began."""
+        if not self._busy.acquire(blocking=False):
+            raise ModelError("two threads use one model at once: let them take turns, or load the model for each")
+        try:
+            if begins:
+                self._conversation = conversation
+            elif self._conversation is not conversation:
+                raise ModelError(
+                    "another conversation began on this model before this one ended: finish one before the next, "
+                    "answer both by decode_batch, or load the model for each"
+                )
+            yield
+        finally:
+            self._busy.release()
+
+    @torch.inference_mode()
     def prefill(self, context: Sequence[int], room: int = 0) -> torch.Tensor:
         """Read a whole context and return the logits ``[1, vocabulary]`` that follow it.
 
@@ -103,7 +128,27 @@ class Target:
                 needed = self._steps.capacity_for(needed, self.context_limit(len(context)))
             self._rows = self.rows(needed)
         self._pending = len(context)
+        if self._steps:
+            self._rows.clear_from(len(context))  # steps of fixed shape read past the context
         return self.read(context, self._rows)
+
+    @torch.inference_mode()
+    def recompute(self, root: int) -> torch.Tensor:
+        """Verify the root alone, after a pass with drafts that overflowed; nothing of that pass is read."""
+        if self._steps:
+            self._steps.settle(self._rows)
+        self._rows.clear_from(self.length)
+        return self.verify(DraftTree.bare(root))
+
+    def note_overflow(self) -> None:
+        """Print once that logits were NaN or infinite."""
+        if not self._overflow_noted:
+            self._overflow_noted = True
+            print(
+                f"note: the model overflowed in {str(self.dtype).removeprefix('torch.')}: logits were NaN or infinite. "
+                "Steps with such logits are decoded without drafts; another --dtype may avoid it",
+                file=sys.stderr,
+            )
 
     @torch.inference_mode()
     def verify(self, tree: DraftTree) -> torch.Tensor:
@@ -272,6 +317,12 @@ def use_masked_attention(model: PreTrainedModel) -> None:
 def rows_needed(context: Sequence[int], room: int) -> int:
     """By a conversation that may grow by ``room`` tokens, the largest tree behind it included."""
     return len(context) + room + LARGEST_TREE + 1
+
+
+def embedded_tokens(model: PreTrainedModel) -> int:
+    """How many token ids the model can read; a tokenizer may have more."""
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return int(rows or model.config.get_text_config(decoder=True).vocab_size)
 
 
 def _keeps_logits(model: PreTrainedModel) -> bool:

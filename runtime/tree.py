@@ -70,6 +70,13 @@ class DraftTree:
             return self
         return self.picked(np.flatnonzero(self.depths[1:] <= depth))
 
+    def embeddable(self, vocabulary: int) -> DraftTree:
+        """The tree without tokens that a model with so many embeddings cannot read, and without their descendants."""
+        # Read as unsigned numbers, negative ids are too large as well.
+        if not len(self) or self.tokens.view(np.uint64).max() < vocabulary:
+            return self
+        return self.picked(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
+
     def picked(self, order: npt.NDArray[np.int64]) -> DraftTree:
         """These nodes in this order; each node's parent must be among them, and before it."""
         return DraftTree(self.root, self.tokens[order], _moved(self.parents, order), self.sources[order])
@@ -93,6 +100,17 @@ def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.
         places[order[place]] = place
         above[place] = places[parents[order[place]]]
     return above
+
+
+@njit(cache=True, nogil=True)
+def _embeddable(
+    tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], vocabulary: int
+) -> npt.NDArray[np.bool_]:
+    """Which nodes have an embedding, all of their ancestors included."""
+    kept = np.empty(len(tokens), np.bool_)
+    for node in range(len(tokens)):
+        kept[node] = 0 <= tokens[node] < vocabulary and (parents[node] == ROOT or kept[parents[node]])
+    return kept
 
 
 @njit(cache=True, nogil=True)

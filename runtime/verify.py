@@ -13,6 +13,7 @@ from hdtool.data.errors import HdtoolError, reason_of
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode, room_for
 from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.generation import generate_options, refuse_settings
 from hdtool.runtime.load import Loaded
 from hdtool.runtime.precision import HIGHER, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.quantised import quantised_layers
@@ -92,6 +93,7 @@ class Verifier:
     """A loaded model whose answers are checked, with one drafter and one way of choosing tokens."""
 
     def __init__(self, loaded: Loaded, sampling: SamplingConfig, drafter: Drafter, max_new_tokens: int) -> None:
+        refuse_settings(loaded.target.model.generation_config)
         self._loaded = loaded
         self._model = loaded.target.model
         self._sampling = sampling
@@ -132,25 +134,19 @@ class Verifier:
         return [self._explained(*case, names) for case in zip(open_ones, working, again, strict=True)]
 
     def _decoded(self, ids: list[int], drafter: Drafter) -> tuple[list[int], int]:
-        target = self._loaded.target
-        sampler = self._sampler(ids)
-        steps = list(decode(target, ids, sampler, max_new_tokens=self._most, stops=self._loaded.stops, drafter=drafter))
+        target, most = self._loaded.target, self._most
+        sampler, stops = self._loaded.sampler(self._sampling, ids, max_new_tokens=most)
+        steps = list(decode(target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
         return [token for step in steps for token in step.tokens], len(steps)
 
     def _generated(self, ids: list[int]) -> list[int]:
         asked = torch.tensor([ids], device=self._model.device)
         room, _ = room_for(self._loaded.target, ids, self._most)
-        settings: dict[str, Any] = {}
-        if self._loaded.stops:
-            settings["eos_token_id"] = sorted(self._loaded.stops)
-        if self._sampling.repetition_penalty is not None:
-            settings["repetition_penalty"] = self._sampling.repetition_penalty
-        said = self._model.generate(
+        said: Any = self._model.generate(
             asked,
             attention_mask=torch.ones_like(asked),
-            do_sample=False,
-            max_new_tokens=room,
-            **settings,
+            tokenizer=self._loaded.tokenizer if self._model.generation_config.stop_strings else None,
+            **generate_options(self._sampling, self._model.generation_config, self._loaded.stops, room),
         )
         answer: list[int] = said[0, len(ids) :].tolist()
         return answer
@@ -167,7 +163,8 @@ class Verifier:
     def _explained(
         self, difference: Difference, working: torch.Tensor, precise: torch.Tensor, names: list[str]
     ) -> Explanation:
-        sampler = self._sampler([*difference.asked, *difference.before])
+        sampler, _ = self._loaded.sampler(self._sampling, difference.asked, max_new_tokens=self._most)
+        sampler.context += difference.before
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
         if difference.expected is None or difference.found is None:
             return Explanation(difference, chosen=sampler.choose(fine), reason="one of the answers ends here")
@@ -183,9 +180,6 @@ class Verifier:
             # Each of the two passes may be off by as much, in opposite directions.
             near_tie=max(lags) <= 2 * rounding,
         )
-
-    def _sampler(self, context: list[int]) -> Sampler:
-        return Sampler(self._sampling, context, self._model.generation_config)
 
 
 def _difference(

@@ -16,7 +16,7 @@ from hdtool.runtime.capture import CaptureMaker, Direct, Run, direct, never
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.likeliest import Logits, likeliest, likeliest_at
+from hdtool.runtime.likeliest import Logits, argmax_at, likeliest
 from hdtool.runtime.masks import FULL, Reach, Sheet, device_mask, tree_mask
 from hdtool.runtime.static_steps import StaticSteps
 from hdtool.runtime.step_input import MOVES, StepInput
@@ -264,7 +264,7 @@ def test_known_likeliest_tokens_are_not_looked_for_again() -> None:
     rows = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
     known = Logits.of(rows, np.array([2, 2]))
     assert likeliest(known).tolist() == [2, 2]
-    assert [likeliest_at(known)(row) for row in range(2)] == [2, 2]
+    assert [argmax_at(known)(row) for row in range(2)] == [(2, True), (2, True)]
     assert known.data_ptr() == rows.data_ptr()
     assert type(known[1:]) is torch.Tensor
     assert likeliest(known[1:]).tolist() == [0]

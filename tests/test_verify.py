@@ -131,10 +131,13 @@ def test_a_cache_that_keeps_wrong_rows_is_found(small: Loaded, monkeypatch: pyte
     assert not explained[0].near_tie
 
 
-def test_plain_decoding_that_is_not_generates_is_found(small: Loaded) -> None:
-    """A setting of the model that our own loop does not know."""
+def test_plain_decoding_that_is_not_generates_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that ignores a setting of the model."""
     model: Any = small.target.model
     model.generation_config.suppress_tokens = [said(small)[5]]
+    monkeypatch.setattr(
+        Loaded, "sampler", lambda self, config, prompt, *, max_new_tokens: (Sampler(config, prompt), frozenset())
+    )
     check, (explanation,) = verified(small)
     assert check.equals(Oracle.PLAIN)
     assert not check.equals(Oracle.GENERATE)

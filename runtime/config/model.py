@@ -31,6 +31,9 @@ class ModelConfig:
     quantise: str | None = None
     """How the weights are quantised on loading; none means that they stay as the checkpoint has them."""
 
+    generation_config: str | None = None
+    """A file of generation settings in place of the model's own, or "none" for the library's defaults."""
+
     def __post_init__(self) -> None:
         maps = self.device_map is None or self.device_map in DEVICE_MAPS
         require(maps, "device-map", self.device_map, f"one of {', '.join(DEVICE_MAPS)}")

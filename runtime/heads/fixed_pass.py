@@ -57,6 +57,7 @@ class FixedPass:
         self._host[TOLD : TOLD + new] = torch.tensor(tokens)
         self._told.copy_(self._host, non_blocking=True)
         self._hidden[:new].copy_(hidden)
+        self._hidden[new:size] = 0  # a mask hides rows of no token only if they are finite
         extent = extent_for(rows.length + size)
         if (size, extent) not in self._passes:
             self._passes[size, extent] = self._recorded(rows.memory, size, extent)

@@ -43,6 +43,12 @@ class HeadRows:
             self.memory = old.new_zeros((*old.shape[:3], extent_for(rows), old.shape[4]))
             self.memory[:, :, :, : self.length] = old[:, :, :, : self.length]
 
+    @torch.inference_mode()
+    def restart(self) -> None:
+        """Begin another conversation; a mask hides rows of the last one only if they are finite."""
+        self.memory.zero_()
+        self.length = 0
+
     def places(self, new: int) -> slice:
         return slice(self.length, self.length + new)
 

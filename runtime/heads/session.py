@@ -58,7 +58,7 @@ class Session:
 
     def begin(self, prompt: list[int]) -> None:
         """Another conversation: its first rows are those of the prompt, which the target has still to read."""
-        self._rows.length = 0
+        self._rows.restart()
         self._waiting.clear()
         self._prompt, self._is_prompt = list(prompt), True
         self._judged = True

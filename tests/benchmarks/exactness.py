@@ -21,7 +21,6 @@ from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.load import Loaded, load
 from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.surroundings import machine
 from tests.oracle import generated
@@ -41,10 +40,8 @@ Ids = list[int]
 
 
 def answer(loaded: Loaded, ids: Ids, sampling: SamplingConfig, most: int, drafter: Drafter) -> tuple[Ids, int]:
-    sampler = Sampler(sampling, ids, loaded.target.model.generation_config)
-    steps = list(
-        decode(loaded.target, ids, sampler, max_new_tokens=most, stops=loaded.stops, drafter=drafter),
-    )
+    sampler, stops = loaded.sampler(sampling, ids, max_new_tokens=most)
+    steps = list(decode(loaded.target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
     return [token for step in steps for token in step.tokens], len(steps)
 
 

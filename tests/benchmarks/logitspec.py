@@ -31,7 +31,6 @@ from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.load import Loaded, load
 from hdtool.runtime.logitspec import LogitSpec
 from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.shelf import Shelf
 from hdtool.runtime.sources import SourceName
 from hdtool.runtime.surroundings import machine
@@ -63,8 +62,7 @@ class Bench:
         return drafter_for(config, self.loaded.target, self.shelf)
 
     def answer(self, prompt: Ids, drafter: Drafter, sampling: SamplingConfig | None = None) -> list[Step]:
-        sampler = Sampler(sampling or SamplingConfig(), prompt, self.loaded.target.model.generation_config)
-        stops = self.loaded.stops
+        sampler, stops = self.loaded.sampler(sampling or SamplingConfig(), prompt, max_new_tokens=self.tokens)
         return list(
             decode(self.loaded.target, prompt, sampler, max_new_tokens=self.tokens, stops=stops, drafter=drafter)
         )

@@ -1,0 +1,225 @@
+"""What ``generate`` would choose tokens by: it prepares its processors and criteria itself, and they are taken over."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from hdtool.data.errors import HdtoolError, ModelError, reason_of
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.sampler import Sampler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NO_SETTINGS = "none"
+"""In place of a file of generation settings: those of the library."""
+
+Refused = Callable[[Any], bool]
+
+
+def _given(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _several(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+REFUSED: dict[str, tuple[Refused, str]] = {
+    "num_beams": (_several, "hdtool follows one sequence, not beams"),
+    "num_beam_groups": (_several, "hdtool follows one sequence, not beams"),
+    "num_return_sequences": (_several, "hdtool gives one answer a prompt"),
+    "penalty_alpha": (_given, "contrastive search is not supported"),
+    "dola_layers": (_given, "DoLa decoding is not supported"),
+    "constraints": (_given, "constrained beam search is not supported"),
+    "force_words_ids": (_given, "constrained beam search is not supported"),
+    "token_healing": (_given, "hdtool keeps the tokens of the prompt as they are"),
+    "is_assistant": (_given, "the model ends its answers early, as a draft model of another"),
+    "assistant_ensemble_weight": (_given, "it changes the distribution that tokens are drawn from"),
+    "cache_implementation": (lambda value: value == "quantized", "a quantized KV cache changes the output"),
+}
+"""Settings that change what ``generate`` says and that this loop cannot honour, each with when and why."""
+
+WITHOUT_EFFECT: dict[str, Any] = {
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "use_mtp": None,
+    "speculation_type": None,
+    "cache_implementation": None,
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+}
+"""Settings of how ``generate`` drafts, caches and reports: none of them changes a token."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What ``generate`` handed to the decoding loop."""
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    """Those beside the longest length and the tokens that end an answer."""
+
+
+class Stops:
+    """Whether a token ends the answer: an end token, or a stopping criterion that is met."""
+
+    def __init__(
+        self,
+        ends: Container[int],
+        criteria: StoppingCriteriaList,
+        sampler: Sampler,
+        device: torch.device,
+        scores: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """``scores`` returns what the criteria get as their second argument."""
+        self._ends, self._criteria, self._sampler = ends, criteria, sampler
+        self._device, self._scores = device, scores
+
+    def __contains__(self, token: object) -> bool:
+        if token in self._ends:  # type: ignore[operator]
+            return True
+        # Criteria may keep a state: each is called once for each token.
+        ids = self._sampler.ids(self._device)
+        return bool(self._criteria) and bool(self._criteria(ids, self._scores()).all())
+
+
+def sampler_as_generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SamplingConfig,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    ends: frozenset[int],
+) -> tuple[Sampler, Container[int]]:
+    """A sampler, and the stops of one answer, by the processors and criteria that ``generate`` would use.
+
+    Settings that ``config`` leaves open are the model's own, else the library's.
+    """
+    prepared = prepare(model, tokenizer, config, prompt, max_new_tokens=max_new_tokens, ends=ends)
+    sampler = Sampler(config, prompt, processors=prepared.processors)
+    if not prepared.criteria:
+        return sampler, ends
+    return sampler, Stops(ends, prepared.criteria, sampler, model.device)
+
+
+def prepare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SamplingConfig,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    ends: frozenset[int],
+) -> Prepared:
+    """Have ``generate`` prepare an answer to ``prompt`` and stop before the first forward pass."""
+    settings = model.generation_config
+    refuse_settings(settings)
+    found: list[Prepared] = []
+
+    def take(
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **others: Any,
+    ) -> torch.Tensor:
+        # The loop itself ends an answer by its length and at its end tokens.
+        own = (MaxLengthCriteria, EosTokenCriteria)
+        criteria = [criterion for criterion in stopping_criteria if not isinstance(criterion, own)]
+        found.append(Prepared(logits_processor, StoppingCriteriaList(criteria)))
+        return input_ids
+
+    ids = torch.tensor([list(prompt)], device=model.device)
+    options = WITHOUT_EFFECT | generate_options(config, settings, ends, max_new_tokens)
+    try:
+        # The library hands no tokenizer to a callable, so it could not build this criterion.
+        generate: Any = model.generate
+        generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take, **options, stop_strings=None)
+        if strings := settings.stop_strings:
+            found[0].criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+    except HdtoolError:
+        raise
+    except Exception as error:  # whatever the library says of settings that cannot be
+        raise ModelError(
+            f"the generation settings of the model cannot be used ({reason_of(error)}): mend its "
+            f"generation_config.json, or name another file with --generation-config, or {NO_SETTINGS}"
+        ) from error
+    return found[0]
+
+
+def generate_options(
+    config: SamplingConfig, settings: GenerationConfig, ends: frozenset[int], max_new_tokens: int
+) -> dict[str, Any]:
+    """The arguments of ``generate`` by which it chooses tokens as hdtool does, but for its draws."""
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": not config.is_greedy}
+    if ends:
+        options["eos_token_id"] = sorted(ends)
+        options["pad_token_id"] = settings.pad_token_id if settings.pad_token_id is not None else min(ends)
+    chosen: dict[str, Any] = {"repetition_penalty": config.repetition_penalty}
+    if not config.is_greedy:
+        chosen |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    return options | {name: value for name, value in chosen.items() if value is not None}
+
+
+def refused_setting(settings: GenerationConfig) -> tuple[str, str] | None:
+    """The first setting that would change what ``generate`` says and cannot be honoured, and why."""
+    for name, (is_refused, reason) in REFUSED.items():
+        if is_refused(getattr(settings, name, None)):
+            return name, reason
+    return None
+
+
+def refuse_settings(settings: GenerationConfig) -> None:
+    """Raise for settings of a model that cannot be honoured."""
+    if refused := refused_setting(settings):
+        name, reason = refused
+        raise ModelError(
+            f"{name} is {getattr(settings, name)!r} in the model's generation settings, but {reason}: remove it from "
+            f"its generation_config.json, or name another file with --generation-config, or {NO_SETTINGS}"
+        )
+
+
+def generation_settings(chosen: str, own: GenerationConfig) -> GenerationConfig:
+    """Generation settings from a file or its folder, or the library's; the model's end tokens unless they name some."""
+    if chosen == NO_SETTINGS:
+        settings = GenerationConfig()
+    else:
+        path = Path(chosen).expanduser()
+        file = path / "generation_config.json" if path.is_dir() else path
+        try:
+            row = json.loads(file.read_text(encoding="utf-8"))
+            settings = GenerationConfig.from_dict(row)
+        except OSError as error:
+            raise ModelError(
+                f"{file} cannot be read ({error.strerror or error}): name a file of generation settings, or "
+                f"{NO_SETTINGS}"
+            ) from None
+        except Exception as error:  # whatever the library says of settings that cannot be
+            raise ModelError(
+                f"{file} holds no generation settings ({reason_of(error)}): name a generation_config.json"
+            ) from None
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(settings, name) is None:
+            setattr(settings, name, copy.copy(getattr(own, name)))
+    return settings
