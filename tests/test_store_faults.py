@@ -241,7 +241,12 @@ READERS: dict[str, Callable[[Path], object]] = {
 OPENED: dict[str, Callable[[Path], object]] = {"corpus": CorpusIndex, "model": ModelStore}
 
 
-STEPS = {"sizes": (stores, "_check_size"), "map": (np, "memmap"), "checksums": (stores, "_stream_of")}
+STEPS: dict[str, tuple[Any, str]] = {
+    "sizes": (stores, "_check_size"),
+    "map": (np, "memmap"),
+    "documents": (rework, "documents_of"),
+    "checksums": (stores, "_stream_of"),
+}
 
 
 @pytest.mark.parametrize(
@@ -251,7 +256,7 @@ STEPS = {"sizes": (stores, "_check_size"), "map": (np, "memmap"), "checksums": (
         ("open", "sizes"),
         ("open", "map"),
         ("rework", "sizes"),
-        ("rework", "map"),
+        ("rework", "documents"),
         ("inspect", "sizes"),
         ("inspect", "map"),
         ("inspect", "checksums"),
