@@ -22,7 +22,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -50,6 +52,8 @@ FOREIGN = {
     "photo-0123abcd.jpg": b"\xff",
 }
 """Files of a user, in the folder that is written to."""
+ERRORS = "stderr.txt"
+"""What the last child printed, in the scratch folder."""
 AGAIN = 0.3
 """The chance that a killed run is followed by another one that is killed, before one is let finish."""
 ADAPTED = 0.3
@@ -246,7 +250,7 @@ class Trial:
         again = ["merge", str(self._folder), "--out", str(self._folder)]  # builds the store that is there once more
         code = run_once(again if self._is_done() else self._job.arguments(self._scratch, self._job.place(self._folder)))
         if code:
-            raise LossError(f"the command ended with {code}")
+            raise LossError(f"the command ended with {code}: {Path(ERRORS).read_text().strip()}")
 
     def _check_finished(self) -> None:
         self._job.check(self._job.place(self._folder), self._new, None)
@@ -272,8 +276,9 @@ def run_once(arguments: Sequence[str], kill_after: float | None = None) -> int:
         code = 70
         try:
             silent = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1) if kill_after is None else (0, 1, 2):
-                os.dup2(silent, stream)
+            errors = os.open(ERRORS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream, target in ((0, silent), (1, silent), (2, errors)):
+                os.dup2(target, stream)
             code = run(list(arguments))
         except BaseException:
             traceback.print_exc()
@@ -289,27 +294,24 @@ def run_once(arguments: Sequence[str], kill_after: float | None = None) -> int:
 
 def prepare(root: Path) -> Scratch:
     """A scratch folder; the commands run once in this process, so that the children find everything loaded."""
-    scratch = new_scratch(root)
-    warm = root / "warm"
-    for name, arguments in (("answers.jsonl", commands.collect), ("heads", commands.train_heads)):
-        if run(arguments(scratch, warm / name)):
-            raise SystemExit(f"{name} cannot be prepared")
-    shutil.copytree(warm / "heads", root / "heads")
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as errors:
+        scratch = new_scratch(root)
+        for name, arguments in (("answers.jsonl", commands.collect), ("heads", commands.train_heads)):
+            if run(arguments(scratch, root / name)):
+                raise SystemExit(f"{name} cannot be prepared: {errors.getvalue()}")
     if threads := len(list(Path("/proc/self/task").iterdir())) - 1:
         raise SystemExit(f"this process has {threads} threads besides the main one, so that it cannot be forked")
     return scratch
 
 
 def kill_many(times: int, seed: int, root: Path) -> list[Trial]:
-    """So many kills, over all jobs in turn."""
+    """So many kills; the next one always goes to the job that has had the fewest."""
     scratch = prepare(root)
     chance = Random(seed)
     trials = [Trial(job, scratch, chance) for job in JOBS]
-    while True:
-        for trial in trials:
-            if sum(each.counted.killed for each in trials) >= times:
-                return trials
-            trial.kill()
+    while sum(trial.counted.killed for trial in trials) < times:
+        min(trials, key=lambda trial: trial.counted.killed).kill()
+    return trials
 
 
 def main() -> None:
@@ -321,7 +323,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tqdm.monitor_interval = 0  # its monitor is a thread
-    with TemporaryDirectory() as root:
+    with TemporaryDirectory() as root, chdir(root):
         os.environ["HDTOOL_HOME"] = str(Path(root, "home"))
         trials = kill_many(options.times, options.seed, Path(root, "scratch"))
     print(f"{'job':<24}{'seconds':>9}{'runs':>7}{'killed':>8}{'losses':>8}")
