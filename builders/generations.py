@@ -42,6 +42,7 @@ class GenerationFile:
             with exclusive(self.path.with_name(f".{self.path.name}.lock"), busy):
                 done, torn = self._read(prompts)
                 cut(self.path, torn)
+                self.path.open("ab").close()  # a place that cannot be written is found before the first answer
                 yield prompts[done:]
 
     @contextmanager

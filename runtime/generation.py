@@ -95,7 +95,7 @@ class Stops:
         self._device, self._scores = device, scores
 
     def __contains__(self, token: object) -> bool:
-        if token in self._ends:  # type: ignore[operator]
+        if token in self._ends:
             return True
         # Criteria may keep a state: each is called once for each token.
         ids = self._sampler.ids(self._device)

@@ -33,7 +33,7 @@ class OnRecord(Sampler):
         super().__init__(SamplingConfig(), turn.prompt)
         self._begin, self._answer = len(turn.prompt), turn.answer
 
-    def over(self, logits: torch.Tensor) -> Callable[[int], int]:
+    def over(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
         likeliest(logits)  # a real choice would wait for it
         return lambda row: self._answer[len(self.context) - self._begin]
 

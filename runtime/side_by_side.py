@@ -69,7 +69,7 @@ class SideBySide:
                 continue
             self._free.pop()
             talk.answers.append(request.key)
-            return Request((talk, request.key), request.prompt, request.sampler, request.drafter)
+            return Request((talk, request.key), request.prompt, request.sampler, request.drafter, request.stops)
         return None
 
     def _add(self, talk: Talk, answer: CollectedAnswer, step: Step) -> None:

@@ -416,9 +416,9 @@ def test_a_call_from_inside_a_call_is_refused(where: str) -> None:
                 nested()
 
     option = {"processor": "logits_processor", "criterion": "stopping_criteria", "streamer": "streamer"}[where]
-    nesting = Nesting() if where == "streamer" else [Nesting()]
+    given: dict[str, Any] = {option: Nesting() if where == "streamer" else [Nesting()]}
     with pytest.raises(OptionError, match="called from inside its own call of generate"):
-        ask(model, custom_generate=generator, **{option: nesting})
+        ask(model, custom_generate=generator, **given)
     assert ask(model, custom_generate=generator).tolist() == ask(model).tolist(), "the lock is free again"
 
 

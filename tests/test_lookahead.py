@@ -65,6 +65,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
         assert tree.tokens.tolist() == [token for row in window.rows for token in row]
         logits = target.verify(tree)
         accepted = accept(tree, logits, sampler, most=80)
+        assert accepted
         target.keep(accepted.path)
 
         columns = [window.column(column, root) for column in range(len(window.rows[0]) + 1)]

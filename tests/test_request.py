@@ -34,8 +34,9 @@ def positions(axes: int, start: int = 0, last: int | None = None) -> torch.Tenso
 @pytest.mark.parametrize("value", [torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 4, 4), torch.empty(0)])
 def test_every_foreign_tensor_counts_as_given(value: torch.Tensor) -> None:
     for name in ("pixel_values", "input_features"):
+        foreign: dict[str, Any] = {name: value}
         with pytest.raises(OptionError, match=f"{name} is given"):
-            read(**{name: value})
+            read(**foreign)
     assert read(pixel_values=None, flag=False).prompt == PROMPT
 
 

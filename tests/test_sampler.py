@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GenerationConfig
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
@@ -39,7 +38,7 @@ def test_the_distribution_is_that_of_generate(settings: dict[str, float]) -> Non
     config = SamplingConfig(**settings)  # type: ignore[arg-type]
     for place, (raw, processed) in enumerate(zip(theirs.logits, theirs.scores, strict=True)):
         ids = theirs.sequences[:, : len(prompt) + place]
-        torch.testing.assert_close(processors_of(config, None)(ids, raw.float()), processed)
+        torch.testing.assert_close(processors_of(config)(ids, raw.float()), processed)
 
 
 def test_choices_follow_the_probabilities() -> None:
@@ -70,14 +69,12 @@ def test_rounding_changes_next_to_no_choice() -> None:
     assert changed <= 1
 
 
-def test_unset_options_follow_the_model_and_set_ones_do_not() -> None:
-    generation = GenerationConfig(top_k=20, top_p=0.8, repetition_penalty=1.1, temperature=0.3)
-
+def test_settings_that_change_nothing_have_no_processor() -> None:
     def kinds(config: SamplingConfig) -> list[str]:
-        return [type(processor).__name__ for processor in processors_of(config, generation)]
+        return [type(processor).__name__ for processor in processors_of(config)]
 
-    assert kinds(SamplingConfig()) == ["RepetitionPenaltyLogitsProcessor"]
-    assert kinds(SamplingConfig(temperature=1.0)) == [
+    assert kinds(SamplingConfig()) == kinds(SamplingConfig(top_k=5, top_p=0.5)) == []
+    assert kinds(SamplingConfig(temperature=1.0, top_k=20, top_p=0.8, repetition_penalty=1.1)) == [
         "RepetitionPenaltyLogitsProcessor", "TopKLogitsWarper", "TopPLogitsWarper",
     ]  # fmt: skip
     off = SamplingConfig(temperature=0.5, top_k=0, top_p=1.0, repetition_penalty=1.0)
