@@ -16,10 +16,10 @@ from hdtool.cli import (
     build_model_db,
     collect,
     demo,
+    edit_store,
     generate,
     inspect,
     replay,
-    rework,
     serve,
     train_heads,
     verify,
@@ -42,9 +42,9 @@ app.command("build-model-db")(build_model_db.build_model_db)
 app.command("build-corpus-db")(build_corpus_db.build_corpus_db)
 app.command("collect")(collect.collect)
 app.command("inspect")(inspect.inspect)
-app.command("merge")(rework.merge)
-app.command("add")(rework.add)
-app.command("drop")(rework.drop)
+app.command("merge")(edit_store.merge)
+app.command("add")(edit_store.add)
+app.command("drop")(edit_store.drop)
 app.command("train-heads")(train_heads.train_heads)
 app.command("replay")(replay.replay)
 app.command("verify")(verify.verify)
@@ -83,9 +83,9 @@ def _run_together(arguments: list[str]) -> int:
         message = f"torchrun goes with hdtool generate (found: {' '.join(arguments[:1]) or 'no command'}): run it alone"
         return _complain(message, OptionError.exit_code) if os.environ["RANK"] == "0" else 0
 
-    from hdtool.cli.answers import quiet_libraries
-    from hdtool.runtime.load import load_part
-    from hdtool.runtime.ranks import follow, leading
+    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.runtime.model.load import load_part
+    from hdtool.runtime.model.tensor_parallel import follow, leading
 
     if os.environ["RANK"] != "0":
         quiet_libraries()

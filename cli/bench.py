@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.cost import bench_cost
-from hdtool.cli.shape import bench_shape
+from hdtool.cli.bench_cost import bench_cost
+from hdtool.cli.bench_shape import bench_shape
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
 from hdtool.runtime.config import (
@@ -28,8 +28,8 @@ from hdtool.runtime.config import (
 )
 
 if TYPE_CHECKING:
-    from hdtool.data.results import Results
-    from hdtool.runtime.plan import Plan
+    from hdtool.data.bench_results import Results
+    from hdtool.runtime.evaluation.bench_plan import Plan
 
 
 def bench(
@@ -144,14 +144,14 @@ def bench(
     hotter = _temperatures(temperatures, report, sampling)
     asked = _questions(questions, limit)
 
-    from hdtool.builders.report.measured import Measured
-    from hdtool.builders.report.write import prepare
-    from hdtool.cli.answers import quiet_libraries
-    from hdtool.cli.report import report_bench
-    from hdtool.cli.scores import record, table
-    from hdtool.data.results import refuse_files_without_run
-    from hdtool.runtime.plan import Plan
-    from hdtool.runtime.scores import scores_of
+    from hdtool.cli.output.bench_table import record, table
+    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.cli.output.write_report import report_bench
+    from hdtool.data.bench_results import refuse_files_without_run
+    from hdtool.runtime.evaluation.bench_plan import Plan
+    from hdtool.runtime.evaluation.report.measured import Measured
+    from hdtool.runtime.evaluation.report.write import prepare
+    from hdtool.runtime.evaluation.scores import scores_of
 
     quiet_libraries()
     plan = Plan(asked, settings, loading, decoding, sampling, ShelfConfig(model_db, corpus_db), chat)
@@ -172,7 +172,7 @@ def bench(
 
 
 def _measured(plan: Plan, quiet: bool) -> Results:
-    from hdtool.builders.progress import bar
+    from hdtool.data.progress import bar
 
     with bar(len(plan.questions), "questions", quiet=quiet) as shown:
         return plan.results(shown.to)

@@ -34,13 +34,13 @@ def build_corpus_db(
     """
     config = BuildConfig(tolerate=tolerate, shard_bytes=shard_bytes, workers=workers, engine=engine, address=address)
 
-    from hdtool.builders.corpus_index import build_corpus_index
-    from hdtool.cli.answers import quiet_libraries
-    from hdtool.cli.stores import engine_for, reading, report
-    from hdtool.data.home import store_at_home
-    from hdtool.data.store import TokenizerMark, check_destination
-    from hdtool.runtime.corpus_index import KIND
-    from hdtool.runtime.load import load_tokenizer
+    from hdtool.builders.stores.build_corpus_index import build_corpus_index
+    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.cli.output.store_output import engine_for, reading, report
+    from hdtool.data.stores.home import store_at_home
+    from hdtool.data.stores.store import TokenizerMark, check_destination
+    from hdtool.runtime.model.load import load_tokenizer
+    from hdtool.runtime.stores.corpus_index import KIND
 
     if out:
         check_destination(out)

@@ -36,13 +36,13 @@ def build_model_db(
     """
     config = BuildConfig(tolerate=tolerate, top_k=top_k, per_key=per_key, engine=engine, address=address)
 
-    from hdtool.builders.model_store import build_model_store
-    from hdtool.cli.answers import quiet_libraries
-    from hdtool.cli.stores import engine_for, reading, report
-    from hdtool.data.home import store_at_home
-    from hdtool.data.store import TokenizerMark, check_destination
-    from hdtool.runtime.load import load_tokenizer
-    from hdtool.runtime.model_store import KIND
+    from hdtool.builders.stores.build_model_store import build_model_store
+    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.cli.output.store_output import engine_for, reading, report
+    from hdtool.data.stores.home import store_at_home
+    from hdtool.data.stores.store import TokenizerMark, check_destination
+    from hdtool.runtime.model.load import load_tokenizer
+    from hdtool.runtime.stores.model_store import KIND
 
     if out:
         check_destination(out)

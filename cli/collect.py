@@ -41,11 +41,11 @@ def collect(
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = read_prompts(prompts)
 
-    from hdtool.builders.generations import GenerationFile
-    from hdtool.builders.generations import collect as collected
-    from hdtool.builders.progress import bar
-    from hdtool.cli.answers import quiet_libraries
-    from hdtool.runtime.answers import Answerer
+    from hdtool.builders.collect import GenerationFile
+    from hdtool.builders.collect import collect as collected
+    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.data.progress import bar
+    from hdtool.runtime.answerer import Answerer
 
     quiet_libraries()
     # A file that cannot go on is refused before the model is loaded.

@@ -27,10 +27,10 @@ def demo(
     """
     decoding = DecodeConfig(method, max_new_tokens)
 
-    from hdtool.cli.answers import LEGEND, quiet_libraries, run, summary
+    from hdtool.cli.output.show_answers import LEGEND, quiet_libraries, run, summary
     from hdtool.data import demo as embedded
     from hdtool.data.prompts import read_prompts
-    from hdtool.runtime.answers import Answerer
+    from hdtool.runtime.answerer import Answerer
     from hdtool.runtime.stats import Stats
 
     quiet_libraries()

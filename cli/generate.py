@@ -59,8 +59,17 @@ def generate(
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
     asked = _asked(prompt, prompts)
 
-    from hdtool.cli.answers import LEGEND, in_all, numbered, quiet_libraries, record, run, summary, tell_sources
-    from hdtool.runtime.answers import Answerer
+    from hdtool.cli.output.show_answers import (
+        LEGEND,
+        in_all,
+        numbered,
+        quiet_libraries,
+        record,
+        run,
+        summary,
+        tell_sources,
+    )
+    from hdtool.runtime.answerer import Answerer
 
     quiet_libraries()
     shelf = ShelfConfig(model_db, corpus_db)

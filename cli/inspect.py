@@ -12,9 +12,9 @@ from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
-    from hdtool.data.store import Manifest
-    from hdtool.runtime.corpus_index import CorpusIndex
-    from hdtool.runtime.model_store import ModelStore
+    from hdtool.data.stores.store import Manifest
+    from hdtool.runtime.stores.corpus_index import CorpusIndex
+    from hdtool.runtime.stores.model_store import ModelStore
 
     AnyStore = CorpusIndex | ModelStore
 
@@ -31,8 +31,8 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Show what a store is, from what it was built, and what it would draft."""
-    from hdtool.cli.stores import description
-    from hdtool.data.store import damaged, read_store
+    from hdtool.cli.output.store_output import description
+    from hdtool.data.stores.store import damaged, read_store
 
     if after == "":
         raise OptionError("--after is empty: give the text after which the store shall draft")
@@ -40,7 +40,7 @@ def inspect(
     def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str]]:
         opened = None
         if after is not None or latency:
-            from hdtool.runtime.stores import open_store
+            from hdtool.runtime.stores.inspect_store import open_store
 
             opened = open_store(store, found)
         return found, opened, damaged(store, found) if verify else []
@@ -54,17 +54,17 @@ def inspect(
     if opened and after is not None:
         shown["after"] = _after(opened, after, ModelConfig(model, trust_remote_code=trust_remote_code))
     if opened and latency:
-        from hdtool.runtime.stores import latency_of
+        from hdtool.runtime.stores.inspect_store import latency_of
 
         shown |= latency_of(opened)
     print(json.dumps(shown, ensure_ascii=False) if as_json else _in_words(shown))
 
 
 def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, Any]]:
-    from hdtool.cli.answers import quiet_libraries
-    from hdtool.data.store import TokenizerMark, require
-    from hdtool.runtime.load import load_tokenizer
-    from hdtool.runtime.stores import continuations
+    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.data.stores.store import TokenizerMark, require
+    from hdtool.runtime.model.load import load_tokenizer
+    from hdtool.runtime.stores.inspect_store import continuations
 
     quiet_libraries()
     tokenizer = load_tokenizer(config)
@@ -79,8 +79,8 @@ def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, An
 
 
 def _in_words(shown: dict[str, Any]) -> str:
-    from hdtool.data.store import SourceShare
-    from hdtool.data.store_files import printable
+    from hdtool.data.stores.store import SourceShare
+    from hdtool.data.stores.store_files import printable
 
     lines = [
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",

@@ -14,10 +14,10 @@ from hdtool.data.errors import RecordError
 from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET, ModelConfig, ReplayConfig, ShelfConfig
 
 if TYPE_CHECKING:
-    from hdtool.data.atomic_write import OutputFile
+    from hdtool.data.files.atomic_write import OutputFile
     from hdtool.data.traces import Trace
-    from hdtool.runtime.played import Played
-    from hdtool.runtime.turns import RecordedTurn, TurnReader
+    from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
+    from hdtool.runtime.evaluation.replay_results import Played
 
 TURN_KEYS = (
     "method",
@@ -93,19 +93,19 @@ def replay(
     names = tuple(name.strip() for listed in methods or () for name in listed.split(","))
     config = ReplayConfig(names, budget, use, order, limit, workers)
 
-    from hdtool.builders.progress import bar
-    from hdtool.builders.report.study import Study
-    from hdtool.builders.report.write import prepare
-    from hdtool.cli.answers import quiet_libraries
-    from hdtool.cli.played import in_words, record
-    from hdtool.cli.report import report_replay
+    from hdtool.cli.output.replay_table import in_words, record
+    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.cli.output.write_report import report_replay
+    from hdtool.data.progress import bar
     from hdtool.data.traces import read_traces
-    from hdtool.runtime.cost import CostCurve
-    from hdtool.runtime.crew import replay as replayed
-    from hdtool.runtime.load import load_stops, load_tokenizer
-    from hdtool.runtime.replay import Contender
-    from hdtool.runtime.shelf import Shelf
-    from hdtool.runtime.turns import TurnReader
+    from hdtool.runtime.budget.cost_curve import CostCurve
+    from hdtool.runtime.evaluation.recorded_turns import TurnReader
+    from hdtool.runtime.evaluation.replay import Contender
+    from hdtool.runtime.evaluation.report.ablations import Study
+    from hdtool.runtime.evaluation.report.write import prepare
+    from hdtool.runtime.evaluation.worker_pool import replay as replayed
+    from hdtool.runtime.model.load import load_stops, load_tokenizer
+    from hdtool.runtime.stores.store_set import Shelf
 
     curve = CostCurve.given(cost) if cost is not None else None
     if steps:
@@ -143,7 +143,7 @@ def _answered(traces: list[Trace]) -> list[Trace]:
 
 
 def _turns(reader: TurnReader, traces: list[Trace], quiet: bool) -> list[list[RecordedTurn]]:
-    from hdtool.builders.progress import bar
+    from hdtool.data.progress import bar
 
     conversations = []
     with bar(len(traces), "conversations", quiet=quiet) as shown:
@@ -154,15 +154,15 @@ def _turns(reader: TurnReader, traces: list[Trace], quiet: bool) -> list[list[Re
 
 
 def _steps_file(path: Path) -> OutputFile:
-    from hdtool.data.atomic_write import OutputFile
-    from hdtool.data.ownership import json_lines_with
+    from hdtool.data.files.atomic_write import OutputFile
+    from hdtool.data.files.ownership import json_lines_with
 
     advice = "choose another --steps, or move it away"
     return OutputFile(path, "a file of replay --steps", json_lines_with(TURN_KEYS), RecordError, advice)
 
 
 def _write_steps(path: Path, played: dict[str, Played]) -> None:
-    from hdtool.cli.played import turn_record
+    from hdtool.cli.output.replay_table import turn_record
 
     with _steps_file(path).replaced() as stream:
         for name, one in played.items():

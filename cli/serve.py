@@ -14,7 +14,7 @@ from hdtool.data.errors import OptionError, ServeError
 from hdtool.runtime.config import ServeConfig, ShelfConfig
 
 if TYPE_CHECKING:
-    from hdtool.runtime.vllm.launch import Launch
+    from hdtool.runtime.integrations.vllm.launch import Launch
 
 PASSED_ON = {"ignore_unknown_options": True}
 """For typer: what hdtool does not know is vLLM's."""
@@ -63,9 +63,9 @@ def serve(
             "--dry-run"
         )
 
-    from hdtool.cli.answers import quiet_libraries, tell_sources
+    from hdtool.cli.output.show_answers import quiet_libraries, tell_sources
     from hdtool.data import demo
-    from hdtool.runtime.vllm.launch import Launch
+    from hdtool.runtime.integrations.vllm.launch import Launch
 
     quiet_libraries()
     launch = Launch(model or str(demo.MODEL), passed_on, serving, ShelfConfig(model_db, corpus_db, namespace))

@@ -72,8 +72,8 @@ def train_heads(
     shape = shape.plain if medusa else shape
     config = TrainConfig(epochs, batch, at_once, window, rate, warm_up, lm_weight, held_out, save_every, seed, tolerate)
 
-    from hdtool.builders.train import train
-    from hdtool.cli.answers import quiet_libraries
+    from hdtool.builders.heads.train import train
+    from hdtool.cli.output.show_answers import quiet_libraries
 
     quiet_libraries()
     asked = ModelConfig(model, device, dtype, trust_remote_code)

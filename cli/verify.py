@@ -16,8 +16,8 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, She
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hdtool.runtime.load import Loaded
-    from hdtool.runtime.verify import Check, Explanation, Measure, Oracle, Verifier
+    from hdtool.runtime.evaluation.verify import Check, Explanation, Measure, Oracle, Verifier
+    from hdtool.runtime.model.load import Loaded
 
 CLAIMS = {"plain": "drafted answers identical to plain decoding", "generate": "plain decoding identical to generate"}
 
@@ -60,13 +60,13 @@ def verify(
     decoding = DecodeConfig(method, size.max_new_tokens, budget, heads=tuple(heads or ()), tree=tree)
     sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
 
-    from hdtool.cli.answers import quiet_libraries, tell_sources
+    from hdtool.cli.output.show_answers import quiet_libraries, tell_sources
     from hdtool.data import demo
-    from hdtool.runtime.load import load
-    from hdtool.runtime.methods import drafter_for
-    from hdtool.runtime.shelf import Shelf
-    from hdtool.runtime.threads import settle_threads
-    from hdtool.runtime.verify import Verifier
+    from hdtool.runtime.drafters.methods import drafter_for
+    from hdtool.runtime.evaluation.verify import Verifier
+    from hdtool.runtime.model.cpu_threads import settle_threads
+    from hdtool.runtime.model.load import load
+    from hdtool.runtime.stores.store_set import Shelf
 
     asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
     quiet_libraries()
@@ -90,8 +90,8 @@ def verify(
 
 
 def _checked(verifier: Verifier, loaded: Loaded, asked: list[Prompt], chat: bool | None, quiet: bool) -> list[Check]:
-    from hdtool.builders.progress import bar
     from hdtool.data.chat import encode_conversation
+    from hdtool.data.progress import bar
 
     checks = []
     with bar(len(asked), "prompts", quiet=quiet) as shown:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hdtool.data.documents import Source
 from hdtool.data.errors import RecordError
 from hdtool.data.inputs import CountedFile, RowError, faults_named, rows_of
+from hdtool.data.stores.documents import Source
 from hdtool.data.tally import Tally
 
 CONVERSATION_KEYS = ("conversations", "messages", "conversation")

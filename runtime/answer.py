@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.decode import Finish, Step
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.load import Loaded
-from hdtool.runtime.sources import SourceName
+from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stats import Stats
-from hdtool.runtime.text import TextStream, text_of
+from hdtool.runtime.text_stream import TextStream, text_of
 
 
 class Conversation:

@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 
 import torch
 
-from hdtool.runtime.cache import SeatedRows, StaticRows
 from hdtool.runtime.decode import Step, Turn
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.masks import seated_mask, tree_mask
+from hdtool.runtime.model.attention_masks import seated_mask, tree_mask
+from hdtool.runtime.model.kv_cache import SeatedRows, StaticRows
+from hdtool.runtime.model.target import Target, rows_needed
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.target import Target, rows_needed
 from hdtool.runtime.tree import DraftTree
 
 Key = TypeVar("Key")

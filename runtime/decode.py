@@ -12,9 +12,9 @@ import torch
 from hdtool.data.errors import PromptError
 from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.target import Target
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
 
 

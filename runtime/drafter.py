@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.sources import SourceName
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
 
 

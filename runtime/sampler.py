@@ -16,8 +16,8 @@ from transformers import (
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.draws import Draws
-from hdtool.runtime.likeliest import argmax_at, likeliest
+from hdtool.runtime.kernels.topk import argmax_at, likeliest
+from hdtool.runtime.random_draws import Draws
 
 NOT_FINITE = -1
 """In place of a token: the logits are NaN or infinite."""
@@ -135,7 +135,7 @@ class _GrowingIds:
 def processors_of(config: SamplingConfig) -> LogitsProcessorList:
     """The processors of explicit settings alone, in the order of ``generate``; what is None changes nothing.
 
-    ``runtime/generation.py`` has those that ``generate`` would use, the model's own settings included.
+    ``runtime/generate_settings.py`` has those that ``generate`` would use, the model's own settings included.
     """
     chosen = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):

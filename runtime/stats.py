@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hdtool.runtime.decode import Finish, Step
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.sources import SourceName
+from hdtool.runtime.source_names import SourceName
 
 
 @dataclass

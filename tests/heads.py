@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.heads.modules import EPSILON, TURNING, Heads, HeadsShape
-from hdtool.runtime.heads.saved import Judged, SavedHeads, new_heads
-from hdtool.runtime.surroundings import fingerprint
-from hdtool.runtime.target import Target
+from hdtool.runtime.drafters.heads.checkpoint import Judged, SavedHeads, new_heads
+from hdtool.runtime.drafters.heads.modules import EPSILON, TURNING, Heads, HeadsShape
+from hdtool.runtime.environment import fingerprint
+from hdtool.runtime.model.target import Target
 
 VARIANTS = {
     "amphista": HeadsConfig(rank=8),

@@ -35,13 +35,13 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from hdtool.builders.heads import CHECKPOINT
+from hdtool.builders.heads.training import CHECKPOINT
 from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError
-from hdtool.data.store import MANIFEST, damaged, read_manifest
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.heads.saved import SETTINGS, WEIGHTS
-from hdtool.runtime.model_store import ModelStore
+from hdtool.data.stores.store import MANIFEST, damaged, read_manifest
+from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, WEIGHTS
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
 from tests import scratch as commands
 from tests.scratch import Scratch, new_scratch
 

@@ -8,15 +8,26 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hdtool.runtime import agreement, growth, mixture, weights
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.model_store import LONGEST_PREFIX, ModelStore, mixed
-from hdtool.runtime.sources import SourceName, neighbours
-from hdtool.runtime.sources.context_table import LONGEST_MATCH, PLACES
-from hdtool.runtime.sources.corpus_levels import FEWEST_SAMPLES, LONGEST_RANGE, SAMPLES
-from hdtool.runtime.sources.last_logit import KINDS, MOST_CANDIDATES
-from hdtool.runtime.sources.recycled import BEST, HASHED_ROWS, LONG_RUN, LONGEST_NODE, SHARPNESS, WHOLE
+from hdtool.runtime.drafters.hierarchy import estimator as mixture
+from hdtool.runtime.drafters.hierarchy import level_weights as weights
+from hdtool.runtime.drafters.hierarchy import ranking_agreement as agreement
+from hdtool.runtime.drafters.hierarchy import tree_builder as growth
+from hdtool.runtime.drafters.hierarchy.sources import neighbor_rankings as neighbours
+from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, PLACES
+from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import FEWEST_SAMPLES, LONGEST_RANGE, SAMPLES
+from hdtool.runtime.drafters.hierarchy.sources.last_logits import KINDS, MOST_CANDIDATES
+from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
+    BEST,
+    HASHED_ROWS,
+    LONG_RUN,
+    LONGEST_NODE,
+    SHARPNESS,
+    WHOLE,
+)
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import LONGEST_PREFIX, ModelStore, mixed
 
 Counts = dict[int, int]
 Row = tuple[int, int]

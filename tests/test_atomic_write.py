@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.data import ownership
-from hdtool.data.atomic_write import OutputFile
 from hdtool.data.errors import ResultError
+from hdtool.data.files import ownership
+from hdtool.data.files.atomic_write import OutputFile
 
 MARK = "<!-- hdtool report -->\n"
 STALE = "0123456789abcdef"

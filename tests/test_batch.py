@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.runtime.batch import Request, Seats, decode_batch
-from hdtool.runtime.budget import FixedBudget
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.hierarchy import Hierarchy
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.families import FAMILIES, VOCABULARY, model_of
 from tests.oracle import assert_same_logits, plain_logits, prompt_of

@@ -20,19 +20,19 @@ from transformers.generation.streamers import BaseStreamer
 
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.answered import AnsweredTurn
+from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
-from hdtool.data.results import read_results
-from hdtool.runtime.bench import Bench, hash_of, in_turn
+from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.contenders import Generating
-from hdtool.runtime.layers import has_own_products
-from hdtool.runtime.lineup import Lineup
-from hdtool.runtime.load import Loaded, load
-from hdtool.runtime.plan import Plan
-from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.evaluation.bench import Bench, hash_of, in_turn
+from hdtool.runtime.evaluation.bench_plan import Plan
+from hdtool.runtime.evaluation.contenders import Generating
+from hdtool.runtime.evaluation.lineup import Lineup
+from hdtool.runtime.kernels.small_batch_linear import has_own_products
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.stores.store_set import Shelf
 from tests.answered import turn_of
 
 QUICK = ["--limit", "4", "--max-new-tokens", "24", "--warm-up", "0", "--quiet"]
@@ -312,7 +312,9 @@ def test_what_is_complete_is_told_at_once(
     arguments = ["bench", "--methods", "ar", "--out", str(tmp_path), *QUICK]
     assert run(arguments) == 0
     first = capsys.readouterr().out
-    monkeypatch.setattr("hdtool.runtime.plan.load", lambda config: pytest.fail("the model is loaded again"))
+    monkeypatch.setattr(
+        "hdtool.runtime.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded again")
+    )
     assert run(arguments) == 0
     assert capsys.readouterr().out == first
     assert run([*arguments, "--baseline", "ar"]) == 0
@@ -334,7 +336,7 @@ def test_files_of_another_origin_are_refused_before_the_model_is_loaded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / name).write_text("one line of a novel")
-    monkeypatch.setattr("hdtool.runtime.plan.load", lambda config: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("hdtool.runtime.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
     assert f"{tmp_path / name} is " in complaint(capfd, "--methods", "ar", "--out", str(tmp_path), *QUICK)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "one line of a novel"

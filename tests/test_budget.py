@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hdtool.runtime.budget import ROWS, FixedBudget, MeasuredBudget, Odds, SharedBudget
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.measure_passes import NODES, cost_here, keep_at_home, kept_at_home, seconds_of_trees
+from hdtool.runtime.budget.node_budget import ROWS, FixedBudget, MeasuredBudget, Odds, SharedBudget
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
-from hdtool.runtime.cost import CostCurve
-from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.pass_times import NODES, cost_here, keep_at_home, kept_at_home, seconds_of_trees
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.target import Target
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.stores.store_set import Shelf
 from tests.families import model_of
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hdtool.builders import demo_model
-from hdtool.builders.demo_corpus import Document, documentation, documents, library_code, plain_text
-from hdtool.builders.demo_model import Recipe, build, pace, shares
-from hdtool.builders.demo_prompts import prompts
+from hdtool.builders.demo import model as demo_model
+from hdtool.builders.demo.corpus import Document, documentation, documents, library_code, plain_text
+from hdtool.builders.demo.model import Recipe, build, pace, shares
+from hdtool.builders.demo.prompts import prompts
 from hdtool.data.errors import ModelError
 
 PAGE = """

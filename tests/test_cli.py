@@ -19,9 +19,9 @@ import torch
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.runtime.config import METHODS, ModelConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.load import load
-from hdtool.runtime.model_store import ModelStore
+from hdtool.runtime.model.load import load
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
 from tests.oracle import generated
 
 HDTOOL = [sys.executable, "-m", "hdtool.cli"]
@@ -242,7 +242,7 @@ def test_every_method_is_verified(method: str, capfd: pytest.CaptureFixture[str]
 
 
 def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hdtool.runtime.cache import StaticRows
+    from hdtool.runtime.model.kv_cache import StaticRows
 
     def keep(self: StaticRows, fixed: int, path: list[int]) -> None:
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
@@ -448,6 +448,6 @@ def test_library_errors_of_the_device_are_told(broken_model: Path, monkeypatch: 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("hdtool.runtime.load.Target", full)
+    monkeypatch.setattr("hdtool.runtime.model.load.Target", full)
     with pytest.raises(ModelError, match="does not fit into the memory"):
         load(ModelConfig(str(broken_model)))

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.model_store import sequence_hash
-from hdtool.runtime.sources.context_table import CHAINS, LONGEST_MATCH, PLACES, WINDOW, ContextTable, recent
+from hdtool.runtime.drafters.hierarchy.sources.context_table import (
+    CHAINS,
+    LONGEST_MATCH,
+    PLACES,
+    WINDOW,
+    ContextTable,
+    recent,
+)
+from hdtool.runtime.stores.model_store import sequence_hash
 
 Places = list[tuple[int, int]]
 

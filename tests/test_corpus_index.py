@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.engine import LocalEngine
-from hdtool.builders.shards import suffix_array
-from hdtool.data.documents import Document, Source
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.shards import suffix_array
 from hdtool.data.errors import StoreError
-from hdtool.data.store import TokenizerMark, damaged
-from hdtool.runtime.corpus_index import DEPTH, LONGEST_CONTEXT, MATCHES_READ, CorpusIndex
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import TokenizerMark, damaged
+from hdtool.runtime.stores.corpus_index import DEPTH, LONGEST_CONTEXT, MATCHES_READ, CorpusIndex
 
 Documents = list[list[int]]
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdtool.data.errors import CostError
-from hdtool.runtime.budget import AROUND, CostBudget
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.node_budget import AROUND, CostBudget
 from hdtool.runtime.config import LARGEST_BUDGET
-from hdtool.runtime.cost import CostCurve
 
 CURVE = CostCurve((0, 8, 32), ((20.0, 22.0, 24.0), (30.0, 32.0, 46.0)), (0, 1000), "a device", "a model", "bfloat16")
 

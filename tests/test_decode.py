@@ -12,9 +12,9 @@ from hdtool.data.errors import PromptError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish, Step, decode
 from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
-from hdtool.runtime.target import Target
 from tests.families import FAMILIES, VOCABULARY, model_of
 from tests.oracle import generated, prompt_of
 from tests.trees import LyingDrafter

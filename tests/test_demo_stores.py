@@ -8,20 +8,20 @@ from pathlib import Path, PurePath
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.builders import demo_stores
-from hdtool.builders.demo_corpus import Document
-from hdtool.builders.demo_prompts import learned_questions
-from hdtool.builders.demo_stores import answer, build, corpus
+from hdtool.builders.demo import stores as demo_stores
+from hdtool.builders.demo.corpus import Document
+from hdtool.builders.demo.prompts import learned_questions
+from hdtool.builders.demo.stores import answer, build, corpus
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.documents import stored_documents
 from hdtool.data.prompts import read_prompts
-from hdtool.data.store import TokenizerMark, damaged, read_manifest
+from hdtool.data.stores.documents import stored_documents
+from hdtool.data.stores.store import TokenizerMark, damaged, read_manifest
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.load import load_tokenizer
-from hdtool.runtime.model_store import ModelStore
-from hdtool.runtime.stores import documents_of
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.inspect_store import documents_of
+from hdtool.runtime.stores.model_store import ModelStore
 
 STORES = (demo.MODEL_STORE, demo.CORPUS_INDEX)
 

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.budget import FixedBudget
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import PaperConfig, SamplingConfig
-from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.logitspec import LogitSpec
-from hdtool.runtime.model_store import ModelStore
-from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.sources.corpus import CorpusDrafter
-from hdtool.runtime.sources.prompt_lookup import PromptLookup
-from hdtool.runtime.target import Target
+from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.logitspec import LogitSpec
+from hdtool.runtime.drafters.prompt_lookup import PromptLookup
+from hdtool.runtime.drafters.rest import CorpusDrafter
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import LARGEST_TREE
 from tests.families import VOCABULARY, model_of
 from tests.oracle import prompt_of

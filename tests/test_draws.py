@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.runtime.draws import Draws
+from hdtool.runtime.random_draws import Draws
 
 
 def test_draws_are_keyed_by_seed_position_and_token() -> None:

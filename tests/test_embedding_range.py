@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.model_store import build_model_store
-from hdtool.data.documents import Document, Source
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.errors import ModelError, PromptError
-from hdtool.data.store import TokenizerMark
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import TokenizerMark
 from hdtool.runtime.batch import Request, decode_batch
-from hdtool.runtime.budget import FixedBudget
-from hdtool.runtime.capture import CaptureMaker, direct, never
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, SamplingConfig
-from hdtool.runtime.corpus_index import CorpusIndex
 from hdtool.runtime.decode import decode
-from hdtool.runtime.methods import drafter_within
-from hdtool.runtime.model_store import ModelStore
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.target import Target
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.store_set import Shelf
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.families import VOCABULARY, model_of
 from tests.oracle import prompt_of

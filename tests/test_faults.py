@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.model_store import build_model_store
-from hdtool.data.documents import Document, Source
-from hdtool.data.store import Manifest, TokenizerMark, damaged, read_manifest
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.model_store import ModelStore
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import Manifest, TokenizerMark, damaged, read_manifest
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
 
 BUILDS: dict[str, Callable[..., Manifest]] = {"corpus": build_corpus_index, "model": build_model_store}
 VOCABULARY = 500

@@ -15,10 +15,10 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from hdtool.runtime import layers
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.few_rows import WHOLE
-from hdtool.runtime.layers import (
+from hdtool.runtime.kernels import small_batch_linear as layers
+from hdtool.runtime.kernels.small_batch_gemm import WHOLE
+from hdtool.runtime.kernels.small_batch_linear import (
     SAMPLED,
     TRIED,
     Choice,
@@ -28,7 +28,7 @@ from hdtool.runtime.layers import (
     own_linear,
     share_weights,
 )
-from hdtool.runtime.target import Target
+from hdtool.runtime.model.target import Target
 from tests.families import SHAPE, VOCABULARY
 from tests.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.test_decode import run, said

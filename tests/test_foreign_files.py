@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.data.ownership import PNG, PNG_ENTRY
+from hdtool.data.files.ownership import PNG, PNG_ENTRY
 from tests import scratch as commands
 from tests.scratch import Scratch, new_scratch
 
@@ -110,7 +110,7 @@ def scratch(template: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(found.root)
     # Drawing takes seconds; only the names and the origin of pictures matter here.
-    monkeypatch.setattr("hdtool.builders.report.write.picture", lambda *_: PNG + PNG_ENTRY)
+    monkeypatch.setattr("hdtool.runtime.evaluation.report.write.picture", lambda *_: PNG + PNG_ENTRY)
     return found
 
 

@@ -15,12 +15,12 @@ from transformers import GenerationConfig, InfNanRemoveLogitsProcessor
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.runtime.batch import Request, decode_batch
-from hdtool.runtime.budget import FixedBudget
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import decode
-from hdtool.runtime.generation import REFUSED, WITHOUT_EFFECT, generate_options, generation_settings, prepare
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.load import Loaded, load
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.generate_settings import REFUSED, WITHOUT_EFFECT, generate_options, generation_settings, prepare
+from hdtool.runtime.model.load import Loaded, load
 
 MOST = 80
 PROMPT = "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"

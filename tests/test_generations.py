@@ -103,7 +103,7 @@ def test_what_is_cut_short_and_of_another_origin_is_kept(
     capfd.readouterr()
     first, second, *_ = whole = Path(asked[4]).read_bytes().splitlines(keepends=True)
     # Nothing is loaded for a file that cannot go on.
-    monkeypatch.setattr("hdtool.runtime.answers.load", lambda config: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("hdtool.runtime.answerer.load", lambda config: pytest.fail("the model is loaded"))
     said = changed(asked, b"one line of a novel", capfd)
     assert "generations.jsonl:1 is cut short and is no answer of collect to the prompt there: remove that line" in said
     assert "generations.jsonl:2 is cut short" in changed(asked, first + b"one line of a novel", capfd)

@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders.heads_loss import Places, head_logits
-from hdtool.builders.judge import best_tree
+from hdtool.builders.heads.evaluate import best_tree
+from hdtool.builders.heads.loss import Places, head_logits
 from hdtool.data.errors import FamilyError, HeadsError
-from hdtool.runtime import hidden
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.heads.fixed_pass import FixedPass
-from hdtool.runtime.heads.guesses import BUCKETS, Calibration, bucket_of, centre_of, likeliest_paths
-from hdtool.runtime.heads.memory import HeadRows
-from hdtool.runtime.heads.modules import Heads, HeadsShape, best_of
-from hdtool.runtime.heads.saved import load_heads, new_heads
-from hdtool.runtime.target import Target
+from hdtool.runtime.drafters.heads.calibration import BUCKETS, Calibration, bucket_of, centre_of, likeliest_paths
+from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
+from hdtool.runtime.drafters.heads.kv_cache import HeadRows
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, best_of
+from hdtool.runtime.drafters.heads.static_pass import FixedPass
+from hdtool.runtime.model import hidden_states as hidden
+from hdtool.runtime.model.target import Target
 from tests.families import FAMILIES, VOCABULARY, model_of
 from tests.heads import SHAPE, VARIANTS, random_for, random_heads, slowly
 from tests.oracle import prompt_of

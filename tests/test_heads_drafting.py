@@ -13,24 +13,24 @@ from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.batch import Request, decode_batch
-from hdtool.runtime.budget import FixedBudget, MeasuredBudget
-from hdtool.runtime.capture import CaptureMaker, direct, never
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.measure_passes import NODES
+from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
-from hdtool.runtime.cost import CostCurve
 from hdtool.runtime.decode import decode
-from hdtool.runtime.growth import feed, grow
-from hdtool.runtime.heads.asking import Asking
-from hdtool.runtime.heads.drafter import HeadsDrafter
-from hdtool.runtime.heads.session import Session
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.pass_times import NODES
+from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
+from hdtool.runtime.drafters.heads.gate import Asking
+from hdtool.runtime.drafters.heads.state import Session
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.level_weights import HEADS_LEVELS
+from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.target import Target
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import Shelf
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.weights import HEADS_LEVELS
 from tests.families import FAMILIES, model_of
 from tests.heads import VARIANTS, random_for, slowly
 from tests.oracle import prompt_of

@@ -13,26 +13,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hdtool.builders import heads as training
-from hdtool.builders import processes
-from hdtool.builders.curriculum import Curriculum
-from hdtool.builders.heads import Training, pace
-from hdtool.builders.heads_loss import Batch, HeadsLoss, places_of
-from hdtool.builders.judge import judge
-from hdtool.builders.lessons import Lesson, lessons
-from hdtool.builders.processes import Alone
-from hdtool.builders.progress import bar
-from hdtool.builders.teacher import Teacher
-from hdtool.builders.training_curve import draw_training
+from hdtool.builders.heads import distributed as processes
+from hdtool.builders.heads import training
+from hdtool.builders.heads.batch_sampler import Curriculum
+from hdtool.builders.heads.distributed import Alone
+from hdtool.builders.heads.evaluate import judge
+from hdtool.builders.heads.examples import Lesson, lessons
+from hdtool.builders.heads.frozen_target import Teacher
+from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
+from hdtool.builders.heads.training import Training, pace
+from hdtool.builders.heads.training_curve import draw_training
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError, ModelError, RecordError
+from hdtool.data.progress import bar
 from hdtool.data.records import Reading
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
-from hdtool.runtime.heads.saved import Judged, SavedHeads, load_heads, new_heads
-from hdtool.runtime.load import load, load_tokenizer
-from hdtool.runtime.target import Target
-from hdtool.runtime.turns import TurnReader
+from hdtool.runtime.drafters.heads.checkpoint import Judged, SavedHeads, load_heads, new_heads
+from hdtool.runtime.evaluation.recorded_turns import TurnReader
+from hdtool.runtime.model.load import load, load_tokenizer
+from hdtool.runtime.model.target import Target
 from tests.families import VOCABULARY, model_of
 from tests.oracle import generated, prompt_of
 
@@ -294,7 +294,7 @@ def test_files_of_another_origin_are_refused_before_the_training(
         folder.mkdir()
         (folder / name).write_bytes(b"mine")
     before = {each.name: each.read_bytes() for each in folder.iterdir()}
-    monkeypatch.setattr("hdtool.builders.train.load_stock", lambda model: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("hdtool.builders.heads.train.load_stock", lambda model: pytest.fail("the model is loaded"))
     assert run(["train-heads", "--from", str(path), "--out", str(folder), "--quiet"]) == 1
     error = capsys.readouterr().err
     assert f"{folder / name} is there and is not " in error and error.count("\n") == 1

@@ -13,22 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.engine import LocalEngine
-from hdtool.builders.model_store import build_model_store
-from hdtool.data.documents import Document, Source
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.engine import LocalEngine
 from hdtool.data.errors import StoreError
-from hdtool.data.store import TokenizerMark
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import TokenizerMark
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget import FixedBudget, Odds
-from hdtool.runtime.clock import HAS_CLOCK
+from hdtool.runtime.budget.node_budget import FixedBudget, Odds
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.model_store import ModelStore
-from hdtool.runtime.replay import follow
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.target import Target
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.evaluation.replay import follow
+from hdtool.runtime.kernels.clock import HAS_CLOCK
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import DraftTree
 from tests.families import VOCABULARY, model_of
 from tests.oracle import prompt_of

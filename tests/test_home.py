@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hdtool.data import home
 from hdtool.data.errors import OptionError
-from hdtool.data.home import LONGEST_FOLDER, namespace_among, store_at_home
-from hdtool.data.store import TokenizerMark
+from hdtool.data.stores import home
+from hdtool.data.stores.home import LONGEST_FOLDER, namespace_among, store_at_home
+from hdtool.data.stores.store import TokenizerMark
 
 MARK = TokenizerMark("fingerprint", 100)
 NAMES = st.text(st.characters(), min_size=1, max_size=12) | st.text("aAbB.%/ cConN1", min_size=1, max_size=6)

@@ -32,10 +32,10 @@ from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.hook import Generator
-from hdtool.runtime.load import Loaded, load
+from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.target import Target
 from tests.families import VOCABULARY, model_of
 from tests.oracle import generated, prompt_of
 from tests.trees import LyingDrafter
@@ -444,7 +444,7 @@ def test_an_offloaded_model_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(offloaded)
         return Target(offloaded)
 
-    monkeypatch.setattr("hdtool.runtime.hook.Target", target)
+    monkeypatch.setattr("hdtool.runtime.integrations.hf_generate.Target", target)
     generator = Generator()
     expected = ask(model_of("llama")).tolist()
     for _ in range(3):
@@ -466,7 +466,7 @@ def test_a_model_in_training_is_given_back_in_training() -> None:
 
 def test_attention_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """With attention that takes no masks of ours the model is asked another way, and then left as it was."""
-    monkeypatch.setattr("hdtool.runtime.target.USABLE_ATTENTION", ("sdpa",))
+    monkeypatch.setattr("hdtool.runtime.model.target.USABLE_ATTENTION", ("sdpa",))
     model: Any = copy.deepcopy(model_of("llama"))
     model.set_attn_implementation("eager")
     expected = ask(model).tolist()

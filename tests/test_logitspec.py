@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget import FixedBudget, Odds
+from hdtool.runtime.budget.node_budget import FixedBudget, Odds
 from hdtool.runtime.config import DecodeConfig, ReplayConfig
-from hdtool.runtime.likeliest import Logits, at_hand, ranked
-from hdtool.runtime.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
-from hdtool.runtime.node_odds import STRENGTH, NodeOdds
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.sources.trie import NO_TOKEN
+from hdtool.runtime.drafters.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
+from hdtool.runtime.drafters.node_calibration import STRENGTH, NodeOdds
+from hdtool.runtime.drafters.trie import NO_TOKEN
+from hdtool.runtime.kernels.topk import Logits, at_hand, ranked
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.trees import path_to, trees
 

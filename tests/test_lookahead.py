@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.likeliest import likeliest
+from hdtool.runtime.drafters.lookahead import Lookahead
+from hdtool.runtime.kernels.topk import likeliest
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.sources.lookahead import Lookahead
-from hdtool.runtime.target import Target
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
 from tests.families import model_of
 from tests.oracle import plain_logits, prompt_of

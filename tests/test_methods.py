@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hdtool.runtime import methods
 from hdtool.runtime.config import METHODS, DecodeConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.drafters import methods
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.stores.store_set import Shelf
 
 LATE = """
 import gc
@@ -23,11 +23,11 @@ from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.load import load
-from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.model_store import ModelStore
-from hdtool.runtime.shelf import Shelf
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.model.load import load
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.store_set import Shelf
 
 def ready():
     return {(f, signature) for f in gc.get_objects() if isinstance(f, CPUDispatcher) for signature in f.signatures}

@@ -16,14 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders import engine
-from hdtool.builders import sequences as counting
-from hdtool.builders.model_store import DOUBLINGS, _table, build_model_store
-from hdtool.builders.sequences import table_size
-from hdtool.data.documents import Document, Source, stored_documents, token_type
+from hdtool.builders.stores import engine
+from hdtool.builders.stores import sequences as counting
+from hdtool.builders.stores.build_model_store import DOUBLINGS, _table, build_model_store
+from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError
-from hdtool.data.store import Manifest, TokenizerMark, damaged
-from hdtool.runtime.model_store import (
+from hdtool.data.stores.documents import Document, Source, stored_documents, token_type
+from hdtool.data.stores.store import Manifest, TokenizerMark, damaged
+from hdtool.runtime.drafters.hierarchy.sources.model_evidence import MODEL, known_as
+from hdtool.runtime.stores.model_store import (
     KEY_WIDTH,
     LONGEST_PREFIX,
     LONGEST_PROBE,
@@ -35,7 +36,6 @@ from hdtool.runtime.model_store import (
     mixed,
     slot_of,
 )
-from hdtool.runtime.sources.model_levels import MODEL, known_as
 
 Documents = list[list[int]]
 Sequences = Counter[tuple[int, ...]]

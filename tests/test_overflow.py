@@ -16,14 +16,14 @@ import torch
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.batch import Request, decode_batch
-from hdtool.runtime.budget import FixedBudget
-from hdtool.runtime.capture import CaptureMaker, direct, never
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Step, decode
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.hierarchy import Hierarchy
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.families import VOCABULARY, model_of
 from tests.oracle import generated, prompt_of

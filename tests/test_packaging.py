@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.data import demo
-from hdtool.data.store import MANIFEST, read_manifest
+from hdtool.data.stores.store import MANIFEST, read_manifest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("builders", "cli", "data", "runtime")

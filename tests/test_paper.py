@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import PaperConfig
-from hdtool.runtime.paper import PaperDrafter, lookahead_decoding
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.sources.discarded import discarded
-from hdtool.runtime.sources.sequences import LENGTH, SequenceTable
-from hdtool.runtime.sources.trie import NO_TOKEN, Trie, sequences_of
+from hdtool.runtime.drafters.discarded import discarded
+from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
+from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
+from hdtool.runtime.drafters.trie import NO_TOKEN, Trie, sequences_of
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from tests.trees import path_to, tokens_to, trees
 

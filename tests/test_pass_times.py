@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdtool.builders.cost_plot import draw_cost
 from hdtool.cli.app import run
-from hdtool.cli.cost import table
+from hdtool.cli.bench_cost import table
 from hdtool.data.errors import CostError, OptionError
-from hdtool.data.home import cost_at_home
-from hdtool.runtime import pass_times
+from hdtool.data.stores.home import cost_at_home
+from hdtool.runtime.budget import measure_passes as pass_times
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.measure_passes import cost_of_passes, keep_at_home, lengths_for
 from hdtool.runtime.config import LARGEST_BUDGET, CostConfig, ModelConfig
-from hdtool.runtime.cost import CostCurve
-from hdtool.runtime.load import Loaded, load
-from hdtool.runtime.pass_times import cost_of_passes, keep_at_home, lengths_for
-from hdtool.runtime.surroundings import device_name, fingerprint
-from hdtool.runtime.target import Target
+from hdtool.runtime.environment import device_name, fingerprint
+from hdtool.runtime.evaluation.cost_plot import draw_cost
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from hdtool.data import demo
-from hdtool.runtime.budget import FixedBudget
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ServeConfig, ShelfConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.load import load_tokenizer
-from hdtool.runtime.methods import drafter_within
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.sources.context_table import ContextTable
-from hdtool.runtime.sources.rankings import Rankings
-from hdtool.runtime.sources.recycled import Recycled
-from hdtool.runtime.vllm.drafter import BatchDrafter
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable
+from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import Rankings
+from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import Recycled
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.store_set import Shelf
 
 MAKERS: dict[str, Callable[[], object]] = {
     "Hierarchy": Hierarchy,

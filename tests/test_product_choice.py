@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hdtool.runtime import layers, product_choice
-from hdtool.runtime.few_rows import WHOLE
-from hdtool.runtime.layers import TRIED, Choice
-from hdtool.runtime.product_choice import kept_choice
+from hdtool.runtime.kernels import gemm_choice as product_choice
+from hdtool.runtime.kernels import small_batch_linear as layers
+from hdtool.runtime.kernels.gemm_choice import kept_choice
+from hdtool.runtime.kernels.small_batch_gemm import WHOLE
+from hdtool.runtime.kernels.small_batch_linear import TRIED, Choice
 
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
 import torch
-from hdtool.runtime import layers
+from hdtool.runtime.kernels import small_batch_linear as layers
 own_is_faster, others = sys.argv[1] == "own", int(sys.argv[2])
 def seconds(product, numbers, weights):
     (Path(os.environ["MEASURING"]) / str(os.getpid())).touch()

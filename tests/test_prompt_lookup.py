@@ -13,11 +13,11 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import DecodeConfig
-from hdtool.runtime.replay import Contender, play
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.sources.prompt_lookup import PromptLookup
-from hdtool.runtime.turns import RecordedTurn
+from hdtool.runtime.drafters.prompt_lookup import PromptLookup
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
+from hdtool.runtime.evaluation.replay import Contender, play
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import Shelf
 from tests.benchmarks.prompt_lookup import accept_lengths
 
 

@@ -17,22 +17,22 @@ from torch.nn import Linear, Parameter
 from hdtool.cli import app
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, OptionError
-from hdtool.runtime import quantising
 from hdtool.runtime.batch import Seats
-from hdtool.runtime.capture import direct
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.layers import FewRowsLinear, multiply_few_rows_faster
-from hdtool.runtime.load import Loaded, load, load_stock
-from hdtool.runtime.outliers import RowByRow
-from hdtool.runtime.quantised import quantised_layers
-from hdtool.runtime.ranks import Ranks
-from hdtool.runtime.shapes import load_shape
-from hdtool.runtime.surroundings import fingerprint
-from hdtool.runtime.target import Target
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.environment import fingerprint
+from hdtool.runtime.evaluation.model_shapes import load_shape
+from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
+from hdtool.runtime.kernels.small_batch_linear import FewRowsLinear, multiply_few_rows_faster
+from hdtool.runtime.model import quantization as quantising
+from hdtool.runtime.model.cuda_graphs import direct
+from hdtool.runtime.model.llm_int8 import RowByRow
+from hdtool.runtime.model.load import Loaded, load, load_stock
+from hdtool.runtime.model.quantized_layers import quantised_layers
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.tensor_parallel import Ranks
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verify import Difference, Oracle, Verifier
 from tests.families import model_of
 from tests.oracle import prompt_of
 from tests.quantised import Int8Layer, LlmInt8, OneScale, ScalePerRow, quantised
@@ -104,7 +104,7 @@ def test_quantising_on_loading_is_refused_where_it_cannot_be(tmp_path: Path, mon
     monkeypatch.setattr(quantising, "find_spec", lambda name: None)
     with pytest.raises(HdtoolError, match="quantise nf4 needs bitsandbytes and accelerate"):
         load(ModelConfig(quantise="nf4"))
-    monkeypatch.setattr("hdtool.runtime.load.leader", lambda: Ranks.__new__(Ranks))
+    monkeypatch.setattr("hdtool.runtime.model.load.leader", lambda: Ranks.__new__(Ranks))
     with pytest.raises(OptionError, match="quantise is for one process"):
         load(ModelConfig(quantise="nf4"))
 
@@ -125,7 +125,7 @@ def test_activations_that_share_a_scale_are_refused() -> None:
 
 
 def test_rounding_is_told_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hdtool.runtime.quantised.HIGH_PRECISION_TOLERANCE", 0.0)
+    monkeypatch.setattr("hdtool.runtime.model.quantized_layers.HIGH_PRECISION_TOLERANCE", 0.0)
     target = Target(llama(ScalePerRow))
     assert len(said(run(target, PROMPT, GREEDY, drafter=Hierarchy()))) == len(said(run(target, PROMPT, GREEDY)))
     assert capfd.readouterr().err.count("this quantised model rounds its logits by") == 1

@@ -13,13 +13,13 @@ from hdtool.data import demo
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.hook import Generator
-from hdtool.runtime.load import Loaded, load
-from hdtool.runtime.outliers import RowByRow
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.surroundings import fingerprint, surroundings
-from hdtool.runtime.verify import Verifier
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.environment import fingerprint, surroundings
+from hdtool.runtime.evaluation.verify import Verifier
+from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.model.llm_int8 import RowByRow
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.stores.store_set import Shelf
 from tests.test_decode import run, said
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend

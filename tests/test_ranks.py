@@ -16,14 +16,15 @@ import torch
 
 from hdtool.cli import app
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
-from hdtool.runtime import placement, ranks
-from hdtool.runtime.capture import direct
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.load import load
-from hdtool.runtime.ranks import check_decoding, check_device, check_plan
-from hdtool.runtime.target import Target
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.model import placement
+from hdtool.runtime.model import tensor_parallel as ranks
+from hdtool.runtime.model.cuda_graphs import direct
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.tensor_parallel import check_decoding, check_device, check_plan
 from tests.families import _of, model_of
 from tests.oracle import prompt_of
 from tests.test_decode import run, said
@@ -31,9 +32,9 @@ from tests.test_decode import run, said
 TOGETHER = """
 import json, os, sys
 from hdtool.cli.app import run
-from hdtool.runtime.load import load_part
-from hdtool.runtime import ranks
-from hdtool.runtime.ranks import follow, leading
+from hdtool.runtime.model.load import load_part
+from hdtool.runtime.model import tensor_parallel as ranks
+from hdtool.runtime.model.tensor_parallel import follow, leading
 
 ranks.LETTER = 256
 if os.environ["RANK"] != "0":

@@ -27,18 +27,18 @@ ray = pytest.importorskip("ray")
 # Ray's own libraries warn about themselves and leave sockets to the collector.
 pytestmark = pytest.mark.filterwarnings("default")
 
-from hdtool.builders import ray_engine as engines  # noqa: E402
-from hdtool.builders.corpus_index import build_corpus_index  # noqa: E402
-from hdtool.builders.engine import Engine, LocalEngine  # noqa: E402
-from hdtool.builders.model_store import build_model_store  # noqa: E402
-from hdtool.builders.progress import bar  # noqa: E402
-from hdtool.builders.ray_engine import ray_engine  # noqa: E402
+from hdtool.builders.stores import ray_engine as engines  # noqa: E402
+from hdtool.builders.stores.build_corpus_index import build_corpus_index  # noqa: E402
+from hdtool.builders.stores.build_model_store import build_model_store  # noqa: E402
+from hdtool.builders.stores.engine import Engine, LocalEngine  # noqa: E402
+from hdtool.builders.stores.ray_engine import ray_engine  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402
+from hdtool.data.progress import bar  # noqa: E402
 from hdtool.data.records import Reading  # noqa: E402
-from hdtool.data.store import MANIFEST, Manifest, TokenizerMark, read_manifest  # noqa: E402
+from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerMark, read_manifest  # noqa: E402
 from hdtool.runtime.config import ModelConfig  # noqa: E402
-from hdtool.runtime.load import load_tokenizer  # noqa: E402
+from hdtool.runtime.model.load import load_tokenizer  # noqa: E402
 
 TEXTS = 6000
 SHARD_BYTES = 40_000
@@ -118,7 +118,9 @@ def test_a_cluster_builds_the_same_bytes(
 def test_tables_too_small_for_a_part_change_nothing(
     cluster: Any, inputs: list[Path], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.builders.sequences.TABLE_SLOTS", 1 << 12)  # of this process: more and smaller parts
+    monkeypatch.setattr(
+        "hdtool.builders.stores.sequences.TABLE_SLOTS", 1 << 12
+    )  # of this process: more and smaller parts
     with ray_engine(cluster.address, None, quiet=True) as engine:
         assert content(build("model", tmp_path, inputs, engine)) == expected["model"]
 

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.data.documents import Source
 from hdtool.data.errors import RecordError
 from hdtool.data.inputs import find_inputs
 from hdtool.data.records import Reading, Record, Said
+from hdtool.data.stores.documents import Source
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 TURNS = ["user", "assistant", "tool", "model"]

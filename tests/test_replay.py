@@ -26,7 +26,7 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import HdtoolError
 from hdtool.data.prompts import read_prompts
 from hdtool.data.traces import read_traces
-from hdtool.runtime import crew
+from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import (
     METHODS,
     NEED_LOGITS,
@@ -36,18 +36,18 @@ from hdtool.runtime.config import (
     SamplingConfig,
     ShelfConfig,
 )
-from hdtool.runtime.cost import CostCurve
-from hdtool.runtime.crew import replay
 from hdtool.runtime.decode import Finish, Step, decode
-from hdtool.runtime.load import Loaded, load
-from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.played import Played
-from hdtool.runtime.replay import Contender, follow, play
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.evaluation import worker_pool as crew
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
+from hdtool.runtime.evaluation.replay import Contender, follow, play
+from hdtool.runtime.evaluation.replay_results import Played
+from hdtool.runtime.evaluation.worker_pool import replay
+from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.text import text_of
-from hdtool.runtime.turns import RecordedTurn, TurnReader
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.text_stream import text_of
 from tests.trees import tokens_to, trees
 
 SHELF = ShelfConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.builders.report.exhibits import Shown, exhibits, missing
-from hdtool.builders.report.findings import findings
-from hdtool.builders.report.ink import DOTS, THEMES, WIDTH, Theme
-from hdtool.builders.report.page import Page
-from hdtool.builders.report.tables import (
+from hdtool.data.errors import ResultError
+from hdtool.runtime.config import METHODS, PEERS
+from hdtool.runtime.evaluation.report.figures import Shown, exhibits, missing
+from hdtool.runtime.evaluation.report.findings import findings
+from hdtool.runtime.evaluation.report.page import Page
+from hdtool.runtime.evaluation.report.tables import (
     Case,
     Coverage,
     Covered,
@@ -29,10 +30,9 @@ from hdtool.builders.report.tables import (
     Trials,
     Warmth,
 )
-from hdtool.builders.report.write import PICTURE, prepare, write
-from hdtool.data.errors import ResultError
-from hdtool.runtime.config import METHODS, PEERS
-from hdtool.runtime.sources import SourceName
+from hdtool.runtime.evaluation.report.theme import DOTS, THEMES, WIDTH, Theme
+from hdtool.runtime.evaluation.report.write import PICTURE, prepare, write
+from hdtool.runtime.source_names import SourceName
 
 EVIL = "<script>alert('&')</script>"
 SHOWN = Shown(

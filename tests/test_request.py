@@ -9,8 +9,8 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.hook import Generator
-from hdtool.runtime.request import Request
+from hdtool.runtime.integrations.generate_request import Request
+from hdtool.runtime.integrations.hf_generate import Generator
 from tests.families import model_of
 from tests.oracle import prompt_of
 
@@ -87,7 +87,7 @@ def test_processes_that_wait_for_each_other_in_every_pass_are_refused(
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     if library:
-        monkeypatch.setattr(f"hdtool.runtime.hook.{library}", lambda *_: True)
+        monkeypatch.setattr(f"hdtool.runtime.integrations.hf_generate.{library}", lambda *_: True)
         with pytest.raises(OptionError, match="synced_gpus is set"):
             model.generate(IDS, max_new_tokens=5, custom_generate=Generator())
     alone = model.generate(IDS, max_new_tokens=5, synced_gpus=False, custom_generate=Generator())

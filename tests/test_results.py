@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hdtool.data.answered import AnsweredQuestion, question_id
+from hdtool.data.bench_results import ResultFolder, Run, locked, read_results
 from hdtool.data.errors import ResultError
-from hdtool.data.results import ResultFolder, Run, locked, read_results
+from hdtool.data.spec_bench import AnsweredQuestion, question_id
 from tests.answered import answered, turn_of
 
 METHODS = ("generate", "ar", "hd")

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders import rework
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.model_store import build_model_store
-from hdtool.data.documents import Document, Source
+from hdtool.builders.stores import edit_store as rework
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.errors import StoreError
-from hdtool.data.store import Manifest, TokenizerMark, read_manifest
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import Manifest, TokenizerMark, read_manifest
 
 MARK = TokenizerMark("test", 20)
 BUILDS: dict[str, Callable[..., Manifest]] = {"corpus": build_corpus_index, "model": build_model_store}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hdtool.cli.scores import table
-from hdtool.data.answered import AnsweredQuestion
+from hdtool.cli.output.bench_table import table
+from hdtool.data.bench_results import Results, Run
 from hdtool.data.errors import OptionError
-from hdtool.data.results import Results, Run
-from hdtool.runtime.scores import OVERALL, scores_of
+from hdtool.data.spec_bench import AnsweredQuestion
+from hdtool.runtime.evaluation.scores import OVERALL, scores_of
 from tests.answered import answered, turn_of
 
 ABOUT = {"model": "toy", "device": "cpu", "dtype": "float32", "threads": 2, "machine": "a fast one, " * 20}

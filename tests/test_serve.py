@@ -16,13 +16,14 @@ import torch
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError
-from hdtool.data.home import store_at_home
-from hdtool.data.store import TokenizerMark
+from hdtool.data.stores.home import store_at_home
+from hdtool.data.stores.store import TokenizerMark
 from hdtool.runtime.config import ModelConfig, ServeConfig, ShelfConfig
-from hdtool.runtime.load import load_tokenizer
-from hdtool.runtime.vllm import HierarchyProposer, repair
-from hdtool.runtime.vllm.launch import PROPOSER, Launch
-from hdtool.runtime.vllm.settings import Settings
+from hdtool.runtime.integrations.vllm import HierarchyProposer
+from hdtool.runtime.integrations.vllm import cpu_fixes as repair
+from hdtool.runtime.integrations.vllm.launch import PROPOSER, Launch
+from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.model.load import load_tokenizer
 
 MODEL = str(demo.MODEL)
 MODEL_STORE, CORPUS_INDEX = str(demo.MODEL_STORE.resolve()), str(demo.CORPUS_INDEX.resolve())
@@ -73,7 +74,7 @@ def test_the_command_is_vllms_own_with_our_drafter() -> None:
     speculation, additional = told(launched)
     assert speculation == {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8}
     assert additional == {"hdtool": {"model_db": MODEL_STORE, "corpus_db": CORPUS_INDEX}}
-    assert f"hdtool.runtime.vllm.{HierarchyProposer.__name__}" == PROPOSER
+    assert f"hdtool.runtime.integrations.vllm.{HierarchyProposer.__name__}" == PROPOSER
 
 
 def test_a_worker_opens_what_the_command_says() -> None:
@@ -208,8 +209,8 @@ def test_a_tenants_stores_are_built_where_the_server_finds_them(
     def build(folder: Path, *arguments: object, **options: object) -> None:
         raise StoreError(f"would be built at {folder}")
 
-    monkeypatch.setattr("hdtool.builders.model_store.build_model_store", build)
-    monkeypatch.setattr("hdtool.builders.corpus_index.build_corpus_index", build)
+    monkeypatch.setattr("hdtool.builders.stores.build_model_store.build_model_store", build)
+    monkeypatch.setattr("hdtool.builders.stores.build_corpus_index.build_corpus_index", build)
     run([*command.split(), str(demo.PROMPTS), "--namespace", "acme", "--quiet"])
     assert capsys.readouterr().err == f"error: would be built at {store_at_home(kind, mark, 'acme')}\n"
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from hdtool.cli.app import run
-from hdtool.runtime.capture import direct
 from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig
-from hdtool.runtime.load import load_tokenizer
-from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.recorded import fitting, ours
-from hdtool.runtime.replay import Contender, play
-from hdtool.runtime.shapes import load_shape, weights_read
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.target import Target
-from hdtool.runtime.turns import RecordedTurn
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
+from hdtool.runtime.evaluation.recorded_model import fitting, ours
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
+from hdtool.runtime.evaluation.replay import Contender, play
+from hdtool.runtime.model.cuda_graphs import direct
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.stores.store_set import Shelf
 from tests.families import model_of
 
 LINES = ["def first(items):\n    return items[0]\n", "def last(items):\n    return items[-1]\n"]

@@ -17,15 +17,15 @@ import pytest
 
 from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
-from hdtool.runtime import pass_times
 from hdtool.runtime.answer import Answer
-from hdtool.runtime.answers import Answerer
-from hdtool.runtime.budget import FixedBudget
+from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.budget import measure_passes as pass_times
+from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.methods import drafters_for
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.target import Target
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.methods import drafters_for
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.stores.store_set import Shelf
 from tests.families import model_of
 
 TALKS: list[list[str]] = [
@@ -211,9 +211,9 @@ def test_ctrl_c_ends_a_batch(command: str, tmp_path: Path) -> None:
 SLOW = """
 import signal, sys, time
 from hdtool.cli.app import main
-from hdtool.runtime import methods
+from hdtool.runtime.drafters import methods
 from hdtool.runtime.batch import Seats
-from hdtool.runtime.cost import CostCurve
+from hdtool.runtime.budget.cost_curve import CostCurve
 methods.cost_here = lambda target, batch: CostCurve.parse("0:1,64:2")
 verify = Seats.verify
 said = []

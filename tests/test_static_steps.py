@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.budget import ROWS, FixedBudget
-from hdtool.runtime.capture import CaptureMaker, Direct, Run, direct, never
+from hdtool.runtime.budget.node_budget import ROWS, FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.likeliest import Logits, argmax_at, likeliest
-from hdtool.runtime.masks import FULL, Reach, Sheet, device_mask, tree_mask
-from hdtool.runtime.static_steps import StaticSteps
-from hdtool.runtime.step_input import MOVES, StepInput
-from hdtool.runtime.target import Target
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.kernels.topk import Logits, argmax_at, likeliest
+from hdtool.runtime.model.attention_masks import FULL, Reach, Sheet, device_mask, tree_mask
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, Direct, Run, direct, never
+from hdtool.runtime.model.static_steps import StaticSteps
+from hdtool.runtime.model.step_input import MOVES, StepInput
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.families import FAMILIES, VOCABULARY, model_of
 from tests.oracle import assert_same_logits, plain_logits, prompt_of

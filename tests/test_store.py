@@ -15,7 +15,7 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
-from hdtool.data.store import (
+from hdtool.data.stores.store import (
     MANIFEST,
     Manifest,
     SourceShare,
@@ -25,7 +25,7 @@ from hdtool.data.store import (
     read_manifest,
     require,
 )
-from hdtool.data.store_files import PARTS
+from hdtool.data.stores.store_files import PARTS
 
 MARK = TokenizerMark("0123", 100)
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.store import MANIFEST, TokenizerMark, read_manifest
-from hdtool.runtime import load
+from hdtool.data.stores.store import MANIFEST, TokenizerMark, read_manifest
+from hdtool.runtime.model import load
 
 SHARE_GPT = [
     {

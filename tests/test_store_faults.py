@@ -16,22 +16,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders import rework
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.engine import LocalEngine
-from hdtool.builders.model_store import build_model_store
+from hdtool.builders.stores import edit_store as rework
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.engine import LocalEngine
 from hdtool.cli.inspect import inspect
-from hdtool.data import store as stores
-from hdtool.data import store_files
-from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
-from hdtool.data.store import MANIFEST, Manifest, TokenizerMark, building, damaged, read_manifest
-from hdtool.data.store_files import PARTS
-from hdtool.runtime import stores as runtime_stores
-from hdtool.runtime import suffixes
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.model_store import ModelStore
-from hdtool.runtime.stores import continuations, latency_of, open_store
+from hdtool.data.stores import store as stores
+from hdtool.data.stores import store_files
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerMark, building, damaged, read_manifest
+from hdtool.data.stores.store_files import PARTS
+from hdtool.runtime.stores import inspect_store as runtime_stores
+from hdtool.runtime.stores import suffix_search as suffixes
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.inspect_store import continuations, latency_of, open_store
+from hdtool.runtime.stores.model_store import ModelStore
 
 VOCABULARY = 20
 MARK = TokenizerMark("test", VOCABULARY)

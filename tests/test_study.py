@@ -12,32 +12,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.engine import LocalEngine
-from hdtool.builders.report import sizes as sizes_of_corpora
-from hdtool.builders.report.cases import case_of, pieces
-from hdtool.builders.report.findings import findings
-from hdtool.builders.report.measured import Measured
-from hdtool.builders.report.recordings import traces_of
-from hdtool.builders.report.repeats import distances, in_context, marks_of, repeats
-from hdtool.builders.report.sizes import sizes
-from hdtool.builders.report.study import Study, coverage_of, orders_of, shares_of, subsets_of
-from hdtool.builders.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, wins_of
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.engine import LocalEngine
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.documents import Document, Source
+from hdtool.data.bench_results import Results, Run
 from hdtool.data.prompts import Prompt
-from hdtool.data.results import Results, Run
-from hdtool.data.store import TokenizerMark
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import TokenizerMark
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.load import load_tokenizer
-from hdtool.runtime.model_store import ModelStore
-from hdtool.runtime.played import Played, PlayedTurn
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.text import text_of
-from hdtool.runtime.turns import RecordedTurn
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
+from hdtool.runtime.evaluation.replay_results import Played, PlayedTurn
+from hdtool.runtime.evaluation.report import corpus_sizes as sizes_of_corpora
+from hdtool.runtime.evaluation.report.ablations import Study, coverage_of, orders_of, shares_of, subsets_of
+from hdtool.runtime.evaluation.report.cases import case_of, pieces
+from hdtool.runtime.evaluation.report.corpus_sizes import sizes
+from hdtool.runtime.evaluation.report.findings import findings
+from hdtool.runtime.evaluation.report.measured import Measured
+from hdtool.runtime.evaluation.report.recordings import traces_of
+from hdtool.runtime.evaluation.report.repeats import distances, in_context, marks_of, repeats
+from hdtool.runtime.evaluation.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, wins_of
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.text_stream import text_of
 from tests.answered import answered, turn_of
 
 SHELF = Shelf(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
@@ -244,12 +244,12 @@ def test_repeats_know_earlier_answers_and_stores(tmp_path: Path) -> None:
 
 
 def test_sizes_say_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sizes(Study([], Shelf())) == "there is no corpus index"
+    assert sizes(Study([], Shelf()), build_corpus_index) == "there is no corpus index"
     mark = TokenizerMark("a", 100)
     build_corpus_index(tmp_path, [Document([1, 2])], mark, [Source("text", "")], engine=LocalEngine(1))
-    assert "holds 1 documents" in str(sizes(Study([], Shelf(None, CorpusIndex(tmp_path)))))
+    assert "holds 1 documents" in str(sizes(Study([], Shelf(None, CorpusIndex(tmp_path))), build_corpus_index))
     monkeypatch.setattr(sizes_of_corpora, "LARGEST", 1)
-    assert "made of up to 1 only" in str(sizes(Study([], Shelf(None, CorpusIndex(tmp_path)))))
+    assert "made of up to 1 only" in str(sizes(Study([], Shelf(None, CorpusIndex(tmp_path))), build_corpus_index))
 
 
 def test_smaller_corpora_are_parts_of_larger_ones(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_smaller_corpora_are_parts_of_larger_ones(tmp_path: Path) -> None:
     told: list[int] = []
     answer = [5, 5, 5, 6, 6, 6]
     study = Study([[turn([1], answer)]], Shelf(None, CorpusIndex(tmp_path)))
-    found = sizes(study, lambda: told.append(1))
+    found = sizes(study, build_corpus_index, lambda: told.append(1))
     assert not isinstance(found, str)
     counts = [row.tokens for row in found.rows]
     assert counts == sorted(set(counts)) and counts[-1] == 1200 and len(told) == len(counts) == 5

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode
-from hdtool.runtime.families import context_limit
+from hdtool.runtime.model.families import context_limit
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.families import FAMILIES, IN_DOUBLE, SHAPE, VOCABULARY, model_of
 from tests.oracle import assert_same_logits, generated, plain_logits, prompt_of

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hdtool.data import demo
-from hdtool.runtime.text import UNFINISHED, TextStream, text_of
+from hdtool.runtime.text_stream import UNFINISHED, TextStream, text_of
 
 
 @cache

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hdtool.cli.app import run
-from hdtool.runtime import threads
-from hdtool.runtime.target import Target
-from hdtool.runtime.threads import settle_threads
+from hdtool.runtime.model import cpu_threads as threads
+from hdtool.runtime.model.cpu_threads import settle_threads
+from hdtool.runtime.model.target import Target
 from tests.families import model_of
 
 

@@ -13,8 +13,8 @@ from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError, OptionError, RecordError
 from hdtool.data.traces import Recorded, Trace, read_traces
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.load import load, load_stops, load_tokenizer
-from hdtool.runtime.turns import RecordedTurn, TurnReader
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
+from hdtool.runtime.model.load import load, load_stops, load_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, AGAIN = ({"role": "user", "content": text} for text in ("What is a list?", "And a tuple?"))

@@ -14,18 +14,18 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.cache import StaticRows
 from hdtool.runtime.config import ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.hierarchy import Hierarchy
-from hdtool.runtime.load import Loaded, load
-from hdtool.runtime.precision import logits_after, more_precise
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
+from hdtool.runtime.model.kv_cache import StaticRows
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.precision import logits_after, more_precise
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.target import Target
+from hdtool.runtime.stores.store_set import Shelf
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verify import Check, Difference, Explanation, Oracle, Verifier
 from tests.families import VOCABULARY, model_of
 from tests.oracle import plain_logits, prompt_of
 from tests.trees import LyingDrafter
@@ -209,7 +209,7 @@ def test_a_device_without_room_leaves_it_to_the_cpu(small: Loaded, monkeypatch: 
             raise torch.OutOfMemoryError("no room")
         return more_precise(model, device)
 
-    monkeypatch.setattr("hdtool.runtime.verify.more_precise", cramped)
+    monkeypatch.setattr("hdtool.runtime.evaluation.verify.more_precise", cramped)
     difference = Difference("it", Oracle.PLAIN, PROMPT, [], 5, 6)
     (explanation,) = Verifier(small, GREEDY, NoDraft(), MOST).explain([difference])
     assert (explanation.reason, len(tried), tried[-1].type) == ("", 2, "cpu")

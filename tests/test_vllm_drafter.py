@@ -11,12 +11,12 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.runtime.config import ServeConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.model_store import ModelStore
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.sources.context_table import ContextTable, holds
-from hdtool.runtime.vllm.drafter import BatchDrafter
-from hdtool.runtime.vllm.pace import HOPELESS
+from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable, holds
+from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.integrations.vllm.min_probability import HOPELESS
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.store_set import Shelf
 
 ROWS, LONGEST, TOKENS = 8, 256, 6
 SAID = [11, 12, 13, 14, 15, 16, 17, 18]

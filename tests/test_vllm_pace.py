@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hdtool.runtime.vllm.pace import HOPELESS, LOWEST, Pace
+from hdtool.runtime.integrations.vllm.min_probability import HOPELESS, LOWEST, Pace
 
 
 def paced(rows: int, seconds: Callable[[int], float], passes: int = 300, pace: Pace | None = None) -> Pace:

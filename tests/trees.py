@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.sources import SourceName
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
 
 

@@ -16,9 +16,9 @@ from transformers.utils import logging
 
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.answers import Answerer
+from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.surroundings import machine
+from hdtool.runtime.environment import machine
 
 MOST = 160
 SIZES = (1, 2, 4, 6, 8)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from hdtool.runtime.config import PaperConfig
-from hdtool.runtime.sources.context_table import ContextTable
-from hdtool.runtime.sources.sequences import LENGTH, SequenceTable
-from hdtool.runtime.surroundings import machine
+from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable
+from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
+from hdtool.runtime.environment import machine
 
 TOKENS, VOCABULARY, PIECE = 32_000, 32_000, 8
 COMMON = 4_000

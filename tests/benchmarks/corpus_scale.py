@@ -22,19 +22,19 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.engine import LocalEngine
-from hdtool.builders.progress import bar
-from hdtool.builders.tokenize import tokenized
-from hdtool.data.documents import Document, Source, stored_documents
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.tokenize import tokenized
+from hdtool.data.progress import bar
 from hdtool.data.records import Reading
-from hdtool.data.store import TokenizerMark
+from hdtool.data.stores.documents import Document, Source, stored_documents
+from hdtool.data.stores.store import TokenizerMark
 from hdtool.runtime.config import BuildConfig, ModelConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.load import load_tokenizer
-from hdtool.runtime.stores import latency_of
-from hdtool.runtime.suffixes import find_longest, shards_at
-from hdtool.runtime.surroundings import machine
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.inspect_store import latency_of
+from hdtool.runtime.stores.suffix_search import find_longest, shards_at
 
 JUMP_EVERY = 20
 Tokens = npt.NDArray[Any]

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from hdtool.builders.demo_prompts import KINDS
-from hdtool.builders.demo_stores import LONGEST_ANSWER
+from hdtool.builders.demo.prompts import KINDS
+from hdtool.builders.demo.stores import LONGEST_ANSWER
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
-from hdtool.data.documents import stored_documents
 from hdtool.data.prompts import read_prompts
-from hdtool.data.store import read_manifest
-from hdtool.runtime.answers import Answerer
+from hdtool.data.stores.documents import stored_documents
+from hdtool.data.stores.store import read_manifest
+from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.model_store import ModelStore
-from hdtool.runtime.stores import documents_of
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.inspect_store import documents_of
+from hdtool.runtime.stores.model_store import ModelStore
 
 LENGTH = 4
 Gram = tuple[int, ...]

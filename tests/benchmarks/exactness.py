@@ -19,10 +19,10 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.load import Loaded, load
-from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.surroundings import machine
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.stores.store_set import Shelf
 from tests.oracle import generated
 
 SAMPLINGS = {

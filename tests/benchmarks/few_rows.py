@@ -19,10 +19,10 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.layers import FewRowsLinear, multiply_few_rows_faster, own_linear
-from hdtool.runtime.load import load
-from hdtool.runtime.surroundings import machine
-from hdtool.runtime.target import Target, some_context
+from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.small_batch_linear import FewRowsLinear, multiply_few_rows_faster, own_linear
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
 
 LAYER = ((256, 256), (128, 256), (128, 256), (256, 256), (1024, 256), (1024, 256), (256, 1024))

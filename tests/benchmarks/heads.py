@@ -27,18 +27,18 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from hdtool.builders.judge import judge
-from hdtool.builders.lessons import Lesson
-from hdtool.builders.teacher import Teacher
+from hdtool.builders.heads.evaluate import judge
+from hdtool.builders.heads.examples import Lesson
+from hdtool.builders.heads.frozen_target import Teacher
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.bench import in_turn
 from hdtool.runtime.config import LARGEST_BUDGET, SamplingConfig
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.heads.chosen import kind_of
-from hdtool.runtime.heads.saved import load_heads
-from hdtool.runtime.heads.session import Session
-from hdtool.runtime.surroundings import machine
+from hdtool.runtime.drafters.heads.checkpoint import load_heads
+from hdtool.runtime.drafters.heads.select_heads import kind_of
+from hdtool.runtime.drafters.heads.state import Session
+from hdtool.runtime.environment import machine
+from hdtool.runtime.evaluation.bench import in_turn
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.logitspec import Bench
 from tests.heads import random_for

@@ -28,12 +28,12 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import LARGEST_BUDGET, SOURCE_LETTERS, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
 from hdtool.runtime.decode import Step, decode
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.load import Loaded, load
-from hdtool.runtime.logitspec import LogitSpec
-from hdtool.runtime.methods import drafter_for
-from hdtool.runtime.shelf import Shelf
-from hdtool.runtime.sources import SourceName
-from hdtool.runtime.surroundings import machine
+from hdtool.runtime.drafters.logitspec import LogitSpec
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import Shelf
 from hdtool.runtime.tree import DraftTree
 
 TOPS = (1, 2, 4, 8, 16, 32, 60)

@@ -21,10 +21,10 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import decode
-from hdtool.runtime.load import Loaded, load
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
-from hdtool.runtime.surroundings import machine
 from tests.oracle import generated
 
 Answer = Callable[[list[int], int], list[int]]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hdtool.data.traces import read_traces
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.load import load_stops, load_tokenizer
-from hdtool.runtime.turns import TurnReader
+from hdtool.runtime.evaluation.recorded_turns import TurnReader
+from hdtool.runtime.model.load import load_stops, load_tokenizer
 
 LONGEST = 3
 TOKENS = 10

@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.engine import LocalEngine
-from hdtool.builders.progress import bar
-from hdtool.builders.shards import MEMORY_A_BYTE
-from hdtool.builders.tokenize import tokenized
-from hdtool.data.documents import Document, Source
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.shards import MEMORY_A_BYTE
+from hdtool.builders.stores.tokenize import tokenized
+from hdtool.data.progress import bar
 from hdtool.data.records import Reading
-from hdtool.data.store import TokenizerMark
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import TokenizerMark
 from hdtool.runtime.config import BuildConfig, ModelConfig
-from hdtool.runtime.corpus_index import LONGEST_CONTEXT, CorpusIndex
-from hdtool.runtime.load import load_tokenizer
-from hdtool.runtime.surroundings import machine
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.corpus_index import LONGEST_CONTEXT, CorpusIndex
 
 LOOK_UPS, FRESH = 3000, 60
 GROWN = 1.7

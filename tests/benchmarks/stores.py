@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hdtool.builders.corpus_index import build_corpus_index
-from hdtool.builders.model_store import build_model_store
-from hdtool.builders.progress import bar
-from hdtool.builders.tokenize import tokenized
-from hdtool.data.documents import Document
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.tokenize import tokenized
+from hdtool.data.progress import bar
 from hdtool.data.records import Reading
-from hdtool.data.store import TokenizerMark
+from hdtool.data.stores.documents import Document
+from hdtool.data.stores.store import TokenizerMark
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.corpus_index import CorpusIndex
-from hdtool.runtime.load import load_tokenizer
-from hdtool.runtime.model_store import ModelStore
-from hdtool.runtime.surroundings import machine
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
 
 WARM_UP = 200
 

@@ -27,7 +27,7 @@ HERE = {
 ROOT = Path(__file__).parent.parent.parent
 LONGEST = 900
 """Seconds that an engine may take, compiling included."""
-PROPOSER = "hdtool.runtime.vllm.HierarchyProposer"
+PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 
 
 def drafting(tokens: int = 8, **told: Any) -> dict[str, Any]:

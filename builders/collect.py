@@ -1,0 +1,125 @@
+"""A model's own answers, collected: one line of JSON for each prompt, resumable after a kill.
+
+Each line is on disk before the next is begun. A line that a kill cut short is answered again when the work goes
+on; anything else that is no line of collect is refused, and the file stays as it is. Lines stand in the order of the
+prompts, so answers that are made beside a longer one wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hdtool.data.errors import PromptError
+from hdtool.data.files.json_lines import append, cut, is_torn, lines_of, may_be_torn_from
+from hdtool.data.files.locking import exclusive
+from hdtool.data.prompts import Prompt
+from hdtool.runtime.answer import Answer
+from hdtool.runtime.answerer import Answerer
+
+
+class GenerationFile:
+    """Answers on disk, in the order of their prompts."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        self._settings = settings
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse a file that holds anything but these answers; changes nothing."""
+        with self._errors_worded():
+            self._read(prompts)
+
+    @contextmanager
+    def open(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+        """Take the file for this process alone; yields the prompts that it lacks."""
+        busy = PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out")
+        with self._errors_worded():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with exclusive(self.path.with_name(f".{self.path.name}.lock"), busy):
+                done, torn = self._read(prompts)
+                cut(self.path, torn)
+                self.path.open("ab").close()  # a place that cannot be written is found before the first answer
+                yield prompts[done:]
+
+    @contextmanager
+    def _errors_worded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PromptError(
+                f"{self.path} cannot be written ({error.strerror or error}): the answers in it are kept; "
+                "make room or choose another --out, and run the command again"
+            ) from error
+
+    def add(self, prompt: Prompt, told: Sequence[Answer]) -> None:
+        """A prompt, answered to the last turn."""
+        conversation = [dict(message) for message in prompt.messages]
+        for number, answer in enumerate(told):
+            if number:
+                conversation.append({"role": "user", "content": answer.asked})
+            conversation.append({"role": "assistant", "content": answer.text})
+        answers = [{"output_ids": answer.output_ids, "finish": answer.stats.finish} for answer in told]
+        append(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
+
+    def _asked(self, prompt: Prompt) -> dict[str, Any]:
+        return {"id": prompt.id, "category": prompt.category, **self._settings}
+
+    def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
+        """How many prompts are answered, and what a kill left of the next line."""
+        done = 0
+        for line in lines_of(self.path):
+            if is_torn(line):
+                self._check_torn(line, done, prompts)
+                return done, line
+            self._check(line, done, prompts)
+            done += 1
+        return done, b""
+
+    def _check_torn(self, torn: bytes, number: int, prompts: Sequence[Prompt]) -> None:
+        """Raise unless a line cut short may be what was being written: the answer to the next prompt."""
+        if number < len(prompts):
+            row = {**self._asked(prompts[number]), "messages": [dict(one) for one in prompts[number].messages]}
+            if may_be_torn_from(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
+                return
+        raise PromptError(
+            f"{self.path}:{number + 1} is cut short and is no answer of collect to the prompt there: remove that "
+            "line, or choose another --out"
+        )
+
+    def _check(self, line: bytes, number: int, prompts: Sequence[Prompt]) -> None:
+        where = f"{self.path}:{number + 1}"
+        try:
+            row = json.loads(line)
+            known = {name: row[name] for name in self._settings}
+            asked = tuple(row["messages"][: len(prompts[number].messages)]) if number < len(prompts) else None
+        except (ValueError, KeyError, TypeError):
+            raise PromptError(f"{where} is no line of collect: choose another --out, or take the file away") from None
+        if asked is None or asked != prompts[number].messages:
+            raise PromptError(
+                f"{where} answers another prompt than the file of prompts has there: choose another --out"
+            )
+        for name, wanted in self._settings.items():
+            if known[name] != wanted:
+                raise PromptError(f"{where} was answered with {name} {known[name]}, not {wanted}: choose another --out")
+
+
+def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
+    """Ask every prompt that the file lacks and add its answers; yields how many are answered by now."""
+    with file.open(prompts) as left:
+        done = len(prompts) - len(left)
+        yield done
+        told: list[Answer] = []
+        for answer in answerer.all_answers(left):
+            for _ in answer:
+                pass
+            if answer.interrupted:  # what was cut short is not the model's answer
+                raise KeyboardInterrupt
+            told.append(answer)
+            if len(told) > len(answer.prompt.later_turns):
+                file.add(answer.prompt, told)
+                told, done = [], done + 1
+                yield done

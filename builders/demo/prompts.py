@@ -1,0 +1,89 @@
+"""The demo's held-out prompts: ``python -m hdtool.builders.demo.prompts --gsm8k DIR --out FILE``.
+
+Questions from pages and source files that the demo model never read, as many of each kind, in an
+order that a hash decides. ``reference`` is the text that was held out. With ``--learned N``, N questions
+of each kind that it did learn from, and of which none is held out: to collect its own answers to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hdtool.builders.demo.corpus import DEFAULT_DOCS, Document, documents, stable_hash
+from hdtool.data.errors import PromptError
+from hdtool.data.files.atomic_write import OutputFile
+from hdtool.data.files.ownership import json_lines_with
+from hdtool.data.prompts import Prompt
+
+KINDS = ("math", "explain", "write", "edit")
+OF_EACH = 50
+KEYS = ("id", "category", "messages", "reference", "from")
+"""Of a line; those of questions that the model learned from have the first three."""
+
+
+def prompts(everything: Iterable[Document], of_each: int = OF_EACH) -> Iterator[dict[str, Any]]:
+    """Prompts of all kinds in turn, so that any number of them from the top holds every kind."""
+    held_out = sorted((d for d in everything if d.held_out and d.question), key=lambda d: stable_hash(d.name))
+    once = {document.question: document for document in held_out}
+    for number, row in enumerate(in_turn(once.values(), of_each), start=1):
+        for document in row:
+            yield {
+                "id": f"{document.kind}-{number:02}",
+                "category": document.kind,
+                "messages": [{"role": "user", "content": document.question}],
+                "reference": document.answer,
+                "from": document.name,
+            }
+
+
+def in_turn(ordered: Collection[Document], of_each: int) -> Iterator[tuple[Document, ...]]:
+    """The first documents of all kinds that ask, one of each kind at a time."""
+    return zip(*([d for d in ordered if d.kind == kind][:of_each] for kind in KINDS), strict=False)
+
+
+def learned_questions(everything: Sequence[Document], of_each: int) -> Iterator[Prompt]:
+    """Questions of all kinds in turn that the model learned from, each once, in an order that a hash decides."""
+    held_out = {document.question for document in everything if document.held_out}
+    learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
+    # Not by name: the tasks made of one function share theirs, and half of the questions would be of the same ones.
+    ordered = sorted(learned.values(), key=lambda document: stable_hash(document.question))
+    for number, row in enumerate(in_turn(ordered, of_each), start=1):
+        for document in row:
+            asked = {"role": "user", "content": document.question}
+            yield Prompt((asked,), id=f"{document.kind}-{number:03}", category=document.kind)
+
+
+def prompts_file(path: Path) -> OutputFile:
+    """The file of prompts, replaced only if the old one has the lines of this script."""
+    held_out, learned = (json_lines_with(keys) for keys in (KEYS, KEYS[:3]))
+
+    def is_ours(found: Path) -> bool:
+        return held_out(found) or learned(found)
+
+    return OutputFile(path, "a file of demo prompts", is_ours, PromptError)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
+    parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
+    parser.add_argument("--out", type=Path, required=True, help="where the prompts go")
+    parser.add_argument("--learned", type=int, help="so many questions of each kind that the model learned from")
+    options = parser.parse_args()
+    out = prompts_file(options.out)
+    out.check()
+    everything = list(documents(options.gsm8k, options.docs))
+    rows = list(prompts(everything))
+    if options.learned is not None:
+        questions = learned_questions(everything, options.learned)
+        rows = [{"id": q.id, "category": q.category, "messages": list(q.messages)} for q in questions]
+    out.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"{len(rows)} prompts in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The demo's stores: ``python -m hdtool.builders.demo.stores --gsm8k DIR --answers FILE --out data/demo/stores``.
+
+A model store of the demo model's own greedy answers to questions that it learned from, and a corpus
+index of whole documents that it learned from; nothing that was held out is in either. FILE holds the
+answers as ``hdtool collect`` writes them, and those that it lacks are collected first: a killed run
+goes on, and with a whole FILE the stores are built anew in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hdtool.builders.collect import GenerationFile, collect
+from hdtool.builders.demo.corpus import DEFAULT_DOCS, Document, documents, stable_hash
+from hdtool.builders.demo.prompts import learned_questions
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.tokenize import tokenized
+from hdtool.data import demo
+from hdtool.data.progress import bar
+from hdtool.data.prompts import Prompt
+from hdtool.data.records import Reading
+from hdtool.data.stores.documents import Document as Tokenized
+from hdtool.data.stores.documents import Source
+from hdtool.data.stores.store import Manifest, TokenizerMark, check_destination
+from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.model.load import load_tokenizer
+
+QUESTIONS_OF_EACH = 300
+LONGEST_ANSWER = 160
+"""Tokens; ``hdtool demo`` stops there too."""
+SEQUENCES = 20_000
+"""Of each length in the model store: all that were said more than once, and not the bulk of the rest."""
+
+KINDS = ("math", "explain", "write")
+"""Of the corpus index. The answers that edit are those that write, once more; prose and code helped less."""
+TOKENS_OF_EACH = 200_000
+OWN_TERMS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
+"""Source files that speak of these may be under other terms than the library as a whole, and stay out of the index."""
+
+
+def answer(prompts: Sequence[Prompt], path: Path) -> None:
+    """Collect the answers that the file lacks, as ``hdtool collect --max-new-tokens 160`` does."""
+    sampling, decoding = SamplingConfig(), DecodeConfig(max_new_tokens=LONGEST_ANSWER)
+    told = {
+        "model": demo.NAME,
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "max_new_tokens": decoding.max_new_tokens,
+    }
+    answerer = Answerer(ModelConfig(), decoding, sampling)
+    with bar(len(prompts), "answers") as shown:
+        for answered in collect(answerer, prompts, GenerationFile(path, told)):
+            shown.to(answered)
+
+
+def corpus(everything: Sequence[Document], tokenizer: Any, of_each: int = TOKENS_OF_EACH) -> Iterator[Document]:
+    """Whole documents that are not held out, in an order that a hash decides, as many tokens of each kind."""
+    left_out = {d.page for d in everything if d.held_out or (d.kind == "code" and OWN_TERMS.search(d.answer))}
+    learned = sorted((d for d in everything if d.page not in left_out), key=lambda d: stable_hash(d.name))
+    for kind in KINDS:
+        left = of_each
+        for document in {d.answer: d for d in learned if d.kind == kind}.values():
+            size = len(tokenizer(document.answer, add_special_tokens=False, verbose=False)["input_ids"])
+            if size <= left:
+                left -= size
+                yield document
+
+
+def build(out: Path, answers: Path, chosen: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Path, Manifest]]:
+    """Both stores; in their manifests the sources have neutral names, wherever they lay."""
+    mark = TokenizerMark.of(tokenizer)
+    said, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
+    yield out / "model", build_model_store(out / "model", said, mark, sources, top_k=SEQUENCES)
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch, "documents.jsonl")
+        lines = (json.dumps({"text": document.answer}, ensure_ascii=False) + "\n" for document in chosen)
+        path.write_text("".join(lines), encoding="utf-8", newline="\n")
+        written, sources = _tokens_of(path, path.name, tokenizer, answers_only=False)
+    yield out / "corpus", build_corpus_index(out / "corpus", written, mark, sources, engine=LocalEngine(1))
+
+
+def _tokens_of(path: Path, name: str, tokenizer: Any, *, answers_only: bool) -> tuple[list[Tokenized], list[Source]]:
+    reading = Reading([path], answers_only=answers_only, tolerance=0)
+    with bar(reading.total_bytes, "reading", unit="B") as shown:
+        read = list(tokenized(reading, tokenizer, shown))
+    return read, [Source(name, source.sha256) for source in reading.sources]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
+    parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
+    parser.add_argument("--answers", type=Path, required=True, help="the model's answers, there or to be collected")
+    parser.add_argument("--out", type=Path, required=True, help="where the two stores go")
+    options = parser.parse_args()
+    for kind in ("model", "corpus"):
+        check_destination(options.out / kind)
+    everything = list(documents(options.gsm8k, options.docs))
+    answer(list(learned_questions(everything, QUESTIONS_OF_EACH)), options.answers)
+    tokenizer = load_tokenizer(ModelConfig())
+    for folder, manifest in build(options.out, options.answers, corpus(everything, tokenizer), tokenizer):
+        # It would be shipped with the store.
+        (folder / ".lock").unlink(missing_ok=True)
+        print(f"{folder}: {manifest.counts}, {manifest.bytes:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

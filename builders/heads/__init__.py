@@ -1,0 +1,4 @@
+"""Training of drafting heads on a frozen target model.
+
+Imports `data` and `runtime`.
+"""

@@ -1,0 +1,112 @@
+"""From texts to heads in a folder: reading, training, judging and saving."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from hdtool.builders.heads.batch_sampler import Curriculum
+from hdtool.builders.heads.distributed import crew, started
+from hdtool.builders.heads.evaluate import judge, told
+from hdtool.builders.heads.examples import Lesson, lessons
+from hdtool.builders.heads.frozen_target import Teacher
+from hdtool.builders.heads.training import Training, checkpoint_file
+from hdtool.builders.heads.training_curve import curve_file, draw_training
+from hdtool.data import demo
+from hdtool.data.inputs import find_inputs
+from hdtool.data.progress import bar
+from hdtool.data.records import Reading
+from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
+from hdtool.runtime.drafters.heads.checkpoint import SavedHeads, new_heads, output_files
+from hdtool.runtime.environment import fingerprint, machine
+from hdtool.runtime.evaluation.recorded_turns import TurnReader
+from hdtool.runtime.model.families import context_limit
+from hdtool.runtime.model.load import load_stock, load_stops, load_tokenizer
+from hdtool.runtime.model.target import Target
+
+
+def train(
+    inputs: Sequence[str],
+    out: Path,
+    model: ModelConfig,
+    heads: HeadsConfig,
+    config: TrainConfig,
+    *,
+    chat: bool | None = None,
+    quiet: bool = False,
+) -> Iterator[str]:
+    """Yields what there is to say about it, line by line."""
+    for file in (*output_files(out), checkpoint_file(out), curve_file(out)):
+        file.check()
+    together = crew(on_cpu=model.device == "cpu" or not torch.cuda.is_available())
+    if started() > 1 and model.device == "auto" and torch.cuda.is_available():
+        model = ModelConfig(model.model, f"cuda:{torch.cuda.current_device()}", model.dtype, model.trust_remote_code)
+    quiet = quiet or together.rank > 0
+    target = Target(load_stock(model))
+    texts, left_out = _texts(inputs, model, target, config, chat, quiet)
+    yield from left_out if together.rank == 0 else ()
+    teacher = Teacher(target)
+    torch.manual_seed(config.seed)
+    made = new_heads(target.model, teacher.hidden_width, teacher.vocabulary, heads)
+    curriculum = Curriculum(texts, config)
+    training = Training(made, teacher, curriculum, config, out, together)
+    settings = {
+        **asdict(config),
+        **asdict(heads),
+        "target": fingerprint(target.model),
+        "texts": _digest(texts),
+        "processes": together.size,
+    }
+    if together.rank == 0:
+        yield (
+            f"{sum(weight.numel() for weight in made.parameters()):,} weights learn from {len(curriculum.learned):,} "
+            f"texts ({curriculum.tokens:,} tokens) in {training.steps:,} steps"
+        )
+    seconds = time.monotonic()
+    with bar(training.steps, "steps", quiet=quiet) as shown:
+        for done in training.run(settings):
+            shown.tell(training.told())
+            shown.to(done)
+    if together.rank:
+        return
+    judged = judge(made.eval(), teacher, curriculum.held_out)
+    report = {
+        **asdict(config),
+        "texts": len(curriculum.learned),
+        "tokens": curriculum.tokens,
+        "steps": training.steps,
+        "seconds": round(time.monotonic() - seconds),
+        "processor_seconds": round(time.process_time()),
+        "machine": machine(target.device),
+        "loss": round(training.history.losses[-1], 4),
+    }
+    SavedHeads(made, settings["target"], model.model or demo.NAME, judged, report).save(out)
+    draw_training(training.history, out)
+    training.finish()
+    yield from told(judged)
+    yield f"{out}: heads for {model.model or demo.NAME}, judged on {len(curriculum.held_out):,} texts held out"
+
+
+def _texts(
+    inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None, quiet: bool
+) -> tuple[list[Lesson], list[str]]:
+    """What there is to learn from, and what was left out."""
+    reading = Reading(find_inputs(inputs), tolerance=config.tolerate)
+    tokenizer = load_tokenizer(model)
+    turns = TurnReader(tokenizer, load_stops(model, tokenizer), tokenizer.eos_token_id, chat)
+    window = min(config.window, context_limit(target.config, config.window) or config.window)
+    with bar(reading.total_bytes, "reading", unit="B", quiet=quiet) as shown:
+        found = lessons(reading, tokenizer, turns, window, shown)
+    return found, reading.tally.left_out()
+
+
+def _digest(texts: Sequence[Lesson]) -> str:
+    found = hashlib.sha256()
+    for lesson in texts:
+        found.update(lesson.ids.tobytes() + lesson.drafted.tobytes())
+    return found.hexdigest()[:16]

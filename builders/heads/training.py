@@ -1,0 +1,185 @@
+"""Training drafting heads on a frozen target; a killed training goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdtool.builders.heads.batch_sampler import Curriculum
+from hdtool.builders.heads.distributed import Alone
+from hdtool.builders.heads.frozen_target import Teacher
+from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
+from hdtool.data.errors import HeadsError, OptionError, reason_of
+from hdtool.data.files.atomic_write import OutputFile
+from hdtool.runtime.config import TrainConfig
+from hdtool.runtime.drafters.heads.modules import Heads
+
+CHECKPOINT = "checkpoint.pt"
+KEYS = {"heads", "optimizer", "done", "losses", "hits", "settings"}
+"""Of a checkpoint."""
+LONGEST_GRADIENT = 1.0
+BETAS = (0.9, 0.999)
+
+
+@dataclass
+class History:
+    """The training step by step: the loss a token, and how often each head had it first."""
+
+    losses: list[float] = field(default_factory=list)
+    hits: list[list[float]] = field(default_factory=list)
+
+
+class Training:
+    """One training, from its first step or from where a killed one was."""
+
+    def __init__(
+        self, heads: Heads, teacher: Teacher, curriculum: Curriculum, config: TrainConfig, out: Path, crew: Alone
+    ) -> None:
+        self.heads = heads
+        self.history = History()
+        self.steps = curriculum.steps
+        self._teacher, self._curriculum, self._config, self._crew = teacher, curriculum, config, crew
+        self._checkpoint = checkpoint_file(out)
+        torch.nn.Module.to(heads, teacher.device, torch.float32)
+        if crew.size > min(config.batch, len(curriculum.learned)):
+            raise OptionError(f"batch is {config.batch}: {crew.size} processes need a text each, and as many to read")
+        self._optimizer = torch.optim.AdamW(heads.parameters(), lr=config.rate, betas=BETAS)
+        self._loss = crew.shared(HeadsLoss(heads, config.lm_weight))
+        self._in_half = takes_bfloat16(teacher.device)
+
+    def run(self, settings: dict[str, Any]) -> Iterator[int]:
+        """Yields how many steps are done; ``settings`` must be those of the checkpoint, if there is one."""
+        done = self._restore(settings)
+        yield done
+        for step in range(done, self.steps):
+            self._step(step)
+            if (step + 1) % self._config.save_every == 0 or step + 1 == self.steps:
+                self._save(step + 1, settings)
+            yield step + 1
+
+    def finish(self) -> None:
+        """Delete the checkpoint, once the heads are saved."""
+        self._checkpoint.remove()
+
+    def told(self) -> str:
+        """Loss and accuracy of the last steps."""
+        losses, hits = self.history.losses[-20:], self.history.hits[-20:]
+        if not losses:
+            return ""
+        shares = (f"{100 * sum(column) / len(column):.0f}" for column in zip(*hits, strict=True))
+        return f"loss {sum(losses) / len(losses):.3f}, heads right {'/'.join(shares)}%"
+
+    def _step(self, step: int) -> None:
+        lessons = self._curriculum.step(step)
+        known = [
+            sum(int(lesson.drafted[2 + head :].sum()) for lesson in lessons) for head in range(len(self.heads.steps))
+        ]
+        mine = lessons[self._crew.rank :: self._crew.size]
+        at_once = self._config.at_once or len(mine)
+        parts = [mine[start : start + at_once] for start in range(0, len(mine), at_once)]
+        sums = torch.zeros(1 + len(known), device=self._teacher.device)
+        for number, part in enumerate(parts, start=1):
+            with self._crew.quietly(self._loss) if number < len(parts) else nullcontext():
+                sums += self._learn(Batch.of(part, self._teacher.device), sum(known))
+        length = torch.nn.utils.clip_grad_norm_(self.heads.parameters(), LONGEST_GRADIENT)
+        if not math.isfinite(float(length)):
+            raise HeadsError(
+                f"the loss is no number any more in step {step + 1}: take a lower --rate, or --dtype float32; "
+                "another --out begins anew"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.rate * pace(step, self.steps, self._config.warm_up)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        total, *hits = self._crew.total(sums).tolist()
+        self.history.losses.append(total / sum(known))
+        self.history.hits.append([hit / max(1, count) for hit, count in zip(hits, known, strict=True)])
+
+    def _learn(self, batch: Batch, known: int) -> torch.Tensor:
+        with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self._in_half):
+            taught = self._teacher.read(batch.ids)
+            places = places_of(batch, len(self.heads.steps))
+            loss, hits = self._loss(batch, places, taught.hidden, taught.embedded, taught.logits)
+        # The mean over the processes must be the mean over all that is known.
+        (loss * (len(self.heads.steps) * self._crew.size / known)).backward()
+        return torch.cat([loss.detach()[None], hits.to(loss)])
+
+    def _save(self, done: int, settings: dict[str, Any]) -> None:
+        if self._crew.rank == 0:
+            kept = {
+                "heads": self.heads.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "done": done,
+                "losses": self.history.losses,
+                "hits": self.history.hits,
+                "settings": settings,
+            }
+            try:
+                with self._checkpoint.replaced() as stream:
+                    torch.save(kept, stream)
+            except RuntimeError as error:
+                raise HeadsError(
+                    f"{self._checkpoint.path} cannot be written ({reason_of(error)}): {self._checkpoint.advice}"
+                ) from error
+        self._crew.wait()
+
+    def _restore(self, settings: dict[str, Any]) -> int:
+        if not self._checkpoint.exists():
+            return 0
+        try:
+            kept = torch.load(self._checkpoint.path, map_location=self._teacher.device, weights_only=True)
+            found = kept["settings"]
+        except Exception as error:  # torch raises errors of many classes for a damaged file
+            raise HeadsError(
+                f"{self._checkpoint.path} cannot be read ({reason_of(error)}): move it away to begin anew"
+            ) from error
+        if found != settings:
+            names = ", ".join(name for name in settings if found.get(name) != settings[name]) or "other settings"
+            raise HeadsError(
+                f"{self._checkpoint.path} is of a training with other settings ({names}): give the same ones to go "
+                "on, choose another --out, or move it away"
+            )
+        self.heads.load_state_dict(kept["heads"])
+        self._optimizer.load_state_dict(kept["optimizer"])
+        self.history = History(kept["losses"], kept["hits"])
+        return int(kept["done"])
+
+
+def checkpoint_file(folder: Path) -> OutputFile:
+    """The checkpoint of a training in this folder."""
+    advice = "make room, choose another --out, or move it away, and run the command again"
+    return OutputFile(folder / CHECKPOINT, "a checkpoint of hdtool train-heads", _is_checkpoint, HeadsError, advice)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            kept = torch.load(path, map_location="meta", weights_only=True)  # without reading the tensors
+    except OSError:
+        raise
+    except Exception:  # torch raises errors of many classes for a file of another origin
+        return False
+    return isinstance(kept, dict) and kept.keys() == KEYS
+
+
+def pace(step: int, steps: int, warm_up: float) -> float:
+    """Share of the full rate: up along a line, then down along a cosine."""
+    rising = max(1, round(warm_up * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+def takes_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies in bfloat16 itself."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    asked = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(device.type == "cpu" and asked and asked())

@@ -1,0 +1,85 @@
+"""Build a corpus index: documents of token ids in, a store of suffix-array shards out.
+
+The documents stream to disk first; then every shard is sorted where it lies, several at once, so
+that memory is bounded by the size of a shard and not by that of the corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hdtool.builders.stores.document_file import DocumentFile
+from hdtool.builders.stores.engine import Engine, LocalEngine
+from hdtool.builders.stores.shards import ShardFiles
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source, token_type
+from hdtool.data.stores.store import Manifest, TokenizerMark, building
+from hdtool.runtime.config import BuildConfig
+from hdtool.runtime.stores.corpus_index import KIND
+from hdtool.runtime.stores.suffix_search import ShardPlace, signposts_in
+
+LEAST_TOKENS = 2
+"""Of a shard: a token and an end."""
+
+
+def build_corpus_index(
+    folder: Path,
+    documents: Iterable[Document],
+    tokenizer: TokenizerMark,
+    sources: Sequence[Source],
+    *,
+    shard_bytes: int = BuildConfig.shard_bytes,
+    engine: Engine | None = None,
+    replaces: Manifest | None = None,
+) -> Manifest:
+    """Write the index of all documents to ``folder``, replacing the one there in one step.
+
+    ``engine`` sorts the shards; none means a process for each core. ``replaces`` is the manifest of the
+    store at ``folder`` that the documents are from: if another store is there by now, that is an error.
+    """
+    end = tokenizer.vocab_size
+    width = token_type(end)
+    with building(folder, replaces) as build:
+        with DocumentFile(build.path("documents"), end, sources) as file:
+            shards = _write_documents(file, documents, max(LEAST_TOKENS, shard_bytes // width.itemsize))
+        if not shards:
+            raise StoreError("the corpus holds no text at all: name files that do")
+        documents_at, suffixes, heads, signposts = map(build.path, ("documents", "suffixes", "heads", "signposts"))
+        files = ShardFiles(documents_at, suffixes, heads, signposts, width, end)
+        files.lay_out(shards)
+        (engine or LocalEngine()).sort(files, shards)
+        np.array(shards, np.int64).tofile(build.path("shards"))
+        counts = {
+            "tokens": sum(shard.suffixes for shard in shards),
+            "documents": file.documents,
+            "shards": len(shards),
+        }
+        options = {"token_bytes": width.itemsize, "shard_bytes": shard_bytes}
+        return build.commit(Manifest(KIND, tokenizer, counts, options, file.shares()))
+
+
+def _write_documents(file: DocumentFile, documents: Iterable[Document], most: int) -> list[ShardPlace]:
+    """Stream the documents to disk, in shards of at most ``most`` tokens and ends."""
+    shards: list[ShardPlace] = []
+    start = documents_before = 0
+
+    def close() -> None:
+        nonlocal start, documents_before
+        size, ends = file.size - start, file.documents - documents_before
+        last = shards[-1] if shards else ShardPlace(0, 0, 0, 0, 0)
+        signpost = last.signpost + signposts_in(last.suffixes)
+        shards.append(ShardPlace(start, size, last.suffix + last.suffixes, size - ends, signpost))
+        start, documents_before = file.size, file.documents
+
+    for document in documents:
+        for at in range(0, len(document.ids), most - 1):
+            piece = document.ids[at : at + most - 1]
+            if file.size - start + len(piece) + 1 > most:
+                close()
+            file.add(piece, document.source)
+    if file.size > start:
+        close()
+    return shards

@@ -1,0 +1,159 @@
+"""Build a model store: a model's answers in, what it often says out.
+
+The answers stream to disk first. There the most frequent sequences of two to five tokens are counted,
+several lengths at once; those of each length are sorted by what they start with and written twice: as
+flat arrays for look-ups, and as LMDB for everybody else, which goes on while longer ones are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+
+from hdtool.builders.stores.document_file import DocumentFile
+from hdtool.builders.stores.engine import Engine, LocalEngine
+from hdtool.builders.stores.lmdb_entries import Group, write_entries
+from hdtool.builders.stores.sequences import Answers, table_size
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source, token_type
+from hdtool.data.stores.store import Manifest, TokenizerMark, building
+from hdtool.runtime.config import BuildConfig
+from hdtool.runtime.stores.model_store import (
+    DISTINCT,
+    HASH_HIGH,
+    HASH_LOW,
+    KEY_WIDTH,
+    KIND,
+    LONGEST_PREFIX,
+    LONGEST_PROBE,
+    PHRASE,
+    START,
+    STOP,
+    TOTAL,
+    Ints,
+    halves,
+    sequence_hash,
+    slot_of,
+)
+
+DOUBLINGS = 3
+"""Of the hash table at most, for keys that lie too close together."""
+
+
+def build_model_store(
+    folder: Path,
+    documents: Iterable[Document],
+    tokenizer: TokenizerMark,
+    sources: Sequence[Source],
+    *,
+    top_k: int = BuildConfig.top_k,
+    per_key: int = BuildConfig.per_key,
+    once_per_document: bool = True,
+    engine: Engine | None = None,
+    replaces: Manifest | None = None,
+) -> Manifest:
+    """Write the store of all documents to ``folder``, replacing the one there in one step.
+
+    Of each length the ``top_k`` most frequent sequences are kept: as prefixes with what comes next, and
+    those of five tokens also as phrases after their first; of these at most ``per_key`` for each prefix
+    or token. Among equals the one with the smaller tokens goes first. ``replaces`` is the manifest of the
+    store at ``folder`` that the documents are from: if another store is there by now, that is an error.
+    """
+    end = tokenizer.vocab_size
+    with building(folder, replaces) as build:
+        with DocumentFile(build.path("documents"), end, sources) as file:
+            for document in documents:
+                file.add(document.ids, document.source)
+        if not file.longest:
+            raise StoreError("the answers hold no text at all: name files that do")
+        if file.longest <= PHRASE:
+            raise StoreError(f"the longest answer has {file.longest} tokens: name files with answers of more than 4")
+        tokens = np.asarray(np.memmap(build.path("documents"), token_type(end), "r"))
+        answers = Answers(tokens, end, once_per_document)
+        groups: list[Group] = []
+        in_order = (engine or LocalEngine()).mine(answers, top_k, per_key)
+        numbered = enumerate(_noted(in_order, groups), start=1)
+        write_entries(build.path("entries"), numbered, (LONGEST_PREFIX + 1) * min(top_k, len(tokens)))
+        *levels, phrases = groups
+        arrays = {**_hashed(levels), **_by_token(phrases, end)}
+        for part, array in arrays.items():
+            array.tofile(build.path(part))
+        shares = file.shares()
+        counts = {
+            "tokens": sum(share.tokens for share in shares),
+            "documents": file.documents,
+            "keys": len(arrays["keys"]),
+            "continuations": len(arrays["rows"]),
+            "phrases": len(arrays["phrases"]),
+        }
+        options = {
+            "token_bytes": tokens.itemsize,
+            "top_k": top_k,
+            "per_key": per_key,
+            "once_per_document": once_per_document,
+        }
+        return build.commit(Manifest(KIND, tokenizer, counts, options, shares))
+
+
+def _noted(groups: Iterable[Group], notes: list[Group]) -> Iterator[Group]:
+    for group in groups:
+        notes.append(group)
+        yield group
+
+
+def _hashed(levels: list[Group]) -> dict[str, Ints]:
+    """The prefixes of all lengths as a hash table, and what comes next after each."""
+    keys = np.empty((sum(len(level.heads) for level in levels), KEY_WIDTH), np.int32)
+    key = row = 0
+    for level in levels:
+        of_level = keys[key : key + len(level.heads)]
+        of_level[:, START], of_level[:, STOP] = level.starts + row, level.stops + row
+        of_level[:, TOTAL], of_level[:, DISTINCT] = level.totals, level.distinct
+        key, row = key + len(level.heads), row + len(level.counts)
+    rows = np.concatenate([np.column_stack([level.tokens, level.counts]) for level in levels])
+    heads = [level.heads for level in levels]
+    return {"slots": _table(keys, heads), "keys": keys, "rows": rows.astype(np.int32)}
+
+
+def _table(keys: Ints, heads: list[Ints]) -> Ints:
+    """The hash table of all prefixes, so large that a search for each ends within ``LONGEST_PROBE`` slots.
+
+    Keys whose hashes are equal do not get apart in any table: after some doublings the rest is left out.
+    """
+    size = table_size(len(keys))
+    for _ in range(DOUBLINGS + 1):
+        slots = np.full(size, -1, np.int32)
+        firsts = np.cumsum([0, *map(len, heads)])
+        if not sum(_fill(slots, keys, own, first) for own, first in zip(heads, firsts, strict=False)):
+            break
+        size *= 2
+    return slots
+
+
+@njit(cache=True, nogil=True)
+def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
+    """Enter prefixes into the hash table, the keys from ``first`` on; how many found no slot."""
+    mask, left_out = len(slots) - 1, 0
+    for number in range(len(heads)):
+        mark = sequence_hash(heads[number], 0, heads.shape[1])
+        keys[first + number, HASH_LOW], keys[first + number, HASH_HIGH] = halves(mark)
+        slot, probes = slot_of(mark, mask), 1
+        while slots[slot] >= 0 and probes < LONGEST_PROBE:
+            slot = (slot + 1) & mask
+            probes += 1
+        if slots[slot] < 0:
+            slots[slot] = first + number
+        else:
+            left_out += 1
+    return left_out
+
+
+def _by_token(phrases: Group, end: int) -> dict[str, Ints]:
+    """Phrases, and for each token where those begin that follow it."""
+    sizes = np.zeros(end + 1, np.int32)
+    sizes[phrases.heads[:, 0].astype(np.int64) + 1] = phrases.stops - phrases.starts
+    rows = np.column_stack([phrases.tokens, phrases.counts])
+    return {"heads": np.cumsum(sizes, dtype=np.int32), "phrases": rows.astype(np.int32)}

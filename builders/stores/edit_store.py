@@ -1,0 +1,170 @@
+"""Stores made from stores: united, added to, or freed of what one source brought.
+
+A store keeps its documents as tokens, so it can be built anew without the texts that they came
+from; the result is the store that a build from all the texts that remain would have given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source, Tokens, stored_documents, with_sources
+from hdtool.data.stores.store import (
+    Manifest,
+    SourceShare,
+    TokenizerMark,
+    check_destination,
+    read_store,
+    recorded_name,
+    require,
+)
+from hdtool.data.stores.store_files import printable
+from hdtool.runtime.stores.corpus_index import KIND as CORPUS
+from hdtool.runtime.stores.inspect_store import documents_of
+
+CORPUS_OPTIONS = ("shard_bytes",)
+MODEL_OPTIONS = ("top_k", "per_key", "once_per_document")
+"""Options of a build that the manifest records and that a store made from a store keeps."""
+HASH_PREFIX = re.compile("[0-9a-f]{8,64}", re.IGNORECASE)
+"""A source's hash, or as much of it as selects one."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The documents of a store and where they are from, mapped: they stay readable when the store is replaced."""
+
+    folder: Path
+    manifest: Manifest
+    tokens: Tokens
+
+    @classmethod
+    def of(cls, folder: Path) -> Contents:
+        return read_store(folder, lambda manifest: cls(folder, manifest, documents_of(folder, manifest)))
+
+    @property
+    def sources(self) -> list[Source]:
+        return [Source(share.name, share.sha256) for share in self.manifest.sources]
+
+    def documents(self) -> Iterator[Document]:
+        documents = stored_documents(self.tokens, self.manifest.tokenizer.vocab_size)
+        return with_sources(documents, [share.records for share in self.manifest.sources])
+
+
+class Dropped(NamedTuple):
+    """What ``drop`` did."""
+
+    manifest: Manifest
+    removed: tuple[SourceShare, ...]
+
+
+def merge(folders: Sequence[Path], out: Path) -> Manifest:
+    """One store of all; a source that several hold, by its content, is taken once."""
+    check_destination(out)
+    parts = [Contents.of(folder) for folder in folders]
+    first = parts[0].manifest
+    for part in parts[1:]:
+        require(part.manifest, part.folder, first.kind, first.tokenizer)
+    sources: list[Source] = []
+    seen: set[str] = set()
+
+    def documents() -> Iterator[Document]:
+        for part, places in zip(parts, chosen, strict=True):
+            yield from _moved(part.documents(), places)
+
+    chosen: list[dict[int, int]] = []
+    for part in parts:
+        places = {}
+        for number, source in enumerate(part.sources):
+            if source.sha256 not in seen:
+                seen.add(source.sha256)
+                places[number] = len(sources)
+                sources.append(source)
+        chosen.append(places)
+    replaced = next((part.manifest for part in parts if out.exists() and out.samefile(part.folder)), None)
+    return _build(out, first, documents(), sources, replaced)
+
+
+def add(
+    folder: Path,
+    documents: Iterable[Document],
+    sources: Sequence[Source],
+    tokenizer: TokenizerMark,
+    kind: str | None = None,
+) -> Manifest:
+    """The store with more documents after those it has; they were read for a store of ``kind``, if it is given."""
+    old = Contents.of(folder)
+    require(old.manifest, folder, kind or old.manifest.kind, tokenizer)
+    known = {source.sha256: source.name for source in old.sources}
+    for source in sources:
+        if source.sha256 in known:
+            raise StoreError(
+                f"{printable(source.name)} is in {folder} already, as {printable(known[source.sha256])}: leave it out"
+            )
+    before = len(old.sources)
+
+    def all_documents() -> Iterator[Document]:
+        yield from old.documents()
+        yield from (Document(document.ids, before + document.source) for document in documents)
+
+    return _build(folder, old.manifest, all_documents(), [*old.sources, *sources], old.manifest)
+
+
+def drop(folder: Path, name: str) -> Dropped:
+    """The store without one source: nothing that only it brought is left in any file.
+
+    ``name`` is the recorded name, a file name that only one source has, or 8 or more digits of the hash.
+    """
+    old = Contents.of(folder)
+    shares = old.manifest.sources
+    removed = _selected(folder, shares, name)
+    places = {number: place for place, number in enumerate(n for n in range(len(shares)) if shares[n] not in removed)}
+    if not places:
+        raise StoreError(f"{name} is all that {folder} holds: delete the store instead")
+    kept = [source for number, source in enumerate(old.sources) if number in places]
+    manifest = _build(folder, old.manifest, _moved(old.documents(), places), kept, old.manifest)
+    return Dropped(manifest, removed)
+
+
+def _selected(folder: Path, shares: Sequence[SourceShare], name: str) -> tuple[SourceShare, ...]:
+    """The shares of the source that ``name`` selects; several only if their names and hashes are equal."""
+    recorded = recorded_name(name)
+    found = [share for share in shares if share.name == recorded]
+    advice = "by its hash"
+    if not found:
+        found = [share for share in shares if PurePath(share.name).name == recorded]
+        advice = "by its whole path or by its hash"
+    if not found and HASH_PREFIX.fullmatch(name):
+        found = [share for share in shares if share.sha256.startswith(name.lower())]
+        advice = "by its whole path or by more of its hash"
+    if not found:
+        names = ", ".join(share.label for share in shares)
+        raise StoreError(f"{folder} has no source {printable(recorded)}: it holds {names}")
+    if len({(share.name, share.sha256) for share in found}) > 1:
+        names = ", ".join(share.label for share in found)
+        raise StoreError(f"{folder} has several sources {printable(recorded)}: {names}: name one {advice}")
+    return tuple(found)
+
+
+def _moved(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Document]:
+    """The documents of the sources that have a new place, numbered by it."""
+    return (Document(document.ids, places[document.source]) for document in documents if document.source in places)
+
+
+def _build(
+    folder: Path,
+    like: Manifest,
+    documents: Iterable[Document],
+    sources: Sequence[Source],
+    replaces: Manifest | None,
+) -> Manifest:
+    """A store with the kind, the tokenizer and the options of another."""
+    build, names = (build_corpus_index, CORPUS_OPTIONS) if like.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
+    options = {name: like.options[name] for name in names if name in like.options}
+    return build(folder, documents, like.tokenizer, sources, replaces=replaces, **options)

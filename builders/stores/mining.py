@@ -1,0 +1,61 @@
+"""What the most frequent sequences of a model's answers say: groups of continuations, by what they follow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hdtool.builders.stores.lmdb_entries import Group
+from hdtool.builders.stores.sequences import Answers, Frequent, most_frequent
+from hdtool.runtime.stores.model_store import PHRASE, Ints
+
+LENGTHS = range(2, PHRASE + 2)
+LARGEST_COUNT = 2**31 - 1
+
+
+def mined(answers: Answers, length: int, top_k: int, per_key: int) -> list[Group]:
+    """The groups of the most frequent sequences of a length."""
+    return groups_of(answers, length, most_frequent(answers, length, top_k), per_key)
+
+
+def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -> list[Group]:
+    """What the sequences of a length say: what comes next, and of the longest also phrases."""
+    tokens = answers.tokens[frequent.places[:, None] + np.arange(length)]
+    groups = [_group(tokens, frequent, length - 1, per_key)]
+    if length == PHRASE + 1:
+        groups.append(_group(tokens, frequent, 1, per_key))
+    return groups
+
+
+def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group:
+    """Sequences by their prefixes, the most frequent first."""
+    counts = np.minimum(frequent.counts, LARGEST_COUNT)
+    order = _sorted([*tokens.T[:prefix], counts.max() - counts, *tokens.T[prefix:]])
+    tokens, frequent, counts = tokens[order], frequent[order], counts[order]
+    firsts = np.flatnonzero(np.append(True, (tokens[1:, :prefix] != tokens[:-1, :prefix]).any(1)))
+    sizes = np.diff(np.append(firsts, len(tokens)))
+    chosen = np.arange(len(tokens)) - np.repeat(firsts, sizes) < per_key
+    totals, distinct = frequent.totals[firsts], frequent.distinct[firsts]
+    if prefix + 1 < tokens.shape[1]:
+        totals, distinct = np.add.reduceat(counts, firsts), sizes  # what was counted is another prefix's
+    return Group(
+        heads=tokens[firsts, :prefix],
+        totals=np.minimum(totals, LARGEST_COUNT),
+        distinct=np.minimum(distinct, LARGEST_COUNT),
+        stops=np.cumsum(np.minimum(sizes, per_key)),
+        tokens=tokens[chosen, prefix:],
+        counts=counts[chosen],
+    )
+
+
+def _sorted(columns: list[Ints]) -> Ints:
+    """The order of rows by these columns, no two alike; as many columns as fit are sorted as one number."""
+    keys = [np.zeros(len(columns[0]), np.uint64)]
+    free = 64
+    for column in columns:
+        bits = int(column.max()).bit_length()
+        if bits > free:
+            keys.append(np.zeros_like(keys[0]))
+            free = 64
+        free -= bits
+        keys[-1] |= column.astype(np.uint64) << np.uint64(free)
+    return np.argsort(keys[0]) if len(keys) == 1 else np.lexsort(keys[::-1])

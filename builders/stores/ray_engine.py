@@ -1,0 +1,193 @@
+"""Ray carries out the tasks of a build: on a cluster, or on workers that it starts on this machine.
+
+Workers read the inputs by their paths and get all else through Ray; what they make comes back through it, and this
+process alone writes the store. So whoever dies in the middle leaves nothing behind, and Ray does a lost task again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from hdtool.builders.stores.lmdb_entries import Group
+from hdtool.builders.stores.mining import LENGTHS, groups_of
+from hdtool.builders.stores.ray_cluster import faults_told, joined, largest_memory, on_each_node
+from hdtool.builders.stores.sequences import Answers, Frequent, frequent_of_part, parts_of, united
+from hdtool.builders.stores.shards import MEMORY_A_BYTE, ShardFiles, SortedShard, sorted_shard
+from hdtool.builders.stores.tokenize import BATCH, ids_of
+from hdtool.data.errors import ClusterError
+from hdtool.data.progress import Bar, bar
+from hdtool.data.records import Portion, Reading
+from hdtool.data.stores.documents import Document, Tokens, token_type
+from hdtool.data.stores.store import checksum
+from hdtool.runtime.stores.suffix_search import ShardPlace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+READ_AHEAD = 8
+"""Stretches of an input that its reader keeps ready."""
+LIGHT: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+"""Readers mostly wait, and must not keep those out who work on what they have read."""
+
+T = TypeVar("T")
+
+
+@contextmanager
+def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iterator[RayEngine]:
+    """An engine on the cluster at ``address``, or on so many workers of this machine, for as long as it is needed."""
+    with joined(address, workers) as ray:
+        yield RayEngine(ray, workers, quiet=quiet)
+
+
+class RayEngine:
+    """A cluster that is there for this build."""
+
+    def __init__(self, ray: Any, workers: int | None, *, quiet: bool) -> None:
+        self._ray, self._quiet = ray, quiet
+        self._cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
+        self._sorters = min(workers or self._cpus, self._cpus)
+
+    def prepare(self, reading: Reading) -> None:
+        """All nodes must see the same inputs and bring the same programs."""
+        paths = _absolute(reading)
+        expected = _versions(), reading.sizes
+        for node, (versions, sizes) in on_each_node(self._ray, _what_is_there, paths):
+            if versions != expected[0]:
+                raise ClusterError(
+                    f"node {node} of the Ray cluster has {versions}, this process has {expected[0]}: "
+                    "install the same versions on all nodes"
+                )
+            for path, here, there in zip(paths, reading.sizes, sizes, strict=True):
+                if here != there:
+                    found = "does not see it" if there is None else f"finds {there:,} bytes there instead of {here:,}"
+                    raise ClusterError(
+                        f"{path} cannot be read by all workers: node {node} of the Ray cluster {found}; "
+                        "put it where every node has it under the same path, as on a shared disk"
+                    )
+        hashes = self._results(_hash_of, [(path,) for path in paths], **LIGHT)
+        reading.hashes.update(enumerate(hashes))
+
+    def documents(self, reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
+        with faults_told(self._ray):
+            shared, encode = self._ray.put(tokenizer), self._task(_encoded)
+            streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": READ_AHEAD}
+            read = self._task(_portions, **streaming, **LIGHT)
+            width = token_type(len(tokenizer)).str
+            inputs = enumerate(_absolute(reading))
+            readers = ((source, read.remote(path, reading.answers_only)) for source, path in inputs)
+            portions = ((source, portion) for source, reader in _ahead(readers, self._readers) for portion in reader)
+            encoded = ((source, encode.remote(portion, shared, width)) for source, portion in portions)
+            reading.restart()
+            for source, done in _ahead(encoded, 2 * self._cpus):
+                portion, ids, ends = self._ray.get(done)
+                reading.take(portion)
+                for document in np.split(ids, ends):
+                    yield Document(document, source)
+                shown.to(reading.bytes_read)
+            reading.finish()
+
+    def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
+        memory = MEMORY_A_BYTE * max(shard.tokens for shard in shards) * files.width.itemsize
+        if memory > (most := largest_memory(self._ray)):
+            raise ClusterError(
+                f"sorting a shard takes {memory / 2**30:.1f} GiB of memory, and no node of the Ray cluster offers more "
+                f"than {most / 2**30:.1f}: choose smaller --shard-bytes"
+            )
+        jobs = ((files.tokens(shard), files.end) for shard in shards)
+        done: Iterator[SortedShard] = self._results(sorted_shard, jobs, self._sorters, memory=memory)
+        with bar(len(shards), "shards sorted", quiet=self._quiet) as shown:
+            for (number, shard), result in zip(enumerate(shards), done, strict=True):
+                files.write(number, shard, result)
+                shown.advance()
+
+    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[Group]:
+        parts = parts_of(answers)
+        jobs = [(length, part) for length in LENGTHS for part in range(parts)]
+        with faults_told(self._ray), bar(len(jobs), "parts counted", quiet=self._quiet) as shown:
+            shared = self._ray.put(answers.tokens)
+            count = self._task(_counted)
+            told = (
+                count.remote(shared, answers.end, answers.once, length, part, parts, top_k) for length, part in jobs
+            )
+            found = _ahead(told, 2 * self._cpus)
+
+            def of_length() -> Iterator[Frequent]:
+                for _ in range(parts):
+                    yield self._ray.get(next(found))
+                    shown.advance()
+
+            for length in LENGTHS:
+                yield from groups_of(answers, length, united(answers, length, of_length(), top_k), per_key)
+
+    @property
+    def _readers(self) -> int:
+        return max(1, self._cpus // 4)
+
+    def _task(self, function: Any, **options: Any) -> Any:
+        return self._ray.remote(function).options(**options) if options else self._ray.remote(function)
+
+    def _results(
+        self, function: Any, jobs: Iterable[tuple[Any, ...]], at_once: int = 0, **options: Any
+    ) -> Iterator[Any]:
+        """What a function says to each job, in their order."""
+        with faults_told(self._ray):
+            task = self._task(function, **options)
+            told = (task.remote(*job) for job in jobs)
+            for done in _ahead(told, at_once or 2 * self._cpus):
+                yield self._ray.get(done)
+
+
+def _absolute(reading: Reading) -> list[str]:
+    """Workers stand in folders of their own."""
+    return [os.path.abspath(path) for path in reading.inputs]
+
+
+def _ahead(items: Iterable[T], count: int) -> Iterator[T]:
+    """The items, with so many of them begun before they are asked for."""
+    begun: deque[T] = deque()
+    for item in items:
+        begun.append(item)
+        if len(begun) > count:
+            yield begun.popleft()
+    yield from begun
+
+
+# What workers do ---------------------------------------------------------------------------------
+
+
+def _versions() -> str:
+    """Of all that the bytes of a store may depend on."""
+    return ", ".join(f"{name} {metadata.version(name)}" for name in ("hdtool", "tokenizers", "transformers"))
+
+
+def _what_is_there(paths: list[str]) -> tuple[str, list[int | None]]:
+    return _versions(), [os.stat(path).st_size if os.path.exists(path) else None for path in paths]
+
+
+def _hash_of(path: str) -> str:
+    return checksum(Path(path))
+
+
+def _portions(path: str, answers_only: bool) -> Iterator[Portion]:
+    yield from Reading([Path(path)], answers_only=answers_only).portions(BATCH)
+
+
+def _encoded(portion: Portion, tokenizer: PreTrainedTokenizerBase, width: str) -> tuple[Portion, Tokens, Tokens]:
+    """The ids of all texts one after another, and where each but the last ends."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for each core
+    ids = ids_of(portion.texts, tokenizer)
+    ends = np.cumsum([len(text) for text in ids], dtype=np.int64)[:-1]
+    flat = np.concatenate([np.array(text, np.dtype(width)) for text in ids]) if ids else np.empty(0, np.dtype(width))
+    return portion.without_texts(), flat, ends
+
+
+def _counted(tokens: Tokens, end: int, once: bool, length: int, part: int, parts: int, top_k: int) -> Frequent:
+    return frequent_of_part(Answers(tokens, end, once), length, part, parts, top_k)

@@ -1,0 +1,176 @@
+"""Token sequences of documents on disk, counted exactly in bounded memory.
+
+What hashing finds is compared token by token. Where a hash table of bounded size cannot hold all
+sequences it counts those of one part of the prefixes after the other, so memory depends on the table
+and not on the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from hdtool.runtime.stores.model_store import Ints, mixed, sequence_hash, slot_of
+
+TABLE_SLOTS = 1 << 21
+"""Of the counting table at most, a power of two. Counting takes about 40 bytes of memory a slot."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The documents on disk and how they are counted."""
+
+    tokens: Ints
+    end: int
+    once: bool
+    """Whether a sequence counts once in a document, however often it is in there."""
+
+    @property
+    def place_type(self) -> np.dtype[Any]:
+        return np.dtype(np.int32 if len(self.tokens) < 2**31 else np.int64)
+
+
+@dataclass(frozen=True)
+class Frequent:
+    """Sequences of one length, an item each: a prefix and the token that comes next."""
+
+    places: Ints
+    """Where it is in the documents."""
+    counts: Ints
+    totals: Ints
+    """The counts of all sequences with the same prefix."""
+    distinct: Ints
+    """How many there are of them."""
+
+    def __getitem__(self, chosen: Ints) -> Frequent:
+        return Frequent(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def __add__(self, other: Frequent) -> Frequent:
+        both = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return Frequent(*(np.concatenate(pair) for pair in both))
+
+
+def most_frequent(answers: Answers, length: int, top_k: int) -> Frequent:
+    """The ``top_k`` most frequent sequences of a length; among equals those with the smaller tokens."""
+    parts = parts_of(answers)
+    found = (frequent_of_part(answers, length, part, parts, top_k) for part in range(parts))
+    return united(answers, length, found, top_k)
+
+
+def parts_of(answers: Answers) -> int:
+    """Into how many parts the prefixes are cut so that those of each may fit into the counting table."""
+    return 1 << (len(answers.tokens) * 4 // (_slots(answers) * 3)).bit_length()
+
+
+def frequent_of_part(answers: Answers, length: int, part: int, parts: int, top_k: int) -> Frequent:
+    """The most frequent sequences among those whose prefixes are of one part."""
+    size = _slots(answers)
+    table, repeats = np.full(size, -1, answers.place_type), np.zeros(size, np.uint32)
+    if _count(answers.tokens, answers.end, length, part, parts, answers.once, table, repeats):
+        found = _all_of(answers.tokens, length, table, repeats)
+        return found[_best(answers.tokens, found.places, found.counts, length, top_k)]
+    del table, repeats  # the part does not fit; its halves are counted one after the other
+    halves = (frequent_of_part(answers, length, half, 2 * parts, top_k) for half in (part, part + parts))
+    return united(answers, length, halves, top_k)
+
+
+def united(answers: Answers, length: int, found: Iterable[Frequent], top_k: int) -> Frequent:
+    """The most frequent sequences of several parts."""
+    best = Frequent(*np.empty((4, 0), np.int64))
+    for more in found:
+        best += more
+        best = best[_best(answers.tokens, best.places, best.counts, length, top_k)]
+    return best
+
+
+def _slots(answers: Answers) -> int:
+    return min(table_size(len(answers.tokens)), TABLE_SLOTS)
+
+
+def table_size(entries: int) -> int:
+    """Slots of a hash table that stays half empty; a power of two."""
+    return 1 << (2 * entries).bit_length()
+
+
+def _all_of(tokens: Ints, length: int, table: Ints, repeats: Ints) -> Frequent:
+    """The sequences in a table that holds all those of their prefixes."""
+    used = np.flatnonzero(table >= 0)
+    places, counts = table[used].astype(np.int64), repeats[used] + np.int64(1)
+    totals, distinct = _by_prefix(tokens, places, counts, length - 1, np.full(table_size(len(used)), -1, np.int32))
+    return Frequent(places, counts, totals, distinct)
+
+
+def _best(tokens: Ints, places: Ints, counts: Ints, length: int, most: int) -> Ints:
+    """Which of some different sequences are the ``most`` frequent; among equals those with the smaller tokens."""
+    if len(places) <= most:
+        return np.arange(len(places))
+    least = np.sort(counts)[-most]  # numpy sorts numbers with many equals faster than it selects from them
+    best = [np.flatnonzero(counts > least)]
+    equal = np.flatnonzero(counts == least)
+    missing = most - len(best[0])
+    for offset in range(length):
+        column = tokens[places[equal] + offset].astype(np.int64)  # numpy selects from two-byte numbers slowly
+        largest = np.partition(column, missing - 1)[missing - 1]
+        best.append(equal[column < largest])
+        missing -= len(best[-1])
+        equal = equal[column == largest]
+    return np.concatenate([*best, equal])
+
+
+@njit(cache=True, nogil=True)
+def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: bool, places: Ints, repeats: Ints) -> bool:
+    """Count the sequences whose prefixes are of one part in a table of their last places; whether they fit."""
+    room, mask = len(places) // 4 * 3, len(places) - 1
+    begin = 0
+    for last in range(len(tokens)):
+        if tokens[last] == end:
+            begin = last + 1
+        at = last + 1 - length
+        if at < begin:
+            continue
+        prefix = sequence_hash(tokens, at, length - 1)
+        if np.int64(prefix >> np.uint64(32)) & (parts - 1) != part:
+            continue
+        slot = slot_of(mixed(prefix, np.int64(tokens[last])), mask)
+        while places[slot] >= 0 and not _same(tokens, places[slot], at, length):
+            slot = (slot + 1) & mask
+        if places[slot] < 0:
+            room -= 1
+            if room < 0:
+                return False
+        elif not once or places[slot] < begin:
+            repeats[slot] += 1
+        places[slot] = at
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _by_prefix(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Ints) -> tuple[Ints, Ints]:
+    """For each of some sequences the counts of all with its prefix, and how many these are."""
+    mask = len(table) - 1
+    firsts = np.empty(len(places), np.int32)  # the first sequence with the same prefix
+    totals, distinct = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
+    for number in range(len(places)):
+        slot = slot_of(sequence_hash(tokens, places[number], prefix), mask)
+        while table[slot] >= 0 and not _same(tokens, places[table[slot]], places[number], prefix):
+            slot = (slot + 1) & mask
+        if table[slot] < 0:
+            table[slot] = number
+        firsts[number] = table[slot]
+        totals[firsts[number]] += counts[number]
+        distinct[firsts[number]] += 1
+    for number in range(len(places)):
+        totals[number], distinct[number] = totals[firsts[number]], distinct[firsts[number]]
+    return totals, distinct
+
+
+@njit(cache=True, nogil=True)
+def _same(tokens: Ints, one: int, other: int, length: int) -> bool:
+    for offset in range(length):  # noqa: SIM110 - compiled code has no generators
+        if tokens[one + offset] != tokens[other + offset]:
+            return False
+    return True

@@ -1,0 +1,68 @@
+"""How the scores of a benchmark are told: as tables of 80 columns, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from textwrap import fill
+from typing import Any
+
+from hdtool.data.bench_results import Results
+from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores
+
+MISSING = "-"
+WIDTH = 80
+COLUMNS = (19, 9, 10, 10, 11, 10, 10)
+
+
+def record(results: Results, scores: Scores) -> dict[str, Any]:
+    """What ``--json`` prints; names stay as they are once they have shipped."""
+    run = results.run
+    told = ("model", "device", "dtype", "threads", "machine")
+    return {
+        **{name: run.surroundings[name] for name in told},
+        "temperature": run.options["temperature"],
+        "questions": run.questions,
+        "started": run.started,
+        **scores.to_json(),
+    }
+
+
+def table(results: Results, scores: Scores) -> str:
+    """What was measured on what, then a block for each task, the tasks taken together last."""
+    run = results.run
+    about = run.surroundings
+    heads = [
+        f"{about['model']} on {about['device']} in {about['dtype']}, {run.questions} questions, "
+        f"temperature {run.options['temperature']:g}",
+        f"{about['machine']}, threads: {about['threads']}",
+    ]
+    notes = [f"tokens/s: mean over questions; speed-up: against {scores.baseline}", "per step: tokens a forward pass"]
+    if scores.reference:
+        notes.append(f"identical: questions with the very tokens of {scores.reference} in all turns")
+    blocks = [_block(task, found) for task, found in scores.tasks.items()]
+    return "\n\n".join(["\n".join(fill(head, WIDTH) for head in heads), *blocks, "\n".join(notes)])
+
+
+def _block(task: str, found: Mapping[str, Score]) -> str:
+    questions = next(iter(found.values())).questions
+    whole = task == OVERALL
+    columns = ["tokens/s", "speed-up", "per step", "identical"] + whole * ["draft, µs", "pass, ms"]
+    lines = [_line(f"{task} ({questions})", columns)]
+    for method, score in found.items():
+        cells = [
+            f"{score.tokens_per_second:.1f}",
+            f"{score.speedup:.2f}",
+            f"{score.tokens_per_step:.2f}",
+            MISSING if score.identical is None else f"{score.identical}",
+        ]
+        times = (score.draft_us_per_step, score.model_ms_per_step)
+        cells += whole * [
+            MISSING if time is None else f"{time:.{digits}f}" for time, digits in zip(times, (0, 2), strict=True)
+        ]
+        lines.append(_line(method, cells))
+    return "\n".join(lines)
+
+
+def _line(name: str, cells: list[str]) -> str:
+    columns = zip(cells, COLUMNS[1:], strict=False)
+    return f"{name:<{COLUMNS[0]}}" + "".join(f"{cell:>{width}}" for cell, width in columns)

@@ -1,0 +1,76 @@
+"""What the commands that make or show stores share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hdtool.builders.stores.engine import Engine
+    from hdtool.data.records import Reading
+    from hdtool.data.stores.documents import Document
+    from hdtool.data.stores.store import Manifest
+    from hdtool.runtime.config import BuildConfig
+
+
+@contextmanager
+def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
+    """Who carries out the tasks of a build, for as long as it lasts."""
+    if config.engine == "local":
+        from hdtool.builders.stores.engine import LocalEngine
+
+        yield LocalEngine(config.workers, quiet=quiet)
+        return
+    from hdtool.builders.stores.ray_engine import ray_engine
+
+    with ray_engine(config.address, config.workers, quiet=quiet) as engine:
+        yield engine
+
+
+@contextmanager
+def reading(
+    inputs: list[str], tokenizer: Any, engine: Engine, *, answers_only: bool, tolerate: float, quiet: bool
+) -> Iterator[tuple[Reading, Iterator[Document]]]:
+    """Inputs on their way into a store, with a bar; afterwards, what could not be used is told."""
+    from hdtool.data.inputs import find_inputs
+    from hdtool.data.progress import bar
+    from hdtool.data.records import Reading
+
+    source = Reading(find_inputs(inputs), answers_only=answers_only, tolerance=tolerate)
+    with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
+        engine.prepare(source)
+        yield source, engine.documents(source, tokenizer, shown)
+    for line in source.tally.left_out():
+        print(line, file=sys.stderr)
+
+
+def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
+    """What a command made."""
+    if as_json:
+        print(json.dumps(description(folder, manifest), ensure_ascii=False))
+        return
+    counts = ", ".join(f"{count:,} {name}" for name, count in manifest.counts.items())
+    print(f"{folder}: {manifest.kind} store, {counts}, {manifest.bytes:,} bytes")
+
+
+def description(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """A store as ``--json`` prints it; names stay as they are once they have shipped."""
+    return {
+        "store": str(folder),
+        "kind": manifest.kind,
+        "format": manifest.format,
+        "tokenizer": manifest.tokenizer.fingerprint,
+        "vocab_size": manifest.tokenizer.vocab_size,
+        "tokens": manifest.counts["tokens"],
+        "entries": manifest.counts.get("continuations", manifest.counts["tokens"]),
+        "bytes": manifest.bytes,
+        "counts": manifest.counts,
+        "options": manifest.options,
+        "sources": [asdict(share) for share in manifest.sources],
+        "files": {part: asdict(file) for part, file in manifest.files.items()},
+    }

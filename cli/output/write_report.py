@@ -1,0 +1,80 @@
+"""How replays and benchmarks become a page: ``--report``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hdtool.data.stores.documents import Document, Source
+    from hdtool.data.stores.store import TokenizerMark
+    from hdtool.data.traces import Trace
+    from hdtool.runtime.budget.cost_curve import CostCurve
+    from hdtool.runtime.evaluation.bench_plan import Plan
+    from hdtool.runtime.evaluation.replay_results import Played
+    from hdtool.runtime.evaluation.report.ablations import Study
+    from hdtool.runtime.evaluation.report.measured import Measured
+    from hdtool.runtime.evaluation.report.page import Page
+
+
+def report_replay(
+    folder: Path,
+    study: Study,
+    traces: Sequence[Trace],
+    tokenizer: PreTrainedTokenizerBase,
+    played: Mapping[str, Played],
+    curve: CostCurve | None,
+    *,
+    quiet: bool,
+) -> None:
+    from hdtool.runtime.evaluation.report.pages import page_of_replay
+    from hdtool.runtime.evaluation.report.recordings import shown_by
+
+    shown = shown_by(study, traces, tokenizer, build=_build_alone, quiet=quiet)
+    _write(folder, page_of_replay(_command(), study, shown, played, curve))
+
+
+def report_bench(folder: Path, plan: Plan, measured: Measured, *, quiet: bool) -> None:
+    """The answers that were measured are replayed for what no benchmark can show."""
+    from hdtool.runtime.evaluation.recorded_turns import TurnReader
+    from hdtool.runtime.evaluation.report.ablations import Study
+    from hdtool.runtime.evaluation.report.pages import page_of_bench
+    from hdtool.runtime.evaluation.report.recordings import shown_by, traces_of
+    from hdtool.runtime.model.load import load_stops, load_tokenizer
+    from hdtool.runtime.stores.store_set import Shelf
+
+    answers = measured.results.answers
+    replayed = measured.scores.reference or next(iter(answers))
+    tokenizer = load_tokenizer(plan.model)
+    reader = TurnReader(tokenizer, load_stops(plan.model, tokenizer), tokenizer.eos_token_id, plan.chat)
+    traces = traces_of(plan.questions, answers[replayed])
+    shelf = Shelf.for_tokenizer(tokenizer, plan.shelf)
+    study = Study([reader.turns(trace) for trace in traces], shelf, plan.decoding.budget)
+    shown = shown_by(study, traces, tokenizer, build=_build_alone, quiet=quiet)
+    _write(folder, page_of_bench(_command(), measured, study, shown, replayed))
+
+
+def _build_alone(
+    folder: Path, documents: Iterable[Document], tokenizer: TokenizerMark, sources: Sequence[Source]
+) -> None:
+    """Build a corpus index in this process alone."""
+    from hdtool.builders.stores.build_corpus_index import build_corpus_index
+    from hdtool.builders.stores.engine import LocalEngine
+
+    build_corpus_index(folder, documents, tokenizer, sources, engine=LocalEngine(1))
+
+
+def _command() -> str:
+    """As it was typed."""
+    return shlex.join(["hdtool", *sys.argv[1:]])
+
+
+def _write(folder: Path, page: Page) -> None:
+    from hdtool.runtime.evaluation.report.write import write
+
+    print(f"report: {write(folder, page)}", file=sys.stderr)

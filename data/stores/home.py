@@ -1,0 +1,81 @@
+"""Where hdtool keeps stores when nobody says where."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from hdtool.data.errors import OptionError
+from hdtool.data.stores.store import TokenizerMark
+
+LONGEST_FOLDER = 200
+"""Characters of a namespace's folder name: file systems allow 255, and some of them fewer."""
+KEPT = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
+"""Bytes that a folder name keeps; all others are percent-encoded."""
+DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
+"""Names that Windows reserves for devices, as far as a folder name could equal one."""
+
+
+def home() -> Path:
+    """``HDTOOL_HOME``, else the platform's folder for a program's data."""
+    if chosen := os.environ.get("HDTOOL_HOME"):
+        return Path(chosen).expanduser()
+    from platformdirs import user_data_path
+
+    return user_data_path("hdtool", appauthor=False)
+
+
+def cost_at_home(fingerprint: str, device: str, dtype: str, threads: int) -> Path:
+    """The place of what a model's forward passes take here: for each device, in words, dtype and number of threads."""
+    words = re.sub(r"\W+", "-", device).strip("-")
+    return home() / "costs" / fingerprint / f"{words}-{dtype}-{threads}.json"
+
+
+def product_choice_at_home(words: Iterable[str]) -> Path:
+    """The file of one measured choice between two matrix products, named by all that the choice depends on."""
+    name = "-".join(re.sub(r"\W+", "_", word) for word in words)
+    return home() / "costs" / "products" / f"{name}.json"
+
+
+def store_at_home(kind: str, tokenizer: TokenizerMark, namespace: str | None = None) -> Path:
+    """The place of a tokenizer's store: models with the same tokenizer find the same one, tenants only their own."""
+    return (home() / "stores" if namespace is None else _namespace(namespace)) / tokenizer.fingerprint / kind
+
+
+def namespace_among(names: Iterable[str]) -> str | None:
+    """The first of these names that has stores of its own; a name that cannot be a namespace has none."""
+    return next((name for name in names if _is_possible(name) and has_stores(name)), None)
+
+
+def has_stores(namespace: str) -> bool:
+    """Whether any store was built for this namespace; a name that cannot be one is refused."""
+    try:
+        return _namespace(namespace).is_dir()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False  # a file system with shorter names cannot hold this folder
+
+
+def _namespace(name: str) -> Path:
+    """The folder of a tenant's stores; two names never share a folder, and no folder lies outside hdtool's home."""
+    if not _is_possible(name):
+        raise OptionError(
+            f"namespace {name!r} cannot name a folder: its encoded name has {len(_encoded(name))} characters and must "
+            f"have 1 to {LONGEST_FOLDER}, where each byte other than a to z, 0 to 9, - and _ counts as 3: "
+            f"take {'a shorter one' if name else 'another one'}"
+        )
+    return home() / "namespaces" / _encoded(name)
+
+
+def _is_possible(name: str) -> bool:
+    return 0 < len(_encoded(name)) <= LONGEST_FOLDER
+
+
+def _encoded(name: str) -> str:
+    """A folder name that is valid on every file system, and different for different names even without case."""
+    written = "".join(chr(byte) if byte in KEPT else f"%{byte:02x}" for byte in name.encode("utf-8", "surrogatepass"))
+    return f"%{ord(written[0]):02x}{written[1:]}" if DEVICE.fullmatch(written) else written

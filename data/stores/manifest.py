@@ -1,0 +1,156 @@
+"""The manifest of a store: what it holds and from what it was built, checked when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hdtool.data.stores.manifest_fields import check_name, flag_of, list_of, mapping_of, number_of, text_of
+from hdtool.data.stores.store_files import PARTS, is_name_of, printable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hdtool.data.stores.documents import Source
+
+FORMAT = 1
+LARGEST_VOCABULARY = 2**31 - 1
+"""Tokens are stored in signed 32-bit numbers."""
+NUMBERS_AMONG_OPTIONS = ("token_bytes", "shard_bytes", "top_k", "per_key")
+SHOWN_DIGITS = 12
+"""Of a source's hash."""
+
+
+@dataclass(frozen=True)
+class TokenizerMark:
+    """What tells whether two tokenizers give the same ids."""
+
+    fingerprint: str
+    vocab_size: int
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerMark:
+        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+        # The vocabulary alone would not tell apart tokenizers that cut the same text differently.
+        cut = tokenizer("Hello, world! 12345\n\tdéjà vu 世界", add_special_tokens=False)["input_ids"]
+        words = json.dumps([vocabulary, cut], ensure_ascii=True).encode()
+        return cls(hashlib.sha256(words).hexdigest()[:16], len(tokenizer))
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """What one input contributed."""
+
+    name: str
+    sha256: str
+    records: int
+    tokens: int
+
+    @property
+    def label(self) -> str:
+        """The name and the start of the hash, which select the source, in one line."""
+        return f"{printable(self.name)} (sha256 {printable(self.sha256[:SHOWN_DIGITS])})"
+
+
+def shares_of(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[SourceShare, ...]:
+    """The shares of sources whose documents and tokens were counted while they were written."""
+    return tuple(
+        SourceShare(source.name, source.sha256, int(records), int(tokens))
+        for source, (records, tokens) in zip(sources, counted, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a store without opening its files."""
+
+    kind: str
+    tokenizer: TokenizerMark
+    counts: dict[str, int]
+    options: dict[str, Any]
+    sources: tuple[SourceShare, ...]
+    files: dict[str, StoredFile] = field(default_factory=dict)
+    """By the part that each plays; the name on disk changes with every build."""
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+    @classmethod
+    def from_json(cls, row: Any) -> Manifest:
+        """The manifest in a JSON object that may be damaged; a ``ValueError`` names what is wrong."""
+        kind = text_of(row, "kind")
+        if kind not in PARTS:
+            raise ValueError(f"kind is none of {', '.join(PARTS)}")
+        tokenizer = mapping_of(row, "tokenizer")
+        vocab_size = number_of(tokenizer, "vocab_size", 1, LARGEST_VOCABULARY)
+        counts = _counts_of(row)
+        sources = tuple(_share_of(source) for source in list_of(row, "sources"))
+        if number_of(counts, "tokens") != sum(share.tokens for share in sources):
+            raise ValueError("its count of tokens is not the sum over its sources")
+        if number_of(counts, "documents") != sum(share.records for share in sources):
+            raise ValueError("its count of documents is not the sum over its sources")
+        return cls(
+            kind=kind,
+            tokenizer=TokenizerMark(text_of(tokenizer, "fingerprint"), vocab_size),
+            counts=counts,
+            options=_options_of(row),
+            sources=sources,
+            files=_files_of(row, PARTS[kind]),
+            format=number_of(row, "format"),
+        )
+
+
+def _options_of(row: Any) -> dict[str, Any]:
+    """The options of a build; those that this version does not use are kept."""
+    options = mapping_of(row, "options")
+    for name in options:
+        check_name(name)
+        if name in NUMBERS_AMONG_OPTIONS:
+            number_of(options, name, 1)
+        elif name == "once_per_document":
+            flag_of(options, name)
+        elif isinstance(options[name], str):
+            text_of(options, name)
+        elif isinstance(options[name], (list, dict)):
+            raise ValueError(f"{name} is not a single value")
+    return options
+
+
+def _counts_of(row: Any) -> dict[str, int]:
+    counts = mapping_of(row, "counts")
+    for name in counts:
+        check_name(name)
+        number_of(counts, name)
+    return counts
+
+
+def _share_of(row: Any) -> SourceShare:
+    name, sha256 = text_of(row, "name"), text_of(row, "sha256")
+    return SourceShare(name, sha256, number_of(row, "records"), number_of(row, "tokens"))
+
+
+def _files_of(row: Any, parts: Iterable[str]) -> dict[str, StoredFile]:
+    """The files by part: all parts of the kind and no other, under names that hdtool gives."""
+    files = mapping_of(row, "files")
+    if unknown := files.keys() - set(parts):
+        raise ValueError(f"it has a part {printable(min(unknown))[:40]!r}, which is unknown")
+    found = {}
+    for part in parts:
+        file = mapping_of(files, part)
+        name = text_of(file, "name")
+        if not is_name_of(part, name):
+            raise ValueError(f"{printable(name)[:80]!r} is no file name of the part {part}")
+        found[part] = StoredFile(name, number_of(file, "bytes", 1), text_of(file, "sha256"))
+    return found

@@ -1,0 +1,268 @@
+"""A store on disk: a folder of flat files that a manifest names.
+
+The manifest is the store. It names the files, with sizes and checksums, and is replaced in one
+atomic step when all of them are written; files of builds that it does not name are leftovers of a
+build that was killed, and the next build deletes them. So an old store stays whole until the moment
+that the new one is, and readers of the old one keep what they have opened. Files of other origin in
+the folder are neither deleted nor changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from hdtool.data.errors import StoreError
+from hdtool.data.files.locking import exclusive
+from hdtool.data.stores.manifest import FORMAT, Manifest, SourceShare, StoredFile, TokenizerMark, shares_of
+from hdtool.data.stores.store_files import (
+    LOCK,
+    MANIFEST,
+    check_destination,
+    create,
+    delete_leftovers,
+    holds_manifest,
+    part_name,
+    printable,
+)
+
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "SourceShare",
+    "StoreBuild",
+    "StoredFile",
+    "TokenizerMark",
+    "building",
+    "check_destination",
+    "checksum",
+    "damaged",
+    "read_manifest",
+    "read_store",
+    "recorded_name",
+    "require",
+    "shares_of",
+    "sweep",
+]
+
+BUILD_COMMANDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
+OPENINGS = 10
+"""How often a store that is replaced again and again is tried to open."""
+
+T = TypeVar("T")
+
+
+class StoreBuild:
+    """A store under construction, beside the old one if there is one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._digits = secrets.token_hex(4)
+        self._parts: dict[str, Path] = {}
+
+    def path(self, part: str) -> Path:
+        """Where to write a part: an empty file that was created for this build and did not exist before."""
+        if part not in self._parts:
+            path = self.folder / part_name(part, self._digits)
+            create(path)
+            self._parts[part] = path
+        return self._parts[part]
+
+    def commit(self, manifest: Manifest) -> Manifest:
+        """Make what was written the store, in one step."""
+        with ThreadPoolExecutor() as pool:  # neither reading nor hashing holds Python up
+            files = dict(zip(self._parts, pool.map(_finished, self._parts.values()), strict=True))
+        sources = tuple(replace(share, name=recorded_name(share.name)) for share in manifest.sources)
+        whole = replace(manifest, files=files, sources=sources)
+        text = json.dumps(asdict(whole), indent=1, ensure_ascii=False) + "\n"
+        _parsed(self.folder, text.encode(), check=False)  # what is written can be read again
+        beside = self.folder / f"{MANIFEST}-{self._digits}"
+        with open(beside, "x", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+        _to_disk(beside)
+        if os.path.lexists(self.folder / MANIFEST) and not holds_manifest(self.folder):
+            raise StoreError(f"{self.folder / MANIFEST} was written by another program meanwhile: choose another place")
+        beside.replace(self.folder / MANIFEST)
+        _to_disk(self.folder)
+        return whole
+
+
+def recorded_name(name: str) -> str:
+    """The name of a source as manifests record it: bytes of a file name that are no text are escaped."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+@contextmanager
+def building(folder: Path, replaces: Manifest | None = None) -> Iterator[StoreBuild]:
+    """Build a store at ``folder`` while no other process does; on any error, an old store there stays as it was.
+
+    With ``replaces``, the manifest of the store that the new one is made from, a store that has been
+    replaced since then is an error: what another command brought would be lost.
+    """
+    check_destination(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        busy = StoreError(f"another build of {folder} is running: wait for it, or choose another place")
+        with exclusive(folder / LOCK, busy):
+            check_destination(folder)
+            if replaces:
+                _check_unchanged(folder, replaces)
+            sweep(folder)
+            try:
+                yield StoreBuild(folder)
+            finally:
+                sweep(folder)
+    except OSError as error:
+        room = f", {shutil.disk_usage(_existing(folder)).free >> 20} MiB free there" if error.errno == 28 else ""
+        raise StoreError(
+            f"{folder} cannot be written ({error.strerror or error}{room}): the store there, if any, is unchanged; "
+            "make room, mend the permissions or choose another place"
+        ) from error
+
+
+def _check_unchanged(folder: Path, manifest: Manifest) -> None:
+    if not (folder / MANIFEST).exists() or read_manifest(folder, check=False) != manifest:
+        raise StoreError(f"{folder} was replaced by another command meanwhile: run this one again")
+
+
+def sweep(folder: Path) -> None:
+    """Delete the files of builds that the manifest does not name: leftovers of killed builds, and replaced files."""
+    kept: set[str] = set()
+    if os.path.lexists(folder / MANIFEST):
+        try:
+            kept = {file.name for file in read_manifest(folder, check=False).files.values()}
+        except StoreError:
+            return  # of another format, or damaged: its files go once a new manifest is there
+    delete_leftovers(folder, kept)
+
+
+def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
+    """The manifest of a store; with ``check`` its files must exist in their full size."""
+    return read_store(folder, lambda manifest: manifest, check=check)
+
+
+def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = True) -> T:
+    """What ``read`` makes of a store, by its manifest; anew if the store is replaced meanwhile.
+
+    ``read`` opens files and raises a ``StoreError`` if it cannot.
+    """
+    for _ in range(OPENINGS):
+        text = _manifest_bytes(folder)
+        try:
+            return read(_parsed(folder, text, check=check))
+        except StoreError:
+            if _manifest_bytes(folder) == text:
+                raise
+    raise StoreError(f"{folder} was replaced {OPENINGS} times while it was opened: wait for the builds to end")
+
+
+def _manifest_bytes(folder: Path) -> bytes:
+    path = folder / MANIFEST
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise StoreError(f"{path} is not a file: name the folder of a store")
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreError(f"{folder} holds no store: build one, or name the folder of one") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}): mend the permissions") from None
+
+
+def _parsed(folder: Path, text: bytes, *, check: bool) -> Manifest:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{folder / MANIFEST} cannot be read ({error}): build the store again") from None
+    found, kind = (row.get("format"), row.get("kind")) if isinstance(row, dict) else (None, None)
+    if type(found) is not int or found != FORMAT:
+        command = BUILD_COMMANDS.get(kind, "hdtool") if isinstance(kind, str) else "hdtool"
+        raise StoreError(
+            f"{folder} is a store of format {ascii(found)[:20]}, this hdtool reads format {FORMAT}: "
+            f"build it again with {command}"
+        )
+    try:
+        manifest = Manifest.from_json(row)
+    except ValueError as error:
+        raise StoreError(f"{folder / MANIFEST} is damaged ({error}): build the store again") from None
+    if check:
+        for file in manifest.files.values():
+            _check_size(folder, file, manifest.kind)
+    return manifest
+
+
+def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
+    path = folder / file.name
+    try:
+        found = os.stat(path)
+    except OSError:
+        raise StoreError(f"{path} is missing: build the store again with {BUILD_COMMANDS[kind]}") from None
+    if not stat.S_ISREG(found.st_mode) or found.st_size != file.bytes:
+        state = f"has {found.st_size:,} bytes instead of {file.bytes:,}"
+        raise StoreError(f"{path} {state}: build the store again with {BUILD_COMMANDS[kind]}")
+
+
+def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerMark | None = None) -> None:
+    """Raise unless a store is of this kind and, if told, of this tokenizer."""
+    if manifest.kind != kind:
+        raise StoreError(f"{folder} is a {manifest.kind} store, a {kind} store is needed: name another folder")
+    if tokenizer and manifest.tokenizer != tokenizer:
+        raise StoreError(
+            f"{folder} was built with another tokenizer ({printable(manifest.tokenizer.fingerprint)[:40]}, "
+            f"{manifest.tokenizer.vocab_size:,} tokens; the model has {tokenizer.fingerprint}, "
+            f"{tokenizer.vocab_size:,}): build it again with {BUILD_COMMANDS[kind]} --model MODEL"
+        )
+
+
+def damaged(folder: Path, manifest: Manifest) -> list[str]:
+    """Files whose content is not what was written; reads every byte."""
+    with ExitStack() as opened:
+        # All are opened before any is read, which takes long: meanwhile the store may be replaced.
+        streams = [(file, opened.enter_context(_stream_of(folder / file.name))) for file in manifest.files.values()]
+        return [file.name for file, stream in streams if _hash_of(stream) != file.sha256]
+
+
+def _stream_of(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}): build the store again") from None
+
+
+def _hash_of(stream: BinaryIO) -> str:
+    return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def checksum(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return _hash_of(stream)
+
+
+def _finished(path: Path) -> StoredFile:
+    _to_disk(path)
+    return StoredFile(path.name, path.stat().st_size, checksum(path))
+
+
+def _to_disk(path: Path) -> None:
+    """Ask the system to have it on disk before we say so; folders cannot be asked everywhere."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if path.is_file():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _existing(folder: Path) -> Path:
+    return next(place for place in (folder, *folder.parents) if place.exists())

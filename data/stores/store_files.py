@@ -1,0 +1,131 @@
+"""The files of a store by name: which names hdtool gives, what it may delete, and where a build may go.
+
+A folder may hold other people's files beside a store. Only regular files whose names have the form that
+a build gives are ever deleted, and a folder that holds other files and no store is no place for a build.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from hdtool.data.errors import StoreError
+from hdtool.data.files.locking import foreign_lock
+
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+PARTS = {
+    "corpus": {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
+    "model": {
+        "documents": "bin",
+        "entries": "mdb",
+        "slots": "bin",
+        "keys": "bin",
+        "rows": "bin",
+        "heads": "bin",
+        "phrases": "bin",
+    },
+}
+"""The parts of each kind of store, with the endings of their files."""
+ENDINGS = {part: ending for parts in PARTS.values() for part, ending in parts.items()}
+FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
+"""Of a manifest."""
+FIELDS_OF_OURS = 5
+"""A JSON object with that many of these fields is a damaged manifest of ours, not one of another program."""
+
+_BUILD = "[0-9a-f]{8}"
+"""Eight digits, drawn for each build."""
+_PART = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in ENDINGS.items()))
+_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
+
+
+def part_name(part: str, build: str) -> str:
+    """The file name of a part in the build with these digits."""
+    if part not in ENDINGS:
+        raise ValueError(f"a store has no part {part}: known are {', '.join(ENDINGS)}")
+    return f"{part}-{build}.{ENDINGS[part]}"
+
+
+def is_name_of(part: str, name: str) -> bool:
+    """Whether ``name`` is a file name that some build gives to ``part``."""
+    return bool(_PART.fullmatch(name)) and name.startswith(f"{part}-")
+
+
+def create(path: Path) -> None:
+    """Make an empty file where nothing is, not even a link."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+
+
+def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
+    """Delete the files of other builds than the one whose file names are ``kept``."""
+    for name in os.listdir(folder):
+        path = folder / name
+        if name not in kept and (_PART.fullmatch(name) or _MANIFEST.fullmatch(name)) and _is_regular(path):
+            # Where an open file cannot be deleted, a later build deletes it.
+            with suppress(FileNotFoundError, PermissionError):
+                path.unlink()
+
+
+def check_destination(folder: Path) -> None:
+    """Raise unless a build may write to ``folder``: it is new, empty, or holds a store or leftovers of a build."""
+    try:
+        if folder.is_dir():
+            _check_contents(folder)
+        elif os.path.lexists(folder):
+            found = "a file" if folder.exists() else "a link to a place that does not exist"
+            raise StoreError(f"{folder} is {found}, a folder is needed: choose another place")
+    except OSError as error:
+        raise StoreError(
+            f"{folder} cannot be read ({error.strerror or error}): mend the permissions or choose another place"
+        ) from error
+
+
+def _check_contents(folder: Path) -> None:
+    names = sorted(os.listdir(folder))
+    if holds_manifest(folder):
+        return
+    for name in names:
+        if not _is_ours(folder / name):
+            raise StoreError(
+                f"{folder} holds no store, but other files, such as {printable(name)}: choose an empty or a new folder"
+            )
+
+
+def holds_manifest(folder: Path) -> bool:
+    """Whether ``manifest.json`` is a store's, be it damaged or of another format, and not another program's."""
+    path = folder / MANIFEST
+    if not _is_regular(path):
+        return False
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        # What it was cannot be seen any more; the files beside it were written by a build.
+        return any(_PART.fullmatch(name) and _is_regular(folder / name) for name in os.listdir(folder))
+    if not isinstance(row, dict):
+        return False
+    known_kind = isinstance(row.get("kind"), str) and row["kind"] in PARTS
+    return (known_kind and isinstance(row.get("format"), int)) or len(FIELDS & row.keys()) >= FIELDS_OF_OURS
+
+
+def printable(name: str) -> str:
+    """A name from a file system or a manifest, for one line of a terminal."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
+
+
+def _is_ours(path: Path) -> bool:
+    if path.name == LOCK:
+        return foreign_lock(path) is None
+    return bool(_PART.fullmatch(path.name) or _MANIFEST.fullmatch(path.name)) and _is_regular(path)
+
+
+def _is_regular(path: Path) -> bool:
+    """Whether there is a file and not a link to one."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,104 @@
+"""Answers to prompts: conversations in, text out, one model and one set of settings for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from hdtool.data.chat import encode_conversation
+from hdtool.data.errors import PromptError
+from hdtool.data.prompts import Message, Prompt
+from hdtool.runtime.answer import Answer, CollectedAnswer, Conversation
+from hdtool.runtime.batch import Request, decode_batch
+from hdtool.runtime.batched_answers import Seated, SideBySide
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.decode import Step, decode, room_for
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.methods import drafters_for
+from hdtool.runtime.generate_settings import refuse_settings
+from hdtool.runtime.model.cpu_threads import settle_threads
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.tensor_parallel import check_decoding
+from hdtool.runtime.stores.store_set import Shelf
+
+
+class Answerer:
+    """A model with the settings that every answer of a command shares."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        decoding: DecodeConfig,
+        sampling: SamplingConfig,
+        chat: bool | None = None,
+        shelf: ShelfConfig | None = None,
+    ) -> None:
+        check_decoding(decoding)
+        self.loaded = load(model)
+        refuse_settings(self.loaded.target.model.generation_config)
+        settle_threads(self.loaded.target, model.threads)
+        self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig(), decoding.databases)
+        self._drafters = drafters_for(decoding, self.loaded.target, self.shelf)
+        self._decoding = decoding
+        self._sampling = sampling
+        self._chat = chat
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse a prompt that cannot be answered before the first one is."""
+        for prompt in prompts:
+            try:
+                self._ids(prompt.messages)
+            except PromptError as error:
+                raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
+
+    def all_answers(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
+        """The answers to all prompts in their order, as many made at once as the settings say.
+
+        Every one must be iterated before the next is taken; after an interrupted one there are no new ones.
+        """
+        if len(self._drafters) > 1:
+            yield from SideBySide(prompts, self._request, self._drafters).answers(self._decode_batch)
+            return
+        for prompt in prompts:
+            for answer in self.answers(prompt):
+                yield answer
+                if answer.interrupted:
+                    return
+
+    def answers(self, prompt: Prompt) -> Iterator[Answer]:
+        """The answer to each of the user's turns; every one must be iterated before the next is taken."""
+        conversation = Conversation(prompt)
+        answer = self._answer(conversation)
+        yield answer
+        while conversation.goes_on(answer.text):
+            answer = self._answer(conversation)
+            yield answer
+
+    def _answer(self, conversation: Conversation) -> Answer:
+        ids, drafter = self._encode(conversation.messages), self._drafters[0]
+        most = self._decoding.max_new_tokens
+        sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=most)
+        steps = decode(self.loaded.target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter)
+        return Answer(self.loaded, drafter, conversation, len(ids), steps)
+
+    def _request(self, conversation: Conversation, drafter: Drafter) -> Request[CollectedAnswer]:
+        ids = self._ids(conversation.messages)
+        answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids))
+        sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=self._decoding.max_new_tokens)
+        return Request(answer, ids, sampler, drafter, stops)
+
+    def _decode_batch(self, ask: Callable[[], Request[Seated] | None]) -> Iterator[tuple[Request[Seated], Step]]:
+        return decode_batch(
+            self.loaded.target,
+            ask,
+            len(self._drafters),
+            max_new_tokens=self._decoding.max_new_tokens,
+        )
+
+    def _ids(self, messages: Sequence[Message]) -> list[int]:
+        """Refuses what cannot be answered."""
+        ids = self._encode(messages)
+        room_for(self.loaded.target, ids, self._decoding.max_new_tokens)
+        return ids
+
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
+        return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat)

@@ -1,0 +1,73 @@
+"""Drafting by heads alone: a tree of their best tokens, of a fixed shape or as likely as they are here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.node_budget import Budget
+from hdtool.runtime.drafters.heads.calibration import likeliest_paths
+from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
+from hdtool.runtime.drafters.heads.state import Session
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+
+
+class HeadsDrafter:
+    """Amphista, or Medusa, by what the heads are."""
+
+    def __init__(self, saved: SavedHeads, target: Target, budget: Budget, *, static: bool = False) -> None:
+        self.session = Session(saved, target)
+        self.budget = budget
+        self._static = StaticTree(saved) if static else None
+        self._parents = np.zeros(LARGEST_TREE, np.int32)
+        self._ranks, self._depths = np.zeros((2, LARGEST_TREE), np.int64)
+        self._chances = np.zeros(LARGEST_TREE)
+        self._sources = np.full(LARGEST_TREE, SourceName.HEADS, np.uint8)
+        # Compiled, or loaded, before a step waits for it.
+        likeliest_paths(np.zeros((1, 1)), 1, self._parents, self._ranks, self._depths, self._chances)
+
+    @property
+    def seconds(self) -> Mapping[SourceName, float]:
+        return {SourceName.HEADS: self.session.seconds}
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.session.begin(list(prompt))
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        most = min(self.budget.most, LARGEST_TREE)
+        if not most:
+            return DraftTree.bare(context[-1])
+        before = self.session.seconds
+        self.session.look_ahead()
+        self.budget.hear_of_draft(self.session.seconds - before)
+        if self._static:
+            tree = self._static
+            size = self.budget.nodes(tree.gains[:most])
+            parents, ranks, depths = tree.parents[:size], tree.ranks[:size], tree.depths[:size]
+        else:
+            room = self._parents, self._ranks, self._depths, self._chances
+            grown = likeliest_paths(self.session.odds, most, *room)
+            size = self.budget.nodes(self._chances[:grown])
+            parents, ranks, depths = self._parents[:size].copy(), self._ranks[:size], self._depths[:size]
+        return DraftTree(context[-1], self.session.tokens[depths - 1, ranks], parents, self._sources[:size])
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        self.session.hear(accepted)
+
+
+class StaticTree:
+    """The tree that was chosen when the heads were judged."""
+
+    def __init__(self, saved: SavedHeads) -> None:
+        paths = [tuple(path) for path in saved.judged.tree]
+        places = {path: node for node, path in enumerate(paths)} | {(): ROOT}
+        self.parents = np.array([places[path[:-1]] for path in paths], np.int32)
+        self.ranks: npt.NDArray[np.int64] = np.array([path[-1] for path in paths], np.int64)
+        self.depths: npt.NDArray[np.int64] = np.array([len(path) for path in paths], np.int64)
+        self.gains: npt.NDArray[np.float64] = np.array(saved.judged.gains)

@@ -1,0 +1,49 @@
+"""What may follow a node: tokens and their chances, found by a hash table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import UNNAMED
+from hdtool.runtime.drafters.hierarchy.workspace import CANDIDATES, SLOTS
+
+
+@njit(cache=True, nogil=True)
+def put(work: Any, source: int, token: Any, part: float) -> None:
+    """Add to the chance of a candidate."""
+    slot = _slot_of(work, token)
+    if _is_taken(work, slot):
+        at = work.slots[slot] & (CANDIDATES - 1)
+        work.chances[at] += part
+        work.parts[at, source] += part
+    elif work.size < CANDIDATES:
+        at = work.size
+        work.slots[slot] = work.round * CANDIDATES + at
+        work.candidates[at], work.chances[at], work.agreed[at] = token, part, UNNAMED
+        work.parts[at, :] = 0.0
+        work.parts[at, source] = part
+        work.size += 1
+
+
+@njit(cache=True, nogil=True)
+def find(work: Any, token: Any) -> int:
+    """Where a candidate is, or -1."""
+    slot = _slot_of(work, token)
+    return int(work.slots[slot] & (CANDIDATES - 1)) if _is_taken(work, slot) else -1
+
+
+@njit(cache=True, nogil=True)
+def _slot_of(work: Any, token: Any) -> Any:
+    """The slot that a candidate has, or would have."""
+    slot = (token * 40503) & (SLOTS - 1)
+    while _is_taken(work, slot) and work.candidates[work.slots[slot] & (CANDIDATES - 1)] != token:
+        slot = (slot + 1) & (SLOTS - 1)
+    return slot
+
+
+@njit(cache=True, nogil=True)
+def _is_taken(work: Any, slot: Any) -> Any:
+    """Whether a slot has been filled in this round."""
+    return work.slots[slot] >= work.round * CANDIDATES

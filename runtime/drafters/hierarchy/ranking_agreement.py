@@ -1,0 +1,56 @@
+"""Agreement: candidates count more where rankings at the same place name them too.
+
+Sources give parts of a chance, which add up; this multiplies. How much a token gains depends on its share of the
+place, and is learned from the nodes that were sent: it grows where more of them came than their odds had promised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.drafters.hierarchy.candidates import find
+from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import ROWS
+from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS
+from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_behind
+from hdtool.runtime.drafters.hierarchy.workspace import memory_at
+
+PACE = 0.03
+"""How much of a surprise a gain takes in, as a part of its logarithm."""
+LEAST_GAIN, MOST_GAIN = 1 / 16, 64.0
+
+Array = npt.NDArray[Any]
+
+
+@njit(cache=True, nogil=True)
+def agree(work: Any, gains: Any, near: Any, node: int) -> None:
+    """Multiply the chances of what is named at the place behind a node; their sum stays as it is."""
+    place = place_behind(near, work.depths[node])
+    if place < 0 or work.size == 0:
+        return
+    before = work.chances[: work.size].sum()
+    for named in range(near.named[place]):
+        at = find(work, near.tokens[place, named])
+        if at >= 0:
+            work.agreed[at] = near.kinds[place, named]
+            work.chances[at] *= gains[work.agreed[at]]
+    work.chances[: work.size] *= before / work.chances[: work.size].sum()
+
+
+@njit(cache=True, nogil=True)
+def learn_gains(at: Array, path: Array, size: int) -> None:
+    """Hold what came, the nodes of ``path``, against what was promised behind it, of a tree of this size."""
+    memory = memory_at(at)
+    work, gains = memory.work[0], memory.weights[0].gains
+    reached, surprise = np.zeros(ROWS, np.bool_), np.zeros(KINDS + 1)
+    reached[0] = True
+    for node in path:
+        reached[node + 1] = True
+    for node in range(1, size + 1):
+        if reached[work.parents[node]]:
+            surprise[work.agreements[node]] += reached[node] - work.odds[node] / work.odds[work.parents[node]]
+    for kind in range(KINDS):
+        gains[kind] = min(MOST_GAIN, max(LEAST_GAIN, gains[kind] * np.exp(PACE * surprise[kind])))

@@ -1,0 +1,154 @@
+"""The context table: this conversation, found again by its last few words.
+
+A ring of the latest tokens and two chains through it, as compressors of the LZ family keep them: from
+each place back to the one before with the same last token, and to the one with the same last three.
+Adding a token takes nanoseconds and nothing is ever evicted: the ring runs over what is too old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.stores.model_store import mixed
+
+WINDOW = 1 << 15
+"""Tokens that are remembered; a power of two."""
+HEADS = 1 << 15
+LONGEST_MATCH = 8
+CHAINS = (1, 3)
+"""How many last tokens the places of each chain share."""
+SHORT, LONG = range(2)
+PLACES = 16
+"""Read of a chain: older ones say little that these do not."""
+STEPS = 4 * PLACES
+"""Walked of a chain, strangers of the same hash included."""
+STRETCH = 256
+"""Tokens that are compared at once; a power of two."""
+
+TABLE = np.dtype(
+    [
+        ("end", np.int64),  # tokens ever added: the place of the next one
+        ("ring", np.int32, WINDOW),
+        ("before", np.int32, (2, WINDOW)),  # by chain and place
+        ("heads", np.int32, (2, HEADS)),  # by chain and hash: the latest place
+    ],
+    align=True,
+)
+
+Ints = npt.NDArray[Any]
+
+
+class ContextTable:
+    """The tokens of one conversation; a few hundred kilobytes, however long it becomes."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(1, TABLE)
+        self.reset()
+
+    def __len__(self) -> int:
+        return int(self.memory["end"][0])
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def reset(self) -> None:
+        clear(self.memory[0])
+
+    def read(self, prompt: Sequence[int] | Ints) -> int:
+        """Make ``prompt`` what the table holds; how many of its tokens had to be added.
+
+        The next turn of a conversation starts with all that was said before, and only its rest is new.
+        """
+        tokens = np.asarray(prompt, np.int64)
+        known = len(self)
+        if not holds(self.memory[0], tokens):
+            self.reset()
+            known = 0
+        self.add(tokens[known:])
+        return len(tokens) - known
+
+    def add(self, tokens: Sequence[int] | Ints) -> None:
+        _add_all(self.memory, np.asarray(tokens, np.int64))
+
+
+@njit(cache=True, nogil=True)
+def holds(table: Any, tokens: Ints) -> bool:
+    """Whether ``tokens`` start with what the table holds."""
+    if table.end > len(tokens):
+        return False
+    place = max(np.int64(0), table.end - WINDOW)
+    while place < table.end:
+        # Stretches without a branch or a turn of the ring are compared many tokens at a time.
+        stop = min(table.end, (place | (STRETCH - 1)) + 1)
+        start, differ = place & (WINDOW - 1), np.int64(0)
+        for offset in range(stop - place):
+            differ |= np.int64(table.ring[start + offset]) ^ np.int64(tokens[place + offset])
+        if differ != 0:
+            return False
+        place = stop
+    return True
+
+
+@njit(cache=True, nogil=True)
+def clear(table: Any) -> None:
+    table.end = 0
+    table.heads[:] = -1
+
+
+@njit(cache=True, nogil=True)
+def _add_all(memory: Ints, tokens: Ints) -> None:
+    for token in tokens:
+        add(memory[0], token)
+
+
+@njit(cache=True, nogil=True)
+def add(table: Any, token: Any) -> None:
+    """Remember what followed the tokens so far."""
+    place = table.end
+    mark = np.uint64(0)
+    for length in range(1, min(CHAINS[LONG], place) + 1):
+        mark = mixed(mark, table.ring[(place - length) & (WINDOW - 1)])
+        if length == CHAINS[SHORT] or length == CHAINS[LONG]:
+            chain = SHORT if length == CHAINS[SHORT] else LONG
+            head = head_of(mark)
+            table.before[chain, place & (WINDOW - 1)] = table.heads[chain, head]
+            table.heads[chain, head] = place
+    table.ring[place & (WINDOW - 1)] = token
+    table.end = place + 1
+
+
+@njit(cache=True, nogil=True)
+def head_of(mark: np.uint64) -> np.int64:
+    """Where the chain of a hash begins; the high bits are the well mixed ones."""
+    return np.int64((mark >> np.uint64(40)) & np.uint64(HEADS - 1))
+
+
+@njit(cache=True, nogil=True)
+def recent(table: Any, tail: Ints, mark: np.uint64, chain: int, longest: int, tokens: Ints, lengths: Ints) -> int:
+    """What followed the latest places of a chain, and how much of ``tail`` stands before each, at most ``longest``.
+
+    ``mark`` is the hash of as many last tokens of ``tail`` as the chain shares. Returns how many places were found.
+    """
+    oldest = max(np.int64(0), table.end - WINDOW)
+    place = np.int64(table.heads[chain, head_of(mark)])
+    found = 0
+    for _ in range(STEPS):
+        if place <= oldest or found == PLACES:
+            break
+        length, most = 0, min(np.int64(longest), place - oldest)
+        while length < most:
+            token = tail[len(tail) - 1 - length]
+            if token < 0 or table.ring[(place - 1 - length) & (WINDOW - 1)] != token:
+                break
+            length += 1
+        if length >= CHAINS[chain]:
+            tokens[found], lengths[found] = table.ring[place & (WINDOW - 1)], length
+            found += 1
+        place = np.int64(table.before[chain, place & (WINDOW - 1)])
+    return found

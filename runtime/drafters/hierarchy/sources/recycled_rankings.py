@@ -1,0 +1,134 @@
+"""Recycled logits: the tokens that the target ranked highest when it last stood behind the same tokens.
+
+One table is fed from all nodes that it verified, another from those that it took, which copies what it
+thought when a token was really said. Rankings are kept by the last token and, hashed, by more of them.
+Nothing is kept, and no memory taken, before the first is heard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.kernels.raw_memory import array_at, prefetch
+from hdtool.runtime.stores.model_store import mixed
+
+BEST = 8
+"""Tokens of a ranking."""
+LONGEST_NODE = 5
+"""Last tokens that rankings are kept by."""
+HASHED_ROWS = 1 << 15
+"""For each of the longer lengths."""
+WHOLE = 1000
+"""Shares are in thousandths."""
+SHARPNESS = 1.5
+"""Shares are of chances raised to this power: the choice falls on the likeliest more often than that is likely."""
+LONG_RUN = 4
+"""Rankings whose best token was the same so many times in a row are trusted the most."""
+
+RANKING = np.dtype(
+    [
+        ("tokens", np.int32, BEST),  # best first
+        ("shares", np.int16, BEST),  # in thousandths
+        ("tag", np.uint32),  # the other half of the hash
+        ("run", np.uint8),  # how often in a row the best token was the same
+        ("unused", np.uint8, 11),
+    ]
+)
+"""A row of the table. It fills one line of the processor's cache, so that it takes one wait for memory."""
+LINE = RANKING.itemsize
+
+RECYCLED = np.dtype(
+    [
+        ("rankings", np.int64),  # address of the rows; 0 before anything is kept
+        ("vocabulary", np.int64),  # rows for a single token
+        ("longest", np.int64),  # last tokens that rows are kept by; 0 before anything is kept
+    ],
+    align=True,
+)
+
+Array = npt.NDArray[Any]
+
+
+class Recycled(Pinned):
+    """The table."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(1, RECYCLED)
+        self._lines: Array | None = None
+        # Compiled, or loaded, before a step waits for it.
+        tokens, scores = np.zeros((0, BEST), np.int64), np.zeros((0, BEST), np.float32)
+        _keep(self.memory, tokens, tokens, scores)
+
+    def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
+        """Keep the rankings of nodes whose last tokens are the rows of ``tails``; the likeliest node comes first."""
+        if self._lines is None:
+            self._allocate(vocabulary)
+        _keep(self.memory, tails, tokens, scores)
+
+    def _allocate(self, vocabulary: int) -> None:
+        rows = vocabulary + (LONGEST_NODE - 1) * HASHED_ROWS
+        self._lines = np.zeros((rows + 1) * LINE, np.uint8)  # one more, as they begin where a line does
+        self.memory["rankings"] = -(-self._lines.ctypes.data // LINE) * LINE
+        self.memory["vocabulary"], self.memory["longest"] = vocabulary, LONGEST_NODE
+
+
+@njit(cache=True, nogil=True)
+def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
+    table = memory[0]
+    rankings = rankings_of(table)
+    shares = np.empty(BEST)
+    marks = np.zeros(LONGEST_NODE + 1, np.uint64)
+    for node in range(len(tails) - 1, -1, -1):  # the likeliest last: its ranking is the one that stays
+        if not np.isfinite(scores[node, 0]):
+            continue
+        for length in range(1, table.longest + 1):
+            marks[length] = mixed(marks[length - 1], tails[node, -length])
+        fetch_rankings(table, tails[node, -1], marks)
+        for place in range(BEST):
+            shares[place] = np.exp(SHARPNESS * (scores[node, place] - scores[node, 0]))
+        shares *= WHOLE / shares.sum()
+        for length in range(1, table.longest + 1):
+            row = row_of(table, tails[node, -1], marks[length], length)
+            if row >= 0:
+                kept, tag = rankings[row], tag_of(marks[length])
+                again = kept.tag == tag and kept.tokens[0] == tokens[node, 0]
+                kept.tag, kept.run = tag, min(kept.run + 1, LONG_RUN) if again else 0
+                for place in range(BEST):
+                    kept.tokens[place], kept.shares[place] = tokens[node, place], int(shares[place])
+
+
+@njit(cache=True, nogil=True)
+def fetch_rankings(table: Any, last: Any, marks: Array) -> None:
+    """Have the rankings behind so many last tokens, of these hashes, on their way all at once."""
+    rankings = rankings_of(table)
+    for length in range(1, table.longest + 1):
+        row = row_of(table, last, marks[length], length)
+        if row >= 0:
+            prefetch(rankings, row)
+
+
+@njit(cache=True, nogil=True)
+def tag_of(mark: np.uint64) -> Any:
+    """The half of a hash that does not choose the row, to know strangers by."""
+    return np.uint32(mark >> np.uint64(32))
+
+
+@njit(cache=True, nogil=True)
+def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
+    """Where the table keeps what followed ``length`` tokens of this hash, the ``last`` of them included; or -1."""
+    if length > table.longest or not 0 <= last < table.vocabulary:
+        return -1
+    if length == 1:
+        return int(last)
+    return int(table.vocabulary + (length - 2) * HASHED_ROWS + np.int64(mark & np.uint64(HASHED_ROWS - 1)))
+
+
+@njit(cache=True, nogil=True)
+def rankings_of(table: Any) -> Array:
+    """All rows."""
+    return array_at(table.rankings, table.vocabulary + (table.longest - 1) * HASHED_ROWS, RANKING)

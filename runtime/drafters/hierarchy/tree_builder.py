@@ -1,0 +1,144 @@
+"""How a tree grows: the likeliest paths of all, in one sorted list.
+
+Each path in its turn becomes a node, what may follow it is estimated, and the paths that this gives
+are put into the list behind it: a path is never likelier than its start. So parents stand before their
+children and nodes are sorted by their odds, and a smaller tree is a prefix of a larger one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.drafters.hierarchy.estimator import CORPUS, NO_TRUTH, TREE, expand
+from hdtool.runtime.drafters.hierarchy.level_weights import learn
+from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, add
+from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE, narrow, places_of
+from hdtool.runtime.drafters.hierarchy.sources.last_logits import forget
+from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import fall_silent, pass_by
+from hdtool.runtime.drafters.hierarchy.workspace import memory_at
+from hdtool.runtime.kernels.clock import lap, start_clock
+from hdtool.runtime.source_names import SourceName
+
+DEEPEST = 32
+WORTH_EXPANDING = 1.6
+"""A node is worth it if its path is so many times as likely as the last one of a full list."""
+WORTH_ADDING = 0.1
+"""A contribution is left out below this share of the last path's odds."""
+LEAST_OPEN = 0.002
+LEAST_PART = 1e-4
+OPEN_TO_LEARN = 0.02
+"""Levels behind this much are not asked about a token that has come."""
+SOURCES = len(SourceName)
+
+Ints = npt.NDArray[Any]
+
+
+@njit(cache=True, nogil=True)
+def grow(corpus: Ints, at: Ints, most: int) -> int:
+    """Fill the workspace with the ``most`` likeliest nodes, and say how many there are."""
+    work = memory_at(at).work[0]
+    start_clock(work)
+    work.parents[0], work.depths[0], work.odds[0] = 0, 0, 1.0
+    size, node, bar = 0, 0, 0.0
+    while True:
+        odds = work.odds[node]
+        if work.depths[node] < DEEPEST and odds > WORTH_EXPANDING * bar:
+            least = max(WORTH_EXPANDING * bar / odds, LEAST_OPEN)
+            expand(corpus, at, node, least, max(WORTH_ADDING * bar / odds, LEAST_PART), NO_TRUTH)
+            size, bar = _enlist(work, node, size, most, bar)
+        if node == size:
+            break
+        node += 1
+        _settle(work, node)
+        if node == most:
+            break
+    lap(work, TREE)
+    return node
+
+
+@njit(cache=True, nogil=True)
+def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int, float]:
+    """Put the paths on from a node into the list; its new size, and the odds to beat once it is full."""
+    for at in range(work.size):
+        # A damaged store may give shares of more than the whole.
+        odds = min(1.0, work.chances[at]) * work.odds[node]
+        if size < most:
+            place = size
+            size += 1
+        elif odds > bar:
+            place = size - 1
+        else:
+            continue
+        while place > node and work.best_odds[place - 1] < odds:
+            work.best_odds[place], work.best_keys[place] = work.best_odds[place - 1], work.best_keys[place - 1]
+            place -= 1
+        source = np.argmax(work.parts[at])
+        work.best_odds[place] = odds
+        work.best_keys[place] = work.agreed[at] << 48 | source << 40 | node << 32 | work.candidates[at]
+        if size == most:
+            bar = work.best_odds[size - 1]
+    return size, bar
+
+
+@njit(cache=True, nogil=True)
+def _settle(work: Any, node: int) -> None:
+    """Make a node of the path whose turn it is."""
+    key = work.best_keys[node - 1]
+    parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
+    work.odds[node] = work.best_odds[node - 1]
+    work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40 & 0xFF
+    work.agreements[node] = key >> 48
+    work.depths[node] = work.depths[parent] + 1
+    extend(work, parent, node, token)
+
+
+@njit(cache=True, nogil=True)
+def extend(work: Any, above: int, node: int, token: int) -> None:
+    """Give a node the last tokens of the one above, and one more."""
+    for place in range(LONGEST_MATCH - 1):
+        work.tails[node, place] = work.tails[above, place + 1]
+    work.tails[node, LONGEST_MATCH - 1] = token
+
+
+@njit(cache=True, nogil=True)
+def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
+    """Move the root to the end of another context, of which ``tail`` is the last part."""
+    memory = memory_at(at)
+    memory.work[0].tails[0] = -1
+    forget(memory.last[0])
+    fall_silent(memory.heads[0])
+    fall_silent(memory.near[0])
+    ranges = memory.ranges[0]
+    places_of(ranges)[0] = 0
+    ranges.read[0] = 0
+    for token in tail:
+        _advance(corpus, at, token)
+
+
+@njit(cache=True, nogil=True)
+def feed(corpus: Ints, at: Ints, tokens: Ints) -> None:
+    """Learn from emitted tokens, one after the other, remember them and move the root on."""
+    memory = memory_at(at)
+    for token in tokens:
+        expand(corpus, at, 0, OPEN_TO_LEARN, 0.0, token)
+        learn(memory.weights[0], memory.work[0], memory.last[0])
+        add(memory.table[0], token)
+        _advance(corpus, at, token)
+
+
+@njit(cache=True, nogil=True)
+def _advance(corpus: Ints, at: Ints, token: int) -> None:
+    memory = memory_at(at)
+    work, ranges = memory.work[0], memory.ranges[0]
+    extend(work, 0, 0, token)
+    forget(memory.last[0])
+    pass_by(memory.heads[0])
+    pass_by(memory.near[0])
+    if work.has[CORPUS]:
+        # In place: the longest first, as each comes from the next shorter one of before.
+        for order in range(LONGEST_RANGE, 0, -1):
+            narrow(corpus, ranges, work.tails[0], 0, 0, order)

@@ -1,0 +1,123 @@
+"""The memory that a tree grows in: nodes, the best paths so far, and the candidates behind one node.
+
+All of it is one record of fixed size, so that compiled code takes it as one pointer: each array that
+Python hands over costs a fifth of a microsecond, each one that a compiled function passes on costs a
+dozen words.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.drafters.hierarchy.level_weights import LEVELS, WEIGHTS
+from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, PLACES, TABLE
+from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import RANGES, ROWS, SAMPLES
+from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS
+from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST
+from hdtool.runtime.drafters.hierarchy.sources.model_evidence import MODEL
+from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import NEIGHBOURS
+from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import RECYCLED
+from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import LARGEST_TREE
+
+CANDIDATES = 512
+SLOTS = 2 * CANDIDATES
+
+WORK = np.dtype(
+    [
+        # The nodes, a row each; row 0 is the last emitted token.
+        ("tokens", np.int64, ROWS),
+        ("parents", np.int32, ROWS),
+        ("sources", np.uint8, ROWS),
+        ("odds", np.float64, ROWS),  # that the target takes the whole path
+        ("depths", np.int64, ROWS),
+        ("tails", np.int64, (ROWS, LONGEST_MATCH)),  # the last tokens down to the node
+        ("agreements", np.int64, ROWS),  # what kind of neighbouring ranking named it
+        ("known", np.int64, ROWS),  # the most last tokens that the model store knows
+        # The best paths, likeliest first: those that are nodes already, and those that may become nodes.
+        ("best_odds", np.float64, LARGEST_TREE),
+        ("best_keys", np.int64, LARGEST_TREE),  # agreement, source, parent and token in one number
+        # What may follow one node.
+        ("size", np.int64),
+        ("candidates", np.int64, CANDIDATES),
+        ("chances", np.float64, CANDIDATES),
+        ("agreed", np.int64, CANDIDATES),  # what kind of neighbouring ranking names it
+        ("parts", np.float64, (CANDIDATES, len(SourceName))),  # of each chance, by source
+        ("round", np.int64),  # slots of earlier rounds are empty
+        ("slots", np.int64, SLOTS),  # a hash table of candidates
+        ("marks", np.uint64, LONGEST_MATCH + 1),  # hashes of so many last tokens
+        # Evidence of the level that is asked.
+        ("places", np.int64),  # of the context
+        ("total", np.int64),
+        ("distinct", np.int64),
+        ("followers", np.int64, PLACES),
+        ("lengths", np.int64, PLACES),
+        ("evidence", np.int64, PLACES),  # different tokens
+        ("counts", np.int64, PLACES),
+        ("corpus_evidence", np.int64, SAMPLES),
+        ("corpus_counts", np.int64, SAMPLES),
+        # What the levels said about a token that has come.
+        ("asked", np.int64),
+        ("levels", np.int64, LEVELS),
+        ("buckets", np.int64, LEVELS),
+        ("shares", np.float64, LEVELS),
+        ("explained", np.float64, LEVELS),
+        ("last_open", np.float64),  # to the candidates of the last logit; 0 if they were not asked
+        ("last_part", np.float64),  # of it, the token's
+        ("last_kind", np.int64),
+        # Which sources there are.
+        ("vocabulary", np.int64),  # no source may give a token that is not in it
+        ("has", np.int64, len(SourceName)),
+        # The time of a draft that is timed, in nanoseconds by source; NONE is the tree itself.
+        ("timed", np.int64),
+        ("laps", np.int64, len(SourceName)),
+        ("since", np.int64),
+        ("instant", np.int64, 2),  # seconds and nanoseconds, as the clock gives them
+        ("instant_at", np.int64),  # its address
+    ],
+    align=True,
+)
+
+Array = npt.NDArray[Any]
+
+
+class Memory(NamedTuple):
+    """The records, each an array of one, that compiled code reads and writes while it drafts."""
+
+    work: Array
+    weights: Array
+    table: Array
+    model: Array
+    ranges: Array
+    last: Array
+    copied: Array
+    recycled: Array
+    near: Array
+    heads: Array
+
+    def addresses(self) -> Array:
+        """Where the records are, for ``memory_at``; they must outlive it."""
+        assert all(array.flags.aligned for array in self)
+        return np.array([array.ctypes.data for array in self], np.int64)
+
+
+@njit(cache=True, nogil=True)
+def memory_at(at: Array) -> Memory:
+    """The records at these addresses."""
+    return Memory(
+        array_at(at[0], 1, WORK),
+        array_at(at[1], 1, WEIGHTS),
+        array_at(at[2], 1, TABLE),
+        array_at(at[3], 1, MODEL),
+        array_at(at[4], 1, RANGES),
+        array_at(at[5], 1, LAST),
+        array_at(at[6], 1, RECYCLED),
+        array_at(at[7], 1, RECYCLED),
+        array_at(at[8], 1, NEIGHBOURS),
+        array_at(at[9], 1, HEADS),
+    )

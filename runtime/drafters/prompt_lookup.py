@@ -1,0 +1,68 @@
+"""Prompt lookup: what followed the last few tokens where they first stood in the context."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.drafters.growing_context import GrowingContext
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import ROOT, DraftTree
+
+Ints = npt.NDArray[Any]
+
+
+class PromptLookup:
+    """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does.
+
+    The longest match counts, of at most ``longest`` tokens; of several places the first.
+    """
+
+    def __init__(self, tokens: int = 10, longest: int = 3) -> None:
+        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
+        """What the source has taken since this drafter exists."""
+        self._longest = longest
+        self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
+        self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
+        self._context = GrowingContext()
+        first_match(self._context.grown(()), longest)  # compiled, or loaded, before a step waits for it
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._context.restart(prompt)
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        started = time.perf_counter()
+        words = self._context.grown(context)
+        start = first_match(words, self._longest)
+        # Copied: the tree outlives this step, the buffer does not.
+        tokens = words[start : start + len(self._parents)].copy()
+        tree = DraftTree(context[-1], tokens, self._parents[: len(tokens)], self._sources[: len(tokens)])
+        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        return tree
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        pass
+
+
+@njit(cache=True, nogil=True)
+def first_match(context: Ints, longest: int) -> int:
+    """Behind the first of the longest matches of the context's end; its length where nothing matches."""
+    size = len(context)
+    start, matched = size, 0
+    for end in range(size - 1):
+        if context[end] == context[size - 1]:
+            length = 1
+            while length < min(longest, end + 1) and context[end - length] == context[size - 1 - length]:
+                length += 1
+            if length > matched:
+                start, matched = end + 1, length
+                if matched == longest:
+                    break
+    return start

@@ -1,0 +1,114 @@
+"""A benchmark: every question answered by all contenders in turn, one after another, on one model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from hdtool.data.chat import encode_conversation
+from hdtool.data.errors import PromptError
+from hdtool.data.prompts import Message, Prompt, of_all_categories
+from hdtool.data.spec_bench import AnsweredQuestion, AnsweredTurn, question_id
+from hdtool.runtime.decode import Finish, room_for
+from hdtool.runtime.evaluation.contenders import Contender
+from hdtool.runtime.model.load import Loaded
+
+Rounds = dict[str, list[AnsweredQuestion]]
+"""What each contender answered to one question, in each round."""
+
+
+class Bench:
+    """Contenders on one model.
+
+    A question is answered by all of them before the next one is asked, so that whatever slows the machine
+    down slows all of them down; who begins changes from question to question. Later turns follow a
+    contender's own answers.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        contenders: Mapping[str, Contender],
+        *,
+        max_new_tokens: int,
+        chat: bool | None = None,
+        rounds: int = 1,
+    ) -> None:
+        self._loaded = loaded
+        self._contenders = contenders
+        self._most = max_new_tokens
+        self._chat = chat
+        self._rounds = rounds
+
+    def check(self, questions: Sequence[Prompt]) -> None:
+        """Refuse a question that cannot be answered before the first one is."""
+        for question in questions:
+            try:
+                room_for(self._loaded.target, self._encode(question.messages), self._most)
+                if question.later_turns:
+                    self._encode(self._conversation(question, [""] * len(question.later_turns)))
+            except PromptError as error:
+                raise PromptError(f"question {question.id}: {error}") from None
+
+    def warm_up(self, questions: Sequence[Prompt], count: int) -> None:
+        """Ask a few questions of different categories in vain: caches fill, kernels are chosen, clocks rise."""
+        for question in of_all_categories(questions, count):
+            for contender in self._contenders.values():
+                self._answered(question, contender)
+
+    def answers(self, questions: Sequence[Prompt], done: int = 0) -> Iterator[dict[str, AnsweredQuestion]]:
+        """What all contenders say to each question, of several rounds the one of median speed."""
+        for place, question in enumerate(questions[done:], start=done):
+            yield {name: _of_median_speed(rounds) for name, rounds in self._ask(question, place).items()}
+
+    def _ask(self, question: Prompt, place: int) -> Rounds:
+        found: Rounds = {name: [] for name in self._contenders}
+        for turn in range(place * self._rounds, (place + 1) * self._rounds):
+            for name in in_turn(list(self._contenders), turn):
+                found[name].append(self._answered(question, self._contenders[name]))
+        return found
+
+    def _answered(self, question: Prompt, contender: Contender) -> AnsweredQuestion:
+        turns: list[AnsweredTurn] = []
+        for _ in range(1 + len(question.later_turns)):
+            ids = self._encode(self._conversation(question, [turn.text for turn in turns]))
+            turns.append(contender.answer(ids) if not turns or self._has_room(ids) else OUT_OF_CONTEXT)
+        return AnsweredQuestion(question_id(question.id), question.category, tuple(turns))
+
+    def _has_room(self, ids: list[int]) -> bool:
+        limit = self._loaded.target.context_limit(len(ids))
+        return limit is None or len(ids) < limit
+
+    def _conversation(self, question: Prompt, answers: Sequence[str]) -> list[Message]:
+        messages = list(question.messages)
+        for answer, turn in zip(answers, question.later_turns, strict=False):
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        return messages
+
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
+        return encode_conversation(self._loaded.tokenizer, messages, chat=self._chat)
+
+
+OUT_OF_CONTEXT = AnsweredTurn("", [], [], 0.0, finish=str(Finish.CONTEXT))
+"""The answer to a later turn when those before it have filled the model's context."""
+
+
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """All of them, beginning with another one each time."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def hash_of(questions: Sequence[Prompt]) -> str:
+    """What tells two lists of questions apart."""
+    rows = [[question.id, question.category, question.messages, question.later_turns] for question in questions]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _of_median_speed(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
+    """One of several rounds, whole, so that its tokens and its times belong together; of two, the slower."""
+    by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
+    chosen = by_speed[(len(by_speed) - 1) // 2]
+    seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)
+    return AnsweredQuestion(chosen.question_id, chosen.category, chosen.turns, seconds)

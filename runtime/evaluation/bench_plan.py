@@ -1,0 +1,100 @@
+"""A benchmark as it was asked for, and carrying it out: from settings and questions to a folder of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hdtool.data.bench_results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
+from hdtool.data.prompts import Prompt
+from hdtool.data.spec_bench import question_id
+from hdtool.runtime.config import METHODS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.drafters.heads.select_heads import methods_with_heads
+from hdtool.runtime.environment import compute_with, surroundings
+from hdtool.runtime.evaluation.bench import Bench, hash_of
+from hdtool.runtime.evaluation.lineup import Lineup
+from hdtool.runtime.evaluation.scores import baseline_of
+from hdtool.runtime.model.load import load
+from hdtool.runtime.stores.store_set import Shelf
+
+FREE = ("method", "out", "baseline", "limit", "trust_remote_code")
+"""Settings that change no answer and no time; what the limit leaves of the questions counts as the questions."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides what is measured."""
+
+    questions: Sequence[Prompt]
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    decoding: DecodeConfig = field(default_factory=DecodeConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    shelf: ShelfConfig = field(default_factory=ShelfConfig)
+    chat: bool | None = None
+
+    def options(self) -> dict[str, Any]:
+        """As they are written down, to tell whether results go on or are others."""
+        parts = (self.model, self.decoding, self.sampling, self.shelf, self.bench)  # the bench's threads count
+        named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
+        methods = list(self.bench.methods) if self.bench.methods else None
+        heads = list(self.decoding.heads)
+        return named | {"methods": methods, "heads": heads, "chat": self.chat, "questions": hash_of(self.questions)}
+
+    def at(self, temperature: float) -> Plan:
+        """The same at another temperature, its results in a folder within the one of these."""
+        place = Path(self.bench.out) / f"temperature-{temperature:g}"
+        sampling = replace(self.sampling, temperature=temperature)
+        return replace(self, bench=replace(self.bench, out=str(place)), sampling=sampling)
+
+    def results(self, told: Callable[[int], None] = lambda answered: None) -> Results:
+        """The results; what the folder lacks is measured. ``told`` hears how many questions are answered."""
+        folder = Path(self.bench.out)
+        before = Run.read(folder)
+        if before is not None:
+            refuse_other_options(folder, before, self.options())
+            found = read_results(folder)
+            if found.complete:
+                return found
+        with locked(folder):
+            self._measure(folder, told)
+        return read_results(folder)
+
+    def _databases(self) -> str:
+        """The letters of those that any of the methods draws on."""
+        ours = [name for name in self.bench.methods or METHODS if name in METHODS]
+        return "".join({letter for name in ours for letter in METHODS[name].databases})
+
+    def _measure(self, folder: Path, told: Callable[[int], None]) -> None:
+        compute_with(self.bench.threads)
+        loaded = load(self.model)
+        shelf = Shelf.for_tokenizer(loaded.tokenizer, self.shelf, self._databases())
+        heads = methods_with_heads(self.decoding.heads, loaded.target.model)
+        methods = self.bench.chosen(has_corpus=shelf.corpus is not None, heads=heads)
+        baseline_of(methods, self.bench.baseline)
+        run = Run(
+            self.options(),
+            methods,
+            len(self.questions),
+            surroundings(loaded, shelf),
+            datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        ids = [question_id(question.id) for question in self.questions]
+        results = ResultFolder(folder, run, ids)
+        told(results.answered)
+        lineup = Lineup(loaded, shelf, self.model, self.decoding, self.sampling)
+        bench = Bench(
+            loaded,
+            lineup.contenders(methods, self.bench.assistant),
+            max_new_tokens=self.decoding.max_new_tokens,
+            chat=self.chat,
+            rounds=self.bench.rounds,
+        )
+        bench.check(self.questions)
+        bench.warm_up(self.questions, self.bench.warm_up)
+        for answers in bench.answers(self.questions, results.answered):
+            results.add(answers)
+            told(results.answered)

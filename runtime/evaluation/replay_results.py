@@ -1,0 +1,169 @@
+"""What a replay brought: turn by turn and step by step, and what is summed up from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.source_names import SourceName
+
+Ints = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class PlayedTurn:
+    """A recorded answer as a method would have made it. The first step is the prompt's own pass."""
+
+    conversation: str
+    category: str
+    number: int
+    prompt_tokens: int
+    tokens: Ints
+    """Of the answer."""
+    sources: Ints
+    """Of each token: the ``SourceName`` of what drafted it, NONE where the model said it itself."""
+    accept_lengths: Ints
+    """Of each step: the tokens that it brought, the one more included."""
+    nodes: Ints
+    """Of each step: the size of its tree."""
+    draft_seconds: Floats
+    """Of each step: drafting, the tree's mask and its positions."""
+    observe_seconds: Floats
+    """Of each step: learning what became of the tree."""
+    drafted: Ints
+    """Nodes by the number of their source."""
+    hits: Ints
+    """Steps for which a source had something to draft."""
+
+    @property
+    def contexts(self) -> Ints:
+        """Of each step: the tokens that its pass had behind it."""
+        return self.prompt_tokens + np.cumsum(self.accept_lengths) - self.accept_lengths
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """What one source brought."""
+
+    drafted: int
+    accepted: int
+    hits: int
+    unique: int
+    """Different tokens of the vocabulary among those accepted."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Tokens per second, from what forward passes cost."""
+
+    tokens_per_second: float
+    plain_tokens_per_second: float
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens_per_second / self.plain_tokens_per_second
+
+    @property
+    def pays(self) -> bool:
+        return self.speedup > 1
+
+
+@dataclass(frozen=True)
+class Played:
+    """Turns that one method was replayed on."""
+
+    method: str
+    turns: tuple[PlayedTurn, ...]
+    source_seconds: Mapping[SourceName, float]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Played]) -> Played:
+        """Of one method, in the order given."""
+        seconds = dict.fromkeys((source for part in parts for source in part.source_seconds), 0.0)
+        for part in parts:
+            for source, taken in part.source_seconds.items():
+                seconds[source] += taken
+        return cls(parts[0].method, tuple(turn for part in parts for turn in part.turns), seconds)
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @cached_property
+    def steps(self) -> int:
+        return sum(len(turn.accept_lengths) for turn in self.turns)
+
+    @cached_property
+    def nodes(self) -> int:
+        return sum(int(turn.nodes.sum()) for turn in self.turns)
+
+    @property
+    def drafted_steps(self) -> int:
+        """Those after which something could be drafted: all but the prompts' own passes."""
+        return self.steps - len(self.turns)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps
+
+    @property
+    def nodes_per_step(self) -> float:
+        return self.nodes / max(1, self.drafted_steps)
+
+    @property
+    def accepted_share(self) -> float:
+        """Of the nodes."""
+        return (self.tokens - self.steps) / max(1, self.nodes)
+
+    def draft_us(self, percentile: float) -> float:
+        """Drafting, mask and positions of a step."""
+        return _percentile([turn.draft_seconds[1:] for turn in self.turns], percentile)
+
+    def observe_us(self, percentile: float) -> float:
+        return _percentile([turn.observe_seconds[1:] for turn in self.turns], percentile)
+
+    def by_category(self) -> dict[str, Played]:
+        """The same for the turns of each category, without the times of the sources."""
+        names = dict.fromkeys(turn.category for turn in self.turns)
+        return {
+            name: Played(self.method, tuple(turn for turn in self.turns if turn.category == name), {}) for name in names
+        }
+
+    def by_source(self) -> dict[SourceName, SourceShare]:
+        """Of each source that drafted anything or took any time."""
+        drafted = sum((turn.drafted for turn in self.turns), np.zeros(len(SourceName), np.int64))
+        hits = sum((turn.hits for turn in self.turns), np.zeros(len(SourceName), np.int64))
+        tokens = np.concatenate([turn.tokens for turn in self.turns])
+        origins = np.concatenate([turn.sources for turn in self.turns])
+        shares = {}
+        for source in SourceName:
+            seconds = self.source_seconds.get(source, 0.0)
+            if source and (drafted[source] or seconds):
+                taken = tokens[origins == source]
+                shares[source] = SourceShare(
+                    int(drafted[source]), len(taken), int(hits[source]), len(np.unique(taken)), seconds
+                )
+        return shares
+
+    def predict(self, curve: CostCurve) -> Prediction:
+        """Tokens per second where passes cost so much; a prompt's own pass counts as one without drafts."""
+        plain = drafting = 0.0
+        for turn in self.turns:
+            places = turn.prompt_tokens + np.arange(len(turn.tokens))
+            plain += float(curve.of_passes(np.zeros(len(places)), places).sum())
+            passes = curve.of_passes(turn.nodes, turn.contexts)
+            drafting += float(passes.sum() + turn.draft_seconds.sum() + turn.observe_seconds.sum())
+        return Prediction(self.tokens / drafting, self.tokens / plain)
+
+
+def _percentile(seconds: Sequence[Floats], percentile: float) -> float:
+    every = np.concatenate(seconds)
+    return float(np.percentile(every, percentile)) * 1e6 if len(every) else 0.0

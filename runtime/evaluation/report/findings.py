@@ -1,0 +1,99 @@
+"""What the paper found, and whether it holds here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hdtool.runtime.evaluation.report.tables import Coverage, Shares, Trials
+
+DATABASES = ("context", "model", "corpus")
+PAPER = "hd-paper"
+"""The method that a verdict is about; what the others say stands beside it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim and what this data says of it."""
+
+    claim: str
+    holds: bool | None
+    """None where this data cannot tell."""
+    evidence: tuple[str, ...]
+    """A line for each method."""
+
+    @property
+    def verdict(self) -> str:
+        return {True: "holds", False: "does not hold", None: "cannot be told"}[self.holds]
+
+
+def findings(
+    shares: Sequence[Shares], coverage: Sequence[Coverage], subsets: Sequence[Trials], orders: Trials | None
+) -> tuple[Finding, ...]:
+    return (
+        _judged("C > M > S in verify success", _verify_success(shares)),
+        _judged("each database accepts tokens that no other does", _own_tokens(coverage)),
+        _judged("C+M beats any single database", _pair_beats_singles(subsets)),
+        _judged("the order C, M, S is the best of the six", _best_order(orders)),
+    )
+
+
+def _judged(claim: str, found: Iterator[tuple[str, bool, str]]) -> Finding:
+    verdicts = {method: (holds, evidence) for method, holds, evidence in found}
+    if not verdicts:
+        return Finding(claim, None, ("a database is missing, or nothing was drafted from one",))
+    paper_first = sorted(verdicts.items(), key=lambda one: one[0] != PAPER)
+    holds = paper_first[0][1][0]
+    told = (
+        f"{method}: {evidence}{'' if own == holds else ' (other than above)'}"
+        for method, (own, evidence) in paper_first
+    )
+    return Finding(claim, holds, tuple(told))
+
+
+def _verify_success(shares: Sequence[Shares]) -> Iterator[tuple[str, bool, str]]:
+    for share in shares:
+        if not all(name in share.sources and share.sources[name].drafted for name in DATABASES):
+            continue
+        sources = [share.sources[name] for name in DATABASES]
+        counts = {
+            "steps in which something of it was accepted, of those that it drafted in": [one.won for one in sources],
+            "accepted of the tokens that it drafted": [one.verified for one in sources],
+        }
+        told = "; ".join(f"{what}: {_each(rates)}" for what, rates in counts.items())
+        yield share.method, all(rates[0] > rates[1] > rates[2] for rates in counts.values()), told
+
+
+def _each(rates: Sequence[float]) -> str:
+    return ", ".join(f"{name} {rate:.1%}" for name, rate in zip(DATABASES, rates, strict=True))
+
+
+def _own_tokens(coverage: Sequence[Coverage]) -> Iterator[tuple[str, bool, str]]:
+    for covered in coverage:
+        if not all(name in covered.databases for name in DATABASES):
+            continue
+        alone = [covered.databases[name].alone for name in DATABASES]
+        told = ", ".join(f"{name} {count:,}" for name, count in zip(DATABASES, alone, strict=True))
+        yield (
+            covered.method,
+            min(alone) > 0,
+            f"of {covered.positions:,} tokens, accepted from this database alone: {told}",
+        )
+
+
+def _pair_beats_singles(subsets: Sequence[Trials]) -> Iterator[tuple[str, bool, str]]:
+    for trials in subsets:
+        rates = {row.databases: row.tokens_per_step for row in trials.rows}
+        if not {"C", "M", "S", "CM"} <= set(rates):
+            continue
+        told = ", ".join(f"{'+'.join(name)} {rates[name]:.3f}" for name in ("CM", "C", "M", "S"))
+        yield trials.method, all(rates["CM"] > rates[name] for name in "CMS"), f"tokens per step: {told}"
+
+
+def _best_order(orders: Trials | None) -> Iterator[tuple[str, bool, str]]:
+    if orders is None or len(orders.rows) < 6:
+        return
+    ranked = sorted(orders.rows, key=lambda row: -row.tokens_per_step)
+    told = ", ".join(f"{row.databases} {row.tokens_per_step:.3f} ({row.draft_us:.0f} µs)" for row in ranked)
+    best = all(row.databases == "CMS" or orders["CMS"].tokens_per_step > row.tokens_per_step for row in orders.rows)
+    yield orders.method, best, f"tokens per step (drafting, median of the steps): {told}"

@@ -1,0 +1,69 @@
+"""What a report finds out from recorded answers alone, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hdtool.data.progress import bar
+from hdtool.data.prompts import Message, Prompt
+from hdtool.data.spec_bench import AnsweredQuestion
+from hdtool.data.traces import STOPPED, Recorded, Trace
+from hdtool.runtime.evaluation.report.ablations import Study
+from hdtool.runtime.evaluation.report.cases import case_of
+from hdtool.runtime.evaluation.report.corpus_sizes import PARTS, BuildIndex, sizes
+from hdtool.runtime.evaluation.report.figures import Shown
+from hdtool.runtime.evaluation.report.repeats import repeats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def shown_by(
+    study: Study,
+    traces: Sequence[Trace],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    build: BuildIndex,
+    quiet: bool = False,
+) -> Shown:
+    """Replays the answers of ``traces``, which ``study`` has as token ids, in every way that a page shows."""
+    with bar(study.turns, "turns", quiet=quiet) as progress:
+        found = study.results(progress.to)
+    with bar(len(PARTS) + 1, "sizes of the corpus index", quiet=quiet) as progress:
+        by_size = sizes(study, build, progress.advance)
+    questions = [_asked(trace, answer) for trace in traces for answer in trace.answers]
+    return Shown(
+        shares=found.shares(),
+        subsets=found.subsets(),
+        orders=found.orders(),
+        coverage=found.coverage(),
+        repeats=repeats(study.conversations, study.shelf),
+        sizes=by_size,
+        case=case_of("hd", found.whole("hd"), tokenizer, questions),
+    )
+
+
+def _asked(trace: Trace, answer: Recorded) -> str:
+    """The message before an answer."""
+    return trace.messages[answer.place - 1]["content"]
+
+
+def traces_of(questions: Sequence[Prompt], answers: Sequence[AnsweredQuestion]) -> list[Trace]:
+    """A benchmark's questions with one method's answers, as recorded conversations; what has none is left out."""
+    pairs = zip(questions, answers, strict=False)  # a benchmark may have been broken off
+    traces = (_trace(question, answered) for question, answered in pairs)
+    return [trace for trace in traces if trace.answers]
+
+
+def _trace(question: Prompt, answered: AnsweredQuestion) -> Trace:
+    messages: list[Message] = list(question.messages)
+    recorded = []
+    turns = [turn for turn in answered.turns if turn.output_ids]  # none: the context was full before
+    for number, turn in enumerate(turns):
+        if number:
+            messages.append({"role": "user", "content": question.later_turns[number - 1]})
+        most = None if turn.finish == STOPPED else len(turn.output_ids)
+        recorded.append(Recorded(len(messages), tuple(turn.output_ids), most))
+        messages.append({"role": "assistant", "content": turn.text})
+    return Trace(question.id, question.category, tuple(messages), tuple(recorded), f"question {question.id}")

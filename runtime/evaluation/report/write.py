@@ -1,0 +1,56 @@
+"""Writing a report: its pictures, its page and its tables into one folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hdtool.data.errors import ResultError
+from hdtool.data.files.atomic_write import OutputFile
+from hdtool.data.files.ownership import is_own_html, is_own_markdown, is_own_png
+from hdtool.runtime.evaluation.report.page import Page
+from hdtool.runtime.evaluation.report.theme import LIGHT, THEMES, picture
+
+INDEX = "index.html"
+TABLES = "tables.md"
+PICTURE = re.compile(
+    r"(speed-up|generation-time|temperatures|repeated-4-grams|4-gram-distances|database-size"
+    r"|(sources|subsets|orders|coverage)-[a-z+-]+)(\.dark)?\.png"
+)
+"""The names of all pictures that a report may have."""
+
+
+def write(folder: Path, page: Page) -> Path:
+    """The place of the page."""
+    prepare(folder)
+    contents: dict[str, bytes | str] = {}
+    pictures = {
+        one.name: {theme.name: picture(one.draw, theme, one.height) for theme in THEMES} for one in page.exhibits
+    }
+    for name, shown in pictures.items():
+        for theme, data in shown.items():
+            contents[f"{name}{'' if theme == LIGHT.name else f'.{theme}'}.png"] = data
+    contents |= {TABLES: page.markdown(), INDEX: page.html(pictures)}
+    for name in contents:  # all of them before the first is replaced
+        _file(folder, name).check()
+    for name, content in contents.items():
+        _file(folder, name).write(content)
+    return folder / INDEX
+
+
+def prepare(folder: Path) -> None:
+    """Refuse a folder that cannot take the report, before anything is measured for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [path.name for path in folder.iterdir() if PICTURE.fullmatch(path.name)]
+    except OSError as error:
+        raise ResultError(f"{folder} cannot be written ({error.strerror or error}): choose another --report") from None
+    for name in (INDEX, TABLES, *names):
+        _file(folder, name).check()
+
+
+def _file(folder: Path, name: str) -> OutputFile:
+    """A file of the report, replaced only if an earlier report wrote it."""
+    is_ours = {INDEX: is_own_html, TABLES: is_own_markdown}.get(name, is_own_png)
+    advice = "choose another --report, or move it away"
+    return OutputFile(folder / name, "a file of an hdtool report", is_ours, ResultError, advice)

@@ -1,0 +1,125 @@
+"""What a benchmark's answers come to, task by task, counted as Spec-Bench counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from hdtool.data.bench_results import Results
+from hdtool.data.errors import OptionError
+from hdtool.data.spec_bench import AnsweredQuestion
+from hdtool.runtime.config import PEERS, SamplingConfig
+
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+"""Categories that Spec-Bench pools under the name of the benchmark that they come from."""
+OVERALL = "overall"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one method made of the questions of one task."""
+
+    questions: int
+    tokens_per_second: float
+    """The mean over questions, whatever their length."""
+    speedup: float
+    """This over the same of the baseline."""
+    tokens_per_step: float
+    """The mean over all steps of all questions."""
+    identical: int | None
+    """Questions with the very tokens of the reference in all turns; None where they are not comparable."""
+    nodes_per_step: float
+    draft_us_per_step: float | None
+    """None for what the library does: it does not tell."""
+    model_ms_per_step: float | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All methods on all tasks, and all tasks taken together, which come last."""
+
+    baseline: str
+    reference: str | None
+    """The method whose answers count as the right ones."""
+    tasks: dict[str, dict[str, Score]]
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``--json`` prints it; names stay as they are once they have shipped."""
+        return {
+            "baseline": self.baseline,
+            "reference": self.reference,
+            "tasks": {
+                task: {method: _rounded(score) for method, score in scores.items()}
+                for task, scores in self.tasks.items()
+            },
+        }
+
+
+def scores_of(results: Results, baseline: str | None = None) -> Scores:
+    """The scores of all questions that every method has answered, and there is one at least."""
+    methods = results.run.methods
+    against = baseline_of(methods, baseline)
+    greedy = SamplingConfig(temperature=results.run.options["temperature"]).is_greedy
+    reference = next((name for name in ("ar", "generate")[: 1 + greedy] if name in methods), None)
+    tasks = {}
+    for task, places in _places(results.answers[methods[0]]).items():
+        answers = {method: [rows[place] for place in places] for method, rows in results.answers.items()}
+        right = answers[reference] if reference else None
+        speed = _speed(answers[against])
+        tasks[task] = {
+            method: _score(rows, speed, right if greedy or method not in PEERS else None)
+            for method, rows in answers.items()
+        }
+    return Scores(against, reference, tasks)
+
+
+def baseline_of(methods: Sequence[str], wanted: str | None = None) -> str:
+    """What the others are compared with."""
+    if wanted is None:
+        return "generate" if "generate" in methods else methods[0]
+    if wanted not in methods:
+        raise OptionError(f"baseline is {wanted}, which is not measured here: name one of {', '.join(methods)}")
+    return wanted
+
+
+def _places(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
+    """Which questions belong to each task."""
+    tasks: dict[str, list[int]] = {}
+    # A set of questions of another origin may well have a category `math` of its own.
+    pooled = len({question.category for question in questions} & set(MT_BENCH)) > 1
+    for place, question in enumerate(questions):
+        task = "mt_bench" if pooled and question.category in MT_BENCH else question.category
+        tasks.setdefault(task, []).append(place)
+    tasks.pop("", None)
+    return (tasks if len(tasks) > 1 else {}) | {OVERALL: list(range(len(questions)))}
+
+
+def _speed(answers: Sequence[AnsweredQuestion]) -> float:
+    return fmean(answer.tokens_per_second for answer in answers)
+
+
+def _score(answers: Sequence[AnsweredQuestion], baseline: float, right: Sequence[AnsweredQuestion] | None) -> Score:
+    turns = [turn for answer in answers for turn in answer.turns]
+    steps = [tokens for turn in turns for tokens in turn.step_tokens]
+    drafting, in_model = (
+        [seconds for turn in turns if (seconds := getattr(turn, name)) is not None]
+        for name in ("draft_seconds", "model_seconds")
+    )
+    return Score(
+        questions=len(answers),
+        tokens_per_second=_speed(answers),
+        speedup=_speed(answers) / baseline,
+        tokens_per_step=fmean(steps),
+        identical=None
+        if right is None
+        else sum(one.output_ids == other.output_ids for one, other in zip(answers, right, strict=True)),
+        nodes_per_step=sum(turn.nodes for turn in turns) / len(steps),
+        draft_us_per_step=sum(drafting) / len(steps) * 1e6 if drafting else None,
+        model_ms_per_step=sum(in_model) / len(steps) * 1e3 if in_model else None,
+    )
+
+
+def _rounded(score: Score) -> dict[str, Any]:
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(score).items()}

@@ -1,0 +1,4 @@
+"""hdtool inside other programs: `generate` of transformers, and vLLM.
+
+Imports everything of `runtime` but `evaluation`.
+"""

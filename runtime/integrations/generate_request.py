@@ -1,0 +1,130 @@
+"""What ``model.generate`` asks a decoding loop of another kind for, and what such a loop cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdtool.data.errors import OptionError
+from hdtool.runtime.generate_settings import refused_setting
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, StoppingCriteriaList
+
+PLAIN_MODES = ("greedy_search", "sample")
+UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds")
+"""Arguments of the model that are either of no effect here or looked at below."""
+ZERO_IS_TEXT = ("gemma3",)
+"""Types of models for which token types of 0 mark text; others embed each token type, 0 as well."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of ``generate``, as the loop wants to know it."""
+
+    prompt: list[int]
+    padding: list[int]
+    """Masked tokens in front of the prompt: processors and criteria see them, the model does not."""
+    most: int
+    """How many new tokens there may be."""
+    draws: bool
+    wants_scores: bool
+    wants_logits: bool
+    wants_details: bool
+    """Whether an output object is asked for, not the ids alone."""
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: torch.Tensor,
+        settings: GenerationConfig,
+        criteria: StoppingCriteriaList,
+        model_arguments: Mapping[str, Any],
+        *,
+        model_type: str = "",
+        synced_gpus: bool = False,
+    ) -> Request:
+        """Read a call; what the loop cannot do is refused with the reason."""
+        if synced_gpus:
+            raise _refusal(
+                "synced_gpus is set", "processes that share a model by ZeRO-3 or FSDP must make equally many passes"
+            )
+        _refuse_settings(settings)
+        _refuse_inputs(input_ids, model_arguments, model_type)
+        ids: list[int] = input_ids[0].tolist()
+        padded = _padding_of(model_arguments.get("attention_mask"), len(ids))
+        _refuse_positions(model_arguments.get("position_ids"), padded, len(ids))
+        longest = criteria.max_length if criteria.max_length is not None else settings.max_length
+        details = bool(settings.return_dict_in_generate)
+        return cls(
+            prompt=ids[padded:],
+            padding=ids[:padded],
+            most=max(1, longest - len(ids)),  # generate, too, says a token before it first looks at the length
+            draws=bool(settings.do_sample),
+            wants_scores=details and bool(settings.output_scores),
+            wants_logits=details and bool(settings.output_logits),
+            wants_details=details,
+        )
+
+
+def _refuse_settings(settings: GenerationConfig) -> None:
+    if refused := refused_setting(settings):
+        name, reason = refused
+        raise _refusal(f"{name} is {getattr(settings, name)!r}", reason)
+    mode = settings.get_generation_mode()
+    if mode not in PLAIN_MODES:
+        raise _refusal(f"the mode is {mode.value}", "it drafts for greedy decoding and sampling")
+    if settings.return_dict_in_generate and (settings.output_attentions or settings.output_hidden_states):
+        raise _refusal("output_attentions or output_hidden_states is set", "those of a tree are not those of an answer")
+
+
+def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_type: str) -> None:
+    if arguments.get("inputs_embeds") is not None:
+        raise _refusal("inputs_embeds are given", "it drafts from token ids: give input_ids")
+    if input_ids.shape[0] != 1:
+        raise _refusal(f"the batch holds {input_ids.shape[0]} prompts", "it answers one prompt at a time")
+    if input_ids.shape[1] == 0:
+        raise _refusal("the prompt is empty", "there is nothing to go on from")
+    cache = arguments.get("past_key_values")
+    if cache is not None and getattr(cache, "_is_user_defined", False):
+        raise _refusal("past_key_values are given", "it keeps a cache of its own, which can step back from drafts")
+    foreign = [name for name, value in arguments.items() if name not in UNDERSTOOD and _is_set(name, value, model_type)]
+    if foreign:
+        raise _refusal(f"{', '.join(foreign)} is given", "it passes nothing but token ids to the model")
+
+
+def _is_set(name: str, value: object, model_type: str) -> bool:
+    """Whether an argument changes what the model computes; a black image is an image."""
+    if isinstance(value, torch.Tensor):
+        return name != "token_type_ids" or model_type not in ZERO_IS_TEXT or bool(value.any())
+    return value is not None and value is not False
+
+
+def _padding_of(mask: torch.Tensor | None, length: int) -> int:
+    """How many tokens on the left are masked."""
+    if mask is None:
+        return 0
+    seen: list[bool] = mask[0].bool().tolist()
+    padded = seen.index(True) if True in seen else length
+    if len(seen) != length or padded == length or not all(seen[padded:]):
+        raise _refusal("the attention mask has gaps", "only padding on the left can be left out of a prompt")
+    return padded
+
+
+def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) -> None:
+    """Positions must be those that the prompt has by itself; ``generate`` makes such ones when none are given.
+
+    Models with several axes of positions take a row for each.
+    """
+    if positions is None:
+        return
+    expected = torch.arange(length - padded, device=positions.device)
+    if positions.shape[-1] != length or not (positions[..., padded:] == expected).all():
+        raise _refusal("position_ids are not 0, 1, 2, …", "it places the tokens of a draft tree itself")
+
+
+def _refusal(found: str, reason: str) -> OptionError:
+    return OptionError(f"hdtool cannot take over this call of generate: {found}, but {reason}")

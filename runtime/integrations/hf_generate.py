@@ -1,0 +1,217 @@
+"""Decoding inside ``model.generate``: in code that is written for ``transformers`` already."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from transformers import GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from hdtool.runtime.config import DecodeConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.decode import Finish, decode
+from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.generate_settings import Stops
+from hdtool.runtime.integrations.call_lock import CallLock
+from hdtool.runtime.integrations.generate_request import Request
+from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.placement import device_of
+from hdtool.runtime.model.target import Target, use_masked_attention
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.stats import Stats
+from hdtool.runtime.stores.store_set import Shelf
+
+if TYPE_CHECKING:
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessorList,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        StoppingCriteriaList,
+    )
+    from transformers.generation.streamers import BaseStreamer
+
+Generated = GenerateDecoderOnlyOutput | torch.LongTensor
+Maker = Callable[[Target], Drafter]
+NESTED = (
+    "a Generator is called from inside its own call of generate, as from a logits processor, a stopping criterion or a "
+    "streamer: give the inner call a Generator of its own"
+)
+
+
+class Generator:
+    """Give one as ``custom_generate`` and ``model.generate`` decodes by hdtool's loop::
+
+        model.generate(**inputs, max_new_tokens=100, custom_generate=Generator())
+
+    Keep it between calls: it holds the cache, and the proof that the model can verify trees. Calls of several threads
+    take turns; a call from inside a call, as from a logits processor, needs a generator of its own.
+    """
+
+    def __init__(self, drafter: Drafter | Maker | None = None, *, seed: int | None = None) -> None:
+        """``drafter`` may be a function that makes one for a target; without any, this is plain decoding.
+
+        Without a ``seed``, each sampled answer takes its own from torch's generator, so that
+        ``torch.manual_seed`` reproduces a program and yet no two answers of it share their draws.
+        """
+        self._make: Maker = drafter if callable(drafter) else lambda _: drafter or NoDraft()
+        self._seed = seed
+        self._calls = CallLock(NESTED)
+        self._target: Target | None = None
+        self._drafter: Drafter = NoDraft()
+        self.stats = Stats()
+        """What the last call took."""
+
+    @classmethod
+    def drafting(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        decoding: DecodeConfig | None = None,
+        shelf: ShelfConfig | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Generator:
+        """One that drafts as ``hdtool generate`` does: by a method, from the stores that fit the tokenizer."""
+        config = decoding or DecodeConfig()
+        stores = Shelf.for_tokenizer(tokenizer, shelf or ShelfConfig(), config.databases)
+        return cls(lambda target: drafter_for(config, target, stores), seed=seed)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        seed: int | None = None,
+        **model_arguments: Any,
+    ) -> Generated:
+        """``generate`` calls this with all that it has prepared; ``seed`` may be given to it as well."""
+        refuse_by_configuration(model.config)
+        request = Request.of(
+            input_ids,
+            generation_config,
+            stopping_criteria,
+            model_arguments,
+            model_type=model.config.model_type,
+            synced_gpus=synced_gpus or _is_synced(model),
+        )
+        streamer = streamer or _argument_of_generate("streamer")
+        sampler = _Recorder(request, logits_processor, self._seed_for(request, seed), input_ids.device)
+        said: list[int] = []
+        with self._calls.held(), _borrowed(model):
+            stops = Stops((), stopping_criteria, sampler, sampler.device, lambda: sampler.scores_kept)
+            for tokens in self._steps(model, request, sampler, stops):
+                said += tokens
+                if streamer is not None:
+                    for token in tokens:
+                        streamer.put(torch.tensor([token]))
+        if streamer is not None:
+            streamer.end()
+        sequences = torch.cat([input_ids, input_ids.new_tensor([said])], dim=-1)
+        if not request.wants_details:
+            return cast(torch.LongTensor, sequences)
+        return GenerateDecoderOnlyOutput(
+            sequences=cast(torch.LongTensor, sequences),
+            scores=cast(Any, sampler.scores_kept),
+            logits=cast(Any, sampler.logits_kept),
+        )
+
+    def _steps(self, model: PreTrainedModel, request: Request, sampler: _Recorder, stops: Stops) -> Iterator[list[int]]:
+        target = self._target_for(model)
+        self.stats = Stats()
+        steps = decode(target, request.prompt, sampler, max_new_tokens=request.most, stops=stops, drafter=self._drafter)
+        for step in self.stats.counted(steps, self._drafter):
+            yield step.tokens
+        if self.stats.finish is Finish.CONTEXT:
+            warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
+
+    def _target_for(self, model: PreTrainedModel) -> Target:
+        """The one of the last call, unless that was another model or the model has moved since."""
+        held = self._target
+        # Not model.device: that of offloaded weights is not the device that computes.
+        if held is None or held.model is not model or (held.device, held.dtype) != (device_of(model), model.dtype):
+            self._target = held = None  # its cache is freed before there is another
+            self._target = held = Target(model)
+            self._drafter = self._make(held)
+        return held
+
+    def _seed_for(self, request: Request, seed: int | None) -> int:
+        given = seed if seed is not None else self._seed
+        if given is None and request.draws:
+            return int(torch.randint(2**63 - 1, ()))
+        return given or 0
+
+
+class _Recorder(Sampler):
+    """A sampler with ``generate``'s processors, which keeps the scores and logits that were asked for."""
+
+    def __init__(self, request: Request, processors: LogitsProcessorList, seed: int, device: torch.device) -> None:
+        # The processors have the temperature in them; 1 only says that there is something to draw.
+        config = SamplingConfig(temperature=1.0 if request.draws else 0.0, seed=seed)
+        super().__init__(config, request.prompt, processors=processors, padding=request.padding)
+        self.device = device
+        """Where the prompt lies, and all that processors and criteria have of their own."""
+        self.scores_kept: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
+        self.logits_kept: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
+        self.only_argmax &= not (request.wants_scores or request.wants_logits)
+
+    def over(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
+        return super().over(logits.to(self.device), finite_only=finite_only)
+
+    def choose_processed(self, logits: torch.Tensor, row: int) -> int:
+        scores = self.scores(logits[row])
+        if self.logits_kept is not None:
+            self.logits_kept += (logits[row : row + 1].to(torch.float32, copy=True),)
+        if self.scores_kept is not None:
+            self.scores_kept += (scores[None],)
+        return self.choose(scores)
+
+
+@contextmanager
+def _borrowed(model: PreTrainedModel) -> Iterator[None]:
+    """The model as a target needs it, given back as it was: which parts train, and how it attends."""
+    training = [module for module in model.modules() if module.training]
+    attention = model.config._attn_implementation
+    try:
+        model.eval()
+        use_masked_attention(model)
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        if model.config._attn_implementation != attention:
+            model.set_attn_implementation(attention)
+
+
+def _is_synced(model: PreTrainedModel) -> bool:
+    """Whether other processes wait in each pass of the model: decided as ``generate`` decides it."""
+    asked = _argument_of_generate("synced_gpus")
+    if asked is not None:
+        return bool(asked)
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+
+
+def _argument_of_generate(name: str) -> Any:
+    """What the ``generate`` around this call was given for ``name``.
+
+    transformers 5 does not hand ``streamer`` and ``synced_gpus`` on to a callable, though it has put the prompt into
+    the streamer, whose reader would wait forever. Both are local variables of that frame.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = cast(Any, frame.f_back)
+    return frame.f_locals.get(name) if frame is not None else None

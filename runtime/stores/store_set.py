@@ -1,0 +1,90 @@
+"""The stores that an answer is drafted from: those that were named, else those that fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from hdtool.data import demo
+from hdtool.data.stores.home import store_at_home
+from hdtool.data.stores.store import MANIFEST, TokenizerMark, read_manifest
+from hdtool.runtime.config import SOURCE_LETTERS, ShelfConfig
+from hdtool.runtime.stores.corpus_index import KIND as CORPUS
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import KIND as MODEL
+from hdtool.runtime.stores.model_store import ModelStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NONE = "none"
+EMBEDDED = {MODEL: demo.MODEL_STORE, CORPUS: demo.CORPUS_INDEX}
+
+Place = tuple[Path, TokenizerMark]
+AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A model store and a corpus index, as far as there are any."""
+
+    model: ModelStore | None = None
+    corpus: CorpusIndex | None = None
+    databases: str = SOURCE_LETTERS
+    """The letters of those that are drafted from; for others no store is opened."""
+
+    @classmethod
+    def for_tokenizer(
+        cls, tokenizer: PreTrainedTokenizerBase, config: ShelfConfig, databases: str = SOURCE_LETTERS
+    ) -> Shelf:
+        """The stores that ``config`` names; a store of another tokenizer is refused."""
+        model_db = config.model_db if "M" in databases else NONE
+        corpus_db = config.corpus_db if "S" in databases else NONE
+        if model_db == corpus_db == NONE:
+            return cls(databases=databases)
+        mark = TokenizerMark.of(tokenizer)
+        model = _open(model_db or _fitting(MODEL, mark, config.namespace), ModelStore, mark)
+        corpus = _open(corpus_db or _fitting(CORPUS, mark, config.namespace), CorpusIndex, mark)
+        return cls(model, corpus, databases)
+
+    def __reduce__(self) -> tuple[Callable[..., Shelf], tuple[object, ...]]:
+        """Sent to another process, it opens its stores anew: they are mapped, not copied."""
+        places = [(store.folder, store.manifest.tokenizer) if store else None for store in self._both]
+        return _reopened, (*places, self.databases)
+
+    @property
+    def _both(self) -> tuple[ModelStore | None, CorpusIndex | None]:
+        return self.model, self.corpus
+
+    def __str__(self) -> str:
+        stores = [store for store in self._both if store]
+        if stores:
+            return " and ".join(f"{store.folder} ({store.manifest.counts['tokens']:,} tokens)" for store in stores)
+        if self.databases == "C":
+            return "the conversation itself"
+        return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
+
+
+def _reopened(model: Place | None, corpus: Place | None, databases: str) -> Shelf:
+    return Shelf(ModelStore(*model) if model else None, CorpusIndex(*corpus) if corpus else None, databases)
+
+
+def _open(
+    place: Path | str | None, opened: Callable[[Path, TokenizerMark], AnyStore], mark: TokenizerMark
+) -> AnyStore | None:
+    return opened(Path(place).expanduser(), mark) if place and place != NONE else None
+
+
+def _fitting(kind: str, mark: TokenizerMark, namespace: str | None) -> Path | None:
+    """The store at home that is filed under this tokenizer, else the embedded one if it is the demo's."""
+    if namespace:
+        own = store_at_home(kind, mark, namespace)
+        if kind == MODEL or (own / MANIFEST).exists():
+            # What a model said to others is never mixed with what it said to one tenant.
+            return own if (own / MANIFEST).exists() else None
+    at_home = store_at_home(kind, mark)
+    if (at_home / MANIFEST).exists():
+        return at_home
+    return EMBEDDED[kind] if read_manifest(EMBEDDED[kind], check=False).tokenizer == mark else None
