@@ -23,11 +23,11 @@ test-vllm: .venv-vllm/installed .venv-vllm/numba
 
 # Ray brings libraries of its own, so its tests have an environment of their own.
 test-ray: .venv-ray/installed
-	.venv-ray/bin/pytest tests/test_ray.py
+	.venv-ray/bin/pytest tests/builders/test_ray.py
 
 # Libraries that quantise are left to those who need them.
 test-quantised: .venv-quantised/installed
-	.venv-quantised/bin/pytest tests/test_quantised_libraries.py
+	.venv-quantised/bin/pytest tests/model/test_quantization_libraries.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
@@ -47,7 +47,7 @@ bench: .venv/installed-dev
 	$(BIN)/python -m tests.benchmarks.plain_decoding
 
 # numba keeps compiled functions beside their files and does not see when what they call has changed elsewhere.
-COMPILED := $(wildcard builders/*.py runtime/*.py runtime/*/*.py)
+COMPILED := $(shell find builders runtime -name '*.py')
 
 .compiled: $(COMPILED)
 	@find builders runtime -name '*.nb[ic]' -delete

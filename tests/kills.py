@@ -42,8 +42,8 @@ from hdtool.data.stores.store import MANIFEST, damaged, read_manifest
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, WEIGHTS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
-from tests import scratch as commands
-from tests.scratch import Scratch, new_scratch
+from tests.support import scratch as commands
+from tests.support.scratch import Scratch, new_scratch
 
 FOREIGN = {
     "thesis.tex": b"\\begin{document}",

@@ -23,7 +23,7 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import Shelf
-from tests.oracle import generated
+from tests.support.oracle import generated
 
 SAMPLINGS = {
     "greedy": [SamplingConfig()],

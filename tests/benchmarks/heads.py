@@ -41,7 +41,7 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.bench import in_turn
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.logitspec import Bench
-from tests.heads import random_for
+from tests.support.heads import random_for
 
 BUDGETS = (22, 35, 45, 64)
 TEMPERATURES = (0.0, 0.7)

@@ -25,7 +25,7 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
-from tests.oracle import generated
+from tests.support.oracle import generated
 
 Answer = Callable[[list[int], int], list[int]]
 

@@ -1,0 +1,325 @@
+"""Training heads: they learn, a killed training ends as one that was not, and mistakes are told in a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hdtool.builders.heads import distributed as processes
+from hdtool.builders.heads import training
+from hdtool.builders.heads.batch_sampler import Curriculum
+from hdtool.builders.heads.distributed import Alone
+from hdtool.builders.heads.evaluate import judge
+from hdtool.builders.heads.examples import Lesson, lessons
+from hdtool.builders.heads.frozen_target import Teacher
+from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
+from hdtool.builders.heads.training import Training, pace
+from hdtool.builders.heads.training_curve import draw_training
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.data.errors import HeadsError, ModelError, RecordError
+from hdtool.data.progress import bar
+from hdtool.data.records import Reading
+from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
+from hdtool.runtime.drafters.heads.checkpoint import Judged, SavedHeads, load_heads, new_heads
+from hdtool.runtime.evaluation.recorded_turns import TurnReader
+from hdtool.runtime.model.load import load, load_tokenizer
+from hdtool.runtime.model.target import Target
+from tests.support.families import VOCABULARY, model_of
+from tests.support.oracle import generated, prompt_of
+
+SMALL = HeadsConfig(rank=8, mlp=16)
+
+
+def texts(count: int, seed: int = 0) -> list[Lesson]:
+    """What a model says to prompts; the prompts are not worth drafting."""
+    model = model_of("llama")
+    found = []
+    for number in range(count):
+        prompt = prompt_of(4 + (number + seed) % 5)
+        answer = generated(model, prompt, 20)
+        drafted = np.array([False] * len(prompt) + [True] * len(answer))
+        found.append(Lesson(np.array(prompt + answer), drafted))
+    return found
+
+
+def trained(folder: Path, learned: Sequence[Lesson], config: TrainConfig, most: int | None = None) -> Training:
+    teacher = Teacher(Target(model_of("llama")))
+    torch.manual_seed(config.seed)
+    made = new_heads(teacher.model, teacher.hidden_width, teacher.vocabulary, SMALL)
+    found = Training(made, teacher, Curriculum(learned, config), config, folder, Alone())
+    for done in found.run({"a": 1}):
+        if done == most:
+            break
+    return found
+
+
+def test_heads_learn_what_the_model_says(tmp_path: Path) -> None:
+    learned = texts(10)
+    found = trained(tmp_path, learned, TrainConfig(epochs=60, batch=5, rate=0.01, held_out=0.1))
+    losses, hits = np.array(found.history.losses), np.array(found.history.hits)
+    assert losses[-5:].mean() < 0.6 * losses[:5].mean()
+    assert (hits[-5:].mean(axis=0) > 2 * hits[:5].mean(axis=0) + 0.1).all()
+    assert "loss " in found.told() and "heads right " in found.told()
+    judged = judge(found.heads.eval(), Teacher(Target(model_of("llama"))), learned)
+    assert min(judged.top["1"]) > 0.3
+    assert all(one <= five <= ten for one, five, ten in zip(*judged.top.values(), strict=True))
+    assert judged.tree[0] == [0] and judged.gains == sorted(judged.gains, reverse=True)
+    assert judged.gains[0] == pytest.approx(judged.top["1"][0], abs=0.05)
+
+
+def test_a_killed_training_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    learned = texts(9)
+    config = TrainConfig(epochs=8, batch=4, save_every=3, held_out=0.2)
+    whole = trained(tmp_path / "whole", learned, config)
+    for most in (4, 11):  # some steps after the last checkpoint are lost, and done once more
+        trained(tmp_path / "killed", learned, config, most)
+    resumed = trained(tmp_path / "killed", learned, config)
+    assert resumed.history == whole.history
+    for name, weight in whole.heads.state_dict().items():
+        assert torch.equal(weight, resumed.heads.state_dict()[name]), name
+
+
+def test_gradients_of_parts_add_up_to_those_of_a_step(tmp_path: Path) -> None:
+    learned = texts(9)
+    at_once, in_parts = (
+        trained(tmp_path / str(size), learned, TrainConfig(epochs=1, batch=8, at_once=size)).history.losses
+        for size in (None, 3)
+    )
+    np.testing.assert_allclose(at_once, in_parts, rtol=2e-2)  # bfloat16, where the device has it
+
+
+def test_the_loss_is_what_its_words_say() -> None:
+    """Cross-entropy to the target's odds of each token ahead, and ``lm_weight`` times that of the token itself."""
+    teacher = Teacher(Target(model_of("llama")))
+    learned = texts(3)
+    heads = new_heads(teacher.model, teacher.hidden_width, VOCABULARY, SMALL)
+    batch = Batch.of(learned, teacher.device)
+    taught, places = teacher.read(batch.ids), places_of(batch, 4)
+    heads.requires_grad_(False)
+    found, _ = HeadsLoss(heads, 0.3)(batch, places, taught.hidden, taught.embedded, taught.logits)
+    expected = 0.0
+    for row, lesson in enumerate(learned):
+        ids = torch.from_numpy(lesson.ids)
+        alone = teacher.read(ids[None])
+        stages = heads.stages(alone.hidden, alone.embedded)
+        for column in range(len(ids)):
+            states = heads.states([stage[0, column : column + 1] for stage in stages])
+            for head, said in enumerate(heads.logits(states)[:, 0]):
+                place = column + 2 + head
+                if place < len(ids) and lesson.drafted[place]:
+                    odds = alone.logits[0, place - 1].softmax(-1)
+                    logs = said.log_softmax(-1)
+                    expected -= float((odds * logs).sum() + 0.3 * logs[ids[place]])
+        assert taught.hidden.shape[0] > row
+    assert float(found) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    rates = [pace(step, 100, 0.1) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert all(later <= earlier for earlier, later in pairwise(rates[10:]))
+    assert rates[10] == 1.0 and rates[-1] < 0.01
+
+
+def test_a_round_reads_every_text() -> None:
+    learned = texts(11)
+    curriculum = Curriculum(learned, TrainConfig(epochs=2, batch=4, held_out=0.1))
+    assert len(curriculum.held_out) == 1 and len(curriculum.learned) == 10 and curriculum.steps == 6
+    for start in (0, 3):
+        read = [id(lesson) for step in range(start, start + 3) for lesson in curriculum.step(step)]
+        assert len(read) == 12 and set(read) == {id(lesson) for lesson in curriculum.learned}
+    again = Curriculum(learned, TrainConfig(epochs=2, batch=4, held_out=0.1))
+    assert [id(lesson) for lesson in again.step(4)] == [id(lesson) for lesson in curriculum.step(4)]
+
+
+def read_lessons(path: Path, window: int = 64) -> list[Lesson]:
+    tokenizer = load_tokenizer(ModelConfig())
+    turns = TurnReader(tokenizer, frozenset([0, 1]), tokenizer.eos_token_id)
+    with bar(1, "reading", quiet=True) as shown:
+        return lessons(Reading([path]), tokenizer, turns, window, shown)
+
+
+def written(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_lessons_of_chats_know_what_the_model_said(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig())
+    chat = [
+        {"role": "user", "content": "What is a tuple?"},
+        {"role": "assistant", "content": "A tuple is a sequence."},
+        {"role": "user", "content": "And a list?"},
+        {"role": "assistant", "content": "A list is one, too."},
+    ]
+    (lesson,) = read_lessons(written(tmp_path / "a.jsonl", {"messages": chat}))
+    said = str(tokenizer.decode(lesson.ids[lesson.drafted]))
+    assert "A tuple is a sequence." in said and "A list is one, too." in said
+    assert "What" not in said and "And" not in said
+    assert "What is a tuple?" in str(tokenizer.decode(lesson.ids))
+
+
+def test_lessons_of_collected_answers_keep_their_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig())
+    ids = tokenizer("A tuple is a se", add_special_tokens=False)["input_ids"]
+    row = {
+        "messages": [
+            {"role": "user", "content": "What is a tuple?"},
+            {"role": "assistant", "content": "A tuple is a se"},
+        ],
+        "answers": [{"output_ids": ids, "finish": "length"}],
+    }
+    (lesson,) = read_lessons(written(tmp_path / "a.jsonl", row))
+    assert lesson.ids[lesson.drafted].tolist() == ids, "no end where the answer was cut off"
+    row["answers"][0]["output_ids"] = [*ids[:-1], 7]
+    with pytest.raises(RecordError, match="do not spell its text"):
+        read_lessons(written(tmp_path / "b.jsonl", row))
+
+
+def test_plain_texts_are_cut_into_windows(tmp_path: Path) -> None:
+    found = read_lessons(written(tmp_path / "a.jsonl", {"text": "import os\n" * 60}), window=50)
+    assert len(found) > 2 and all(len(lesson.ids) <= 50 and lesson.drafted.all() for lesson in found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [([{"text": "a"}], "nothing to learn from: the longest text has 2 tokens"), ([], "is empty")],
+)
+def test_nothing_to_learn_from_is_told(rows: list[Any], said: str, tmp_path: Path, capsys: Any) -> None:
+    path = written(tmp_path / "a.jsonl", *rows)
+    assert run(["train-heads", "--from", str(path), "--out", str(tmp_path / "heads"), "--quiet"]) == 1
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and error.startswith("error: ")
+    assert not (tmp_path / "heads").exists()
+
+
+def test_losses_that_are_no_numbers_end_the_training(tmp_path: Path) -> None:
+    with pytest.raises(HeadsError, match=r"no number any more in step \d+: take a lower --rate"):
+        trained(tmp_path, texts(9), TrainConfig(epochs=20, batch=8, rate=1e30, warm_up=0))
+
+
+def test_a_model_of_no_numbers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = Teacher(Target(model_of("llama")))
+    layer = teacher.model.get_output_embeddings()
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", lambda states: states.new_full((*states.shape[:-1], 97), float("nan")))
+        with pytest.raises(ModelError, match="are not numbers"):
+            teacher.read(torch.zeros((1, 3), dtype=torch.int64))
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+    learned, config = texts(6), TrainConfig(epochs=2, batch=3, save_every=1)
+    trained(tmp_path, learned, config, most=2)
+    found = trained(tmp_path, learned, config, most=3)
+    with pytest.raises(HeadsError, match=r"other settings \(a\)"):
+        next(found.run({"a": 2}))
+
+
+@pytest.mark.parametrize("form", ["text", "tensors", "pickle"])
+def test_a_checkpoint_of_another_origin_is_neither_used_nor_replaced(tmp_path: Path, form: str) -> None:
+    place = tmp_path / training.CHECKPOINT
+    if form == "text":
+        place.write_bytes(b"nonsense")
+    else:
+        torch.save({"model": torch.zeros(3)} if form == "tensors" else Path("an object of a class"), place)
+    before = place.read_bytes()
+    found = trained(tmp_path / "elsewhere", texts(6), TrainConfig(epochs=1, batch=3))
+    found._checkpoint = training.checkpoint_file(tmp_path)
+    for act in (lambda: next(found.run({"a": 1})), lambda: found._save(1, {}), found.finish):
+        with pytest.raises(HeadsError, match=r"checkpoint\.pt is there and is not a checkpoint of hdtool train-heads"):
+            act()
+    assert place.read_bytes() == before
+
+
+def test_several_processes_need_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
+    with pytest.raises(HeadsError, match="pip install accelerate"):
+        processes.crew(on_cpu=True)
+
+
+def test_the_command_trains_heads_that_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in demo.PROMPTS.read_text().splitlines()[:6]]
+    path = written(
+        tmp_path / "a.jsonl",
+        *({"messages": [*row["messages"], {"role": "assistant", "content": row["reference"][:200]}]} for row in rows),
+    )
+    out = tmp_path / "heads"
+    asked = ["train-heads", "--from", str(path), "--out", str(out), "--epochs", "1", "--batch", "3", "--mlp", "32"]
+    assert run([*asked, "--quiet"]) == 0
+    assert "head 4: top 1 " in capsys.readouterr().err
+    assert sorted(each.name for each in out.iterdir()) == ["config.json", "heads.safetensors", "training.png"]
+    assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+    loaded = load(ModelConfig())
+    saved = load_heads(out, loaded.target.model)
+    assert saved.heads.shape.mlp == 32 and saved.training["texts"] == 5
+    assert sum(weight.numel() for weight in load_file(out / "heads.safetensors").values()) > 10**6
+    plain, drafted = (
+        _answer(capsys, "--method", method, *extra)
+        for method, extra in (("ar", ()), ("amphista", ("--heads", str(out), "--budget", "20")))
+    )
+    assert plain["output_ids"] == drafted["output_ids"] and drafted["sources"]["heads"]["drafted"] > 0
+
+
+def _answer(capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    assert run(["generate", "--prompt", "What is a tuple?", "--max-new-tokens", "24", "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def model_folder(folder: Path) -> Path:
+    """A model's own folder, as save_pretrained writes it."""
+    model_of("llama").save_pretrained(folder)
+    load_tokenizer(ModelConfig()).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "heads.safetensors", "checkpoint.pt", "training.png"])
+def test_files_of_another_origin_are_refused_before_the_training(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = written(tmp_path / "a.jsonl", {"text": "import os\n" * 60})
+    folder = tmp_path / "model"
+    if name == "config.json":
+        model_folder(folder)
+    else:
+        folder.mkdir()
+        (folder / name).write_bytes(b"mine")
+    before = {each.name: each.read_bytes() for each in folder.iterdir()}
+    monkeypatch.setattr("hdtool.builders.heads.train.load_stock", lambda model: pytest.fail("the model is loaded"))
+    assert run(["train-heads", "--from", str(path), "--out", str(folder), "--quiet"]) == 1
+    error = capsys.readouterr().err
+    assert f"{folder / name} is there and is not " in error and error.count("\n") == 1
+    assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
+
+
+def test_heads_are_trained_again_over_own_ones(tmp_path: Path) -> None:
+    """Weights of earlier versions have no metadata: the settings in the same folder show whose they are."""
+    learned = texts(6)
+    for earlier in (False, True):
+        if earlier:
+            save_file(load_file(tmp_path / "heads.safetensors"), tmp_path / "heads.safetensors")
+        found = trained(tmp_path, learned, TrainConfig(epochs=1, batch=3, save_every=1))
+        saved = SavedHeads(found.heads, "target", "model", Judged(), {})
+        saved.save(tmp_path)
+        draw_training(found.history, tmp_path)
+        found.finish()
+        names = ["config.json", "heads.safetensors", "training.png"]
+        assert sorted(each.name for each in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--heads", "9"], ["--lm-head-rank", "-1"], ["--adaptation", "3"], ["--rate", "0"], ["--held-out", "1"]],
+)
+def test_bad_usage_is_found_before_anything_is_loaded(options: list[str], capsys: Any) -> None:
+    assert run(["train-heads", "--from", "nowhere", "--out", "nowhere", *options]) == 2
+    assert "must be" in capsys.readouterr().err

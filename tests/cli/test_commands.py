@@ -1,0 +1,453 @@
+"""The command as people type it: what it prints, how it fails, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.runtime.config import METHODS, ModelConfig
+from hdtool.runtime.model.load import load
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
+from tests.support.oracle import generated
+
+HDTOOL = [sys.executable, "-m", "hdtool.cli"]
+SHORT = ["--max-new-tokens", "8"]
+NO_STORES = ["--model-db", "none", "--corpus-db", "none"]
+
+
+def hdtool(*arguments: str, stdin: str | bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    """In a process of its own, as a shell would."""
+    sent = stdin.encode() if isinstance(stdin, str) else stdin or b""
+    return subprocess.run([*HDTOOL, *arguments], input=sent, capture_output=True, timeout=120, check=False)
+
+
+def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str], code: int = 1) -> str:
+    """The one line of an expected failure; nothing else may be printed."""
+    assert run(arguments) == code
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+# What it prints --------------------------------------------------------------------------------
+
+
+def test_an_answer_streams_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--prompt", "What does `len` do?", *SHORT, "--stats", "--method", "ar"]) == 0
+    printed = capfd.readouterr()
+    assert printed.out.strip()
+    assert printed.err.startswith("8 tokens in ")
+    assert "8 steps (1.00 tokens per step)" in printed.err
+    assert "stopped at the length asked for" in printed.err
+
+
+def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) -> None:
+    """The embedded model, through the whole command, against the plain library."""
+    prompts = [json.loads(line) for line in demo.PROMPTS.read_text().splitlines()[:4]]
+    loaded = load(ModelConfig())
+    for prompt in prompts:
+        asked = prompt["messages"][0]["content"]
+        assert run(["generate", "--prompt", asked, "--max-new-tokens", "48", "--json"]) == 0
+        record = json.loads(capfd.readouterr().out)
+        ids: Any = loaded.tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True)
+        expected = generated(loaded.target.model, ids["input_ids"], 48)
+        assert record["output_ids"] == expected
+        assert record["text"] == loaded.tokenizer.decode(expected, skip_special_tokens=True)
+        assert (record["prompt"], record["prompt_tokens"]) == (asked, len(ids["input_ids"]))
+        assert len(expected) == record["tokens"] > record["steps"] > 0
+        assert record["finish"] == ("stop" if expected[-1] in loaded.stops else "length")
+        assert record["tokens_per_second"] > 0
+        assert set(record["sources"]) == {"context", "model", "corpus"}
+        accepted = sum(source["accepted"] for source in record["sources"].values())
+        assert accepted == record["tokens"] - record["steps"]
+        for source in record["sources"].values():
+            assert source["drafted"] >= source["accepted"] >= 0 <= source["hits"] <= record["steps"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_says_the_same(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "--prompt", "Explain `zip` and `map`.", "--max-new-tokens", "40", "--json"]
+    for sampled in ([], ["--temperature", "1", "--seed", "3"]):
+        assert run([*asked, *sampled, "--method", "ar"]) == 0
+        plain = json.loads(capfd.readouterr().out)
+        assert run([*asked, *sampled, "--method", method]) == 0
+        assert json.loads(capfd.readouterr().out)["output_ids"] == plain["output_ids"]
+
+
+def test_each_token_has_the_colour_of_its_source(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "--prompt", "What does `len` do?", "--max-new-tokens", "48"]
+    assert run(asked) == 0
+    plain = capfd.readouterr()
+    assert "drafting from" in plain.err and "stores" in plain.err
+    assert run([*asked, "--color"]) == 0
+    coloured = capfd.readouterr()
+    assert "drafted by: \033[32mcontext\033[0m" in coloured.err
+    assert "\033[" in coloured.out
+    assert re.sub(r"\033\[\d+m", "", coloured.out) == plain.out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["ar"], ""),
+        (["pld"], "drafting from the conversation itself\n"),
+        (["lade"], "drafting from the conversation itself\n"),
+        (["rest"], "drafting from {corpus}\n"),
+        (["rest", "--use", "C"], "drafting from {corpus}\n"),
+        (["hd"], "drafting from {model} and {corpus}\n"),
+        (["hd-paper"], "drafting from {model} and {corpus}\n"),
+        (["hd", "--use", "SC"], "drafting from {corpus}\n"),
+        (["hd-paper", "--use", "M"], "drafting from {model}\n"),
+        (["hd", "--use", "C"], "drafting from the conversation itself\n"),
+        (["hd", "--use", "MS", *NO_STORES], "drafting from no stores\n"),
+        (["hd", *NO_STORES], "drafting from no stores, only the conversation itself\n"),
+    ],
+)
+def test_a_method_opens_the_stores_that_it_draws_on(
+    options: list[str],
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    opened = []
+    for kind, store in (("model", ModelStore), ("corpus", CorpusIndex)):
+
+        def note(self: Any, folder: Path, *rest: Any, kind: str = kind, really: Any = store.__init__) -> None:
+            opened.append(kind)
+            really(self, folder, *rest)
+
+        monkeypatch.setattr(store, "__init__", note)
+    stores = {"model": f"{demo.MODEL_STORE} (", "corpus": f"{demo.CORPUS_INDEX} ("}
+    assert run(["generate", "--prompt", "What?", *SHORT, "--method", *options]) == 0
+    told = re.sub(r"\([\d,]+ tokens\)", "(", capfd.readouterr().err)
+    assert told == said.format(**stores)
+    assert opened == [kind for kind in stores if f"{{{kind}}}" in said]
+
+
+def test_stores_may_be_named_or_left_out(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["generate", "--prompt", "What?", *SHORT]
+    assert run([*asked, *NO_STORES]) == 0
+    assert "no stores, only the conversation itself" in capfd.readouterr().err
+    assert "holds no store" in complaint(capfd, [*asked, "--corpus-db", str(tmp_path)])
+    assert "a corpus store is needed" in complaint(capfd, [*asked, "--corpus-db", str(demo.MODEL_STORE)])
+    assert "rest drafts from a corpus index" in complaint(capfd, [*asked, "--method", "rest", "--corpus-db", "none"])
+
+
+def test_an_answer_may_end_in_several_ways() -> None:
+    loaded = load(ModelConfig())
+    assert loaded.stops == {0, 1}
+    settings = loaded.target.model.generation_config
+    settings.eos_token_id = 7
+    assert loaded.stops == {7}
+    settings.eos_token_id = None
+    assert loaded.stops == {loaded.tokenizer.eos_token_id}
+
+
+def test_raw_text_is_taken_as_it_stands(capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = load(ModelConfig()).tokenizer
+    for flag, count in (("--raw", len(tokenizer("def f(")["input_ids"])), ("--chat", 3 + 3)):
+        assert run(["generate", "--prompt", "def f(", flag, *SHORT, "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["prompt_tokens"] == pytest.approx(count, abs=2)
+    assert count > len(tokenizer("def f(")["input_ids"]) - 1
+
+
+def test_a_file_of_prompts_and_a_conversation_of_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "one", "id": "a"}, {"turns": ["two", "three"], "question_id": 5, "category": "writing"}]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    assert run(["generate", "--prompts", str(prompts), *SHORT, "--json"]) == 0
+    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [(record["id"], record["prompt"]) for record in records] == [("a", "one"), ("5", "two"), ("5", "three")]
+    assert records[2]["prompt_tokens"] > records[1]["prompt_tokens"] + records[1]["tokens"]
+    assert run(["generate", "--prompts", str(prompts), *SHORT]) == 0
+    assert "── 2/2 5" in capfd.readouterr().err
+
+
+def test_sampling_is_repeatable_and_seeds_differ(capfd: pytest.CaptureFixture[str]) -> None:
+    def answer(*options: str) -> list[int]:
+        assert run(["generate", "--prompt", "Explain `zip`.", "--max-new-tokens", "24", "--json", *options]) == 0
+        ids: list[int] = json.loads(capfd.readouterr().out)["output_ids"]
+        return ids
+
+    wild = ["--temperature", "1.0", "--top-p", "0.95", "--top-k", "50", "--repetition-penalty", "1.1"]
+    assert answer(*wild, "--seed", "7") == answer(*wild, "--seed", "7")
+    assert answer(*wild, "--seed", "7") != answer(*wild, "--seed", "8")
+    assert answer() == answer("--temperature", "0", "--seed", "9")
+
+
+def test_a_prompt_comes_through_a_pipe() -> None:
+    result = hdtool("generate", *SHORT, "--json", stdin="What is a list?\n")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["prompt"] == "What is a list?"
+    assert result.stderr.startswith(b"drafting from ")
+
+
+def test_the_demo_shows_several_kinds(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--prompts", "3", *SHORT]) == 0
+    shown = capfd.readouterr().out
+    assert shown.count("  plain ") == shown.count("  hd ") == 4
+    assert "3 of 3 answers are the same, token for token" in shown
+    assert all(f"▌ {kind}" in shown for kind in ("math", "explain", "write"))
+
+
+def test_version_and_help() -> None:
+    assert hdtool("--version").stdout.startswith(b"hdtool ")
+    assert hdtool().stdout == hdtool("--help").stdout
+    assert b"generate" in hdtool().stdout
+
+
+# hdtool verify ---------------------------------------------------------------------------------
+
+FEW = ["--limit", "2", "--max-new-tokens", "24"]
+
+
+def test_verify_says_how_many_answers_were_identical(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", *FEW]) == 0
+    printed = capfd.readouterr()
+    assert printed.err.startswith("drafting from ")
+    first, plain, generate, verdict = printed.out.splitlines()
+    assert first.startswith("hdtool-demo on cpu in float32, method hd: 2 prompts, ")
+    assert plain == "drafted answers identical to plain decoding: 2 of 2"
+    assert generate == "plain decoding identical to generate: 2 of 2"
+    assert verdict.startswith("lossless, at ")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_verified(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    drawn = ["--temperature", "0.8", "--top-p", "0.9", "--repetition-penalty", "1.1"]
+    for options, identical in ((drawn, {"plain": 2}), ([], {"plain": 2, "generate": 2})):
+        assert run(["verify", "--method", method, *FEW, *options, "--json"]) == 0
+        report = json.loads(capfd.readouterr().out)
+        assert (report["identical"], report["lossless"], report["differences"]) == (identical, True, [])
+        assert (report["method"], report["near_ties"]) == (method, 0)
+
+
+def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdtool.runtime.model.kv_cache import StaticRows
+
+    def keep(self: StaticRows, fixed: int, path: list[int]) -> None:
+        self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
+
+    monkeypatch.setattr(StaticRows, "keep", keep)
+    wrong = ["verify", "--limit", "8", "--max-new-tokens", "64", "--budget", "24"]
+    assert run([*wrong, "--json"]) == 1
+    report = json.loads(capfd.readouterr().out)
+    assert not report["lossless"]
+    assert report["identical"]["generate"] == 8 > report["identical"]["plain"]
+    first = report["differences"][0]
+    assert first["compared_with"] == "plain"
+    assert set(first["expected"]) == {"id", "text"}
+    assert (first["logits"]["dtype"], first["recomputed"]["dtype"]) == ("float32", "float64")
+    assert not first["near_tie"]
+    assert first["recomputed"]["gap"] > first["rounding"]
+    assert run(wrong) == 1
+    told = capfd.readouterr().out
+    assert ", compared with plain: expected " in told
+    assert "NOT a near tie" in told
+    assert told.splitlines()[-1].startswith("NOT lossless: ")
+
+
+def test_verify_fails_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "limit is 0: it must be 1 or more" in complaint(capfd, ["verify", "--limit", "0"], code=2)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("word " * 5000)
+    said = complaint(capfd, ["verify", "--method", "ar", "--prompts", str(prompts)])
+    assert "prompt 1: the prompt is" in said
+
+
+# How it fails ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0: it must be 0 (greedy) or more"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--top-p", "0"], "top-p is 0.0"),
+        (["--top-k", "-1"], "top-k is -1"),
+        (["--repetition-penalty", "0"], "repetition-penalty is 0.0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--max-new-tokens", "0"], "max-new-tokens is 0"),
+        (["--dtype", "int4"], "dtype is int4: it must be one of auto, float32"),
+        (["--device", "abacus"], "device is 'abacus'"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not there: torch"),
+        (["--method", "magic"], "method is magic: it must be one of ar, pld"),
+        (["--method", "hd-paper", "--use", ""], "use is empty: it must be letters of CMSLKR, each at most once"),
+        (["--use", "CC"], "use is CC: it must be letters of CMSLKR"),
+        (["--prompts", "x"], "--prompt and --prompts exclude each other"),
+        (["--no-such-option"], "No such option"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert said in complaint(capfd, ["generate", "--prompt", "hi", *options], code=2)
+
+
+def test_unknown_commands_are_code_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "nonsense" in complaint(capfd, ["nonsense"], code=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("{tmp}/none", "does not exist"),
+        ("{tmp}", "is a folder without config.json"),
+        ("{tmp}/notes.gguf", "is a file"),
+        ("nobody/nothing", "the hub has no such model or cannot be reached"),
+        ("~/no-such-model", "does not exist"),
+    ],
+)
+def test_models_that_are_none(name: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.gguf").write_text("GGUF")
+    arguments = ["generate", "--prompt", "hi", "--model", name.format(tmp=tmp_path)]
+    assert said in complaint(capfd, arguments)
+
+
+@pytest.fixture
+def broken_model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo.MODEL, tmp_path / "model"))
+
+
+def test_a_truncated_checkpoint(broken_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    weights = broken_model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000_000])
+    said = complaint(capfd, ["generate", "--prompt", "hi", "--model", str(broken_model)])
+    assert "(its weights)" in said
+    assert "check that the folder is whole" in said
+
+
+def test_a_checkpoint_that_lacks_weights(broken_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = json.loads((broken_model / "config.json").read_text())
+    (broken_model / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 7}))
+    said = complaint(capfd, ["generate", "--prompt", "hi", "--model", str(broken_model)])
+    assert "lacks 9 of its weights (model.layers.6." in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", "{", "(its configuration)"),
+        ("config.json", '{"model_type": "gizmo"}', "(its configuration)"),
+        ("config.json", '{"model_type": "t5", "is_encoder_decoder": true}', "encoder-decoder"),
+        ("config.json", '{"model_type": "bloom"}', "ALiBi"),
+        ("config.json", '{"model_type": "mamba"}', "cannot step back"),
+        ("tokenizer.json", "{", "(its tokenizer)"),
+        ("model.safetensors", None, "(its weights)"),
+    ],
+)
+def test_spoiled_folders(
+    broken_model: Path, name: str, content: str | None, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if content is None:
+        (broken_model / name).unlink()
+    else:
+        (broken_model / name).write_text(content)
+    assert said in complaint(capfd, ["generate", "--prompt", "hi", "--model", str(broken_model)])
+
+
+def test_prompts_that_do_not_fit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    long = "word " * 5000
+    said = complaint(capfd, ["generate", "--prompt", long])
+    assert "tokens long, but the model's context holds 1,024" in said
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": long, "id": "huge"}))
+    assert "prompt huge: " in complaint(capfd, ["generate", "--prompts", str(prompts)])
+
+
+def test_prompts_that_are_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert "is empty" in complaint(capfd, ["generate", "--prompts", str(empty)])
+    assert "does not exist" in complaint(capfd, ["generate", "--prompts", str(tmp_path / "none.txt")])
+    assert "the prompt is empty" in complaint(capfd, ["generate", "--prompt", " "])
+    assert "not valid Unicode (U+DC80 at character 1)" in complaint(capfd, ["generate", "--prompt", "a\udc80"])
+
+
+def test_a_model_without_a_chat_template(broken_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (broken_model / "chat_template.jinja").unlink()
+    ask = ["generate", "--model", str(broken_model), *SHORT]
+    assert "no chat template" in complaint(capfd, [*ask, "--prompt", "hi", "--chat"])
+    assert run([*ask, "--prompt", "hi", "--json"]) == 0
+    capfd.readouterr()
+    turns = tmp_path / "turns.jsonl"
+    turns.write_text(json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}))
+    assert "2 messages needs a chat template" in complaint(capfd, [*ask, "--prompts", str(turns)])
+    (broken_model / "chat_template.jinja").write_text("{{ raise_exception('no system prompts here') }}")
+    assert "no system prompts here" in complaint(capfd, [*ask, "--prompts", str(turns)])
+
+
+@pytest.mark.parametrize(("sent", "said"), [(b"", b"is empty"), (b"\xff\xfe\x00", b"not UTF-8")])
+def test_a_pipe_without_a_prompt(sent: bytes, said: bytes) -> None:
+    result = hdtool("generate", stdin=sent)
+    assert (result.returncode, result.stderr.count(b"\n")) == (1, 1)
+    assert said in result.stderr
+
+
+# How it ends -----------------------------------------------------------------------------------
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = [*HDTOOL, "generate", "--prompt", "Explain `list`.", "--temperature", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.read(1)
+        process.stdout.close()
+        told = process.stderr.read()
+    assert told.startswith(b"drafting from ") and told.count(b"\n") == 1
+    assert process.returncode == 141
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals work differently there")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_keeps_the_text_so_far(as_json: bool, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Explain `list`.\n" * 200)
+    command = [*HDTOOL, "generate", "--prompts", str(prompts), "--max-new-tokens", "900", "--temperature", "1"]
+    if as_json:
+        command.append("--json")
+    # Started in the background, a shell's children ignore Ctrl-C; this one must hear it all the same.
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard) as process:
+        assert process.stdout and process.stderr
+        first = process.stdout.read(1)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = (first + process.stdout.read()).decode(), process.stderr.read().decode()
+    assert process.returncode == 130
+    assert out.endswith("\n")
+    assert "Traceback" not in err
+    assert any(line.endswith("interrupted") for line in err.splitlines())
+    if as_json:
+        records = [json.loads(line) for line in out.splitlines()]
+        assert records[-1]["finish"] == "interrupt"
+        assert all(record["finish"] != "interrupt" for record in records[:-1])
+
+
+def test_library_errors_of_the_device_are_told(broken_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdtool.data.errors import ModelError
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("hdtool.runtime.model.load.Target", full)
+    with pytest.raises(ModelError, match="does not fit into the memory"):
+        load(ModelConfig(str(broken_model)))

@@ -1,0 +1,92 @@
+"""What the system does to stores: files that cannot grow, and many processes on one store."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import Manifest, TokenizerMark, damaged, read_manifest
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
+
+BUILDS: dict[str, Callable[..., Manifest]] = {"corpus": build_corpus_index, "model": build_model_store}
+VOCABULARY = 500
+
+
+def build(kind: str, folder: Path, documents: int) -> Manifest:
+    rng = np.random.default_rng(0)
+    given = (Document(rng.integers(0, VOCABULARY, 200)) for _ in range(documents))
+    return BUILDS[kind](folder, given, TokenizerMark("test", VOCABULARY), [Source("made", "0")])
+
+
+def build_with_little_room(kind: str, folder: str, room: int) -> None:
+    """In a process of its own, whose files cannot grow beyond ``room`` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+    build(kind, Path(folder), 500)
+
+
+@pytest.mark.parametrize("room", [50_000, 210_000, 300_000])
+@pytest.mark.parametrize("kind", BUILDS)
+def test_files_that_cannot_grow_leave_the_old_store_whole(kind: str, room: int, tmp_path: Path) -> None:
+    """Wherever in the build the room ends: in the documents, in the suffixes or in LMDB's file."""
+    build(kind, tmp_path, 20)
+    old = read_manifest(tmp_path)
+    code = f"from tests.cli.test_faults import *; build_with_little_room({kind!r}, {str(tmp_path)!r}, {room})"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "StoreError" in last and "cannot be written" in last and "is unchanged" in last
+    assert read_manifest(tmp_path) == old
+    assert damaged(tmp_path, old) == []
+    assert {path.name for path in tmp_path.iterdir()} == {file.name for file in old.files.values()} | {
+        "manifest.json",
+        ".lock",
+    }
+
+
+def read_all(kind: str, folder: str, ready: Any, share: Any) -> None:
+    """Touch every page of a store, wait for the others, and tell how much memory of it is one's own share."""
+    store = ModelStore(Path(folder)) if kind == "model" else CorpusIndex(Path(folder))
+    arrays = (store.slots, store.keys, store.rows) if isinstance(store, ModelStore) else store.shards
+    total = sum(int(array.sum(dtype=np.int64)) for array in arrays)
+    ready.wait()
+    share.put((total, proportional(folder)))
+    ready.wait()  # whoever leaves early gives its share to the others
+
+
+def proportional(folder: str) -> int:
+    """Bytes of this process's maps of files under a folder, each page divided by the processes that map it."""
+    inside, found = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if "-" in first:
+            inside = folder in line
+        elif inside and first == "Pss:":
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells the shares")
+@pytest.mark.parametrize("kind", BUILDS)
+def test_four_processes_share_one_copy(kind: str, tmp_path: Path) -> None:
+    size = build(kind, tmp_path, 1000).bytes
+    context = multiprocessing.get_context("spawn")
+    ready, shares = context.Barrier(4), context.Queue()
+    workers = [context.Process(target=read_all, args=(kind, str(tmp_path), ready, shares)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    told = [shares.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert len({total for total, _ in told}) == 1
+    assert 0 < sum(share for _, share in told) <= 1.1 * size

@@ -1,0 +1,210 @@
+"""Stores on disk: whatever happens to a build, the old store stays whole and nothing half-built opens."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hdtool.data import demo
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.store import (
+    MANIFEST,
+    Manifest,
+    SourceShare,
+    TokenizerMark,
+    building,
+    damaged,
+    read_manifest,
+    require,
+)
+from hdtool.data.stores.store_files import PARTS
+
+MARK = TokenizerMark("0123", 100)
+
+
+def build(folder: Path, content: bytes, kind: str = "corpus") -> Manifest:
+    with building(folder) as store:
+        for part in PARTS[kind]:
+            store.path(part).write_bytes(content)
+        share = SourceShare("input.jsonl", "ab" * 32, 3, 17)
+        counts = {"tokens": 17, "documents": 3}
+        return store.commit(Manifest(kind, MARK, counts, {"token_bytes": 2}, (share,)))
+
+
+def content_of(folder: Path) -> bytes:
+    manifest = read_manifest(folder)
+    assert damaged(folder, manifest) == []
+    pieces = {(folder / file.name).read_bytes() for file in manifest.files.values()}
+    (content,) = pieces
+    return content
+
+
+def test_a_store_says_again_what_was_written(tmp_path: Path) -> None:
+    written = build(tmp_path / "store", b"abc")
+    assert read_manifest(tmp_path / "store") == written
+    assert content_of(tmp_path / "store") == b"abc"
+    assert written.bytes == 15
+
+
+def test_a_new_build_replaces_the_old_and_leaves_no_litter(tmp_path: Path) -> None:
+    build(tmp_path, b"old", "model")
+    build(tmp_path, b"new", "corpus")
+    assert content_of(tmp_path) == b"new"
+    assert len([path for path in tmp_path.iterdir() if path.name != ".lock"]) == len(PARTS["corpus"]) + 1
+
+
+def test_readers_keep_the_store_that_they_opened(tmp_path: Path) -> None:
+    manifest = build(tmp_path, b"old")
+    with open(tmp_path / manifest.files["heads"].name, "rb") as reader:
+        build(tmp_path, b"new")
+        assert reader.read() == b"old"
+
+
+def test_a_failing_build_changes_nothing(tmp_path: Path) -> None:
+    build(tmp_path, b"old")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ZeroDivisionError), building(tmp_path) as store:
+        store.path("heads").write_bytes(b"half")
+        _ = 1 / 0
+    assert content_of(tmp_path) == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+SLOW_BUILD = """
+import sys, time
+from pathlib import Path
+from tests.data.test_store import build
+print("begun", flush=True)
+while True:
+    build(Path(sys.argv[1]), bytes([int(time.time() * 1000) % 256]) * 300_000)
+"""
+
+
+def test_killed_builds_leave_the_old_store_or_a_new_one(tmp_path: Path) -> None:
+    """Twenty times, a process that builds without pause is killed at a random moment."""
+    build(tmp_path, b"old")
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(20):
+        with subprocess.Popen([sys.executable, "-c", SLOW_BUILD, str(tmp_path)], stdout=subprocess.PIPE) as process:
+            assert process.stdout and process.stdout.readline() == b"begun\n"
+            time.sleep(rng.random() * 0.2)
+            process.send_signal(signal.SIGKILL)
+        seen.add(content_of(tmp_path)[:1])
+    assert len(seen) > 1, "no build was ever finished: the kills came too early to test anything"
+    build(tmp_path, b"last")
+    assert content_of(tmp_path) == b"last"
+    assert len(list(tmp_path.iterdir())) == len(PARTS["corpus"]) + 2
+
+
+def test_two_builds_of_one_store_do_not_mix(tmp_path: Path) -> None:
+    with building(tmp_path), pytest.raises(StoreError, match=r"another build of .* is running"):
+        build(tmp_path, b"second")
+    build(tmp_path, b"after")
+    assert content_of(tmp_path) == b"after"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_no_more_is_named(code: int, tmp_path: Path) -> None:
+    build(tmp_path, b"old")
+    with (
+        pytest.raises(StoreError, match=r"cannot be written .*the store there, if any, is unchanged"),
+        building(tmp_path),
+    ):
+        raise OSError(code, "no")
+    assert content_of(tmp_path) == b"old"
+
+
+def test_a_place_where_no_folder_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be written"):
+        build(tmp_path / "file" / "store", b"x")
+    with pytest.raises(StoreError, match="is a file, a folder is needed"):
+        build(tmp_path / "file", b"x")
+
+
+def test_truncated_and_missing_files_are_found_on_opening(tmp_path: Path) -> None:
+    manifest = build(tmp_path, b"abcdef")
+    path = tmp_path / manifest.files["heads"].name
+    path.write_bytes(b"abc")
+    with pytest.raises(StoreError, match=r"has 3 bytes instead of 6: build .* hdtool build-corpus-db"):
+        read_manifest(tmp_path)
+    path.unlink()
+    with pytest.raises(StoreError, match="is missing"):
+        read_manifest(tmp_path)
+    build(tmp_path, b"mended")
+    assert content_of(tmp_path) == b"mended"
+
+
+def test_one_flipped_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
+    manifest = build(tmp_path, b"abcdef")
+    for file in manifest.files.values():
+        path = tmp_path / file.name
+        path.write_bytes(b"abXdef")
+        assert file.name in damaged(tmp_path, manifest)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "format None"),
+        ('{"format": 99, "kind": "model"}', "of format 99, this hdtool reads format 1.*hdtool build-model-db"),
+        ('{"format": 1, "kind": "corpus"}', "is damaged"),
+    ],
+)
+def test_manifests_that_are_none(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(StoreError, match=said):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 99, "kind": "corpus"}'])
+def test_a_store_that_cannot_be_read_can_be_built_again(content: str, tmp_path: Path) -> None:
+    build(tmp_path, b"old")
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(ZeroDivisionError), building(tmp_path):
+        _ = 1 / 0
+    assert len(list(tmp_path.glob("*.bin"))) == 5, "nothing is lost by a build that fails"
+    build(tmp_path, b"new")
+    assert content_of(tmp_path) == b"new"
+    assert len(list(tmp_path.glob("*.bin"))) == 5
+
+
+def test_a_folder_without_a_store(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "none"):
+        with pytest.raises(StoreError, match="holds no store"):
+            read_manifest(place)
+
+
+def test_other_kinds_and_tokenizers_are_refused(tmp_path: Path) -> None:
+    manifest = build(tmp_path, b"x")
+    require(manifest, tmp_path, "corpus", MARK)
+    with pytest.raises(StoreError, match="is a corpus store, a model store is needed"):
+        require(manifest, tmp_path, "model")
+    with pytest.raises(StoreError, match=r"another tokenizer \(0123, 100 tokens; the model has 4567, 200\)"):
+        require(manifest, tmp_path, "corpus", TokenizerMark("4567", 200))
+
+
+def test_a_fingerprint_tells_tokenizers_apart(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer  # not above: the processes that are killed shall start at once
+
+    whole = AutoTokenizer.from_pretrained(demo.MODEL)
+    mark = TokenizerMark.of(whole)
+    assert mark == TokenizerMark.of(AutoTokenizer.from_pretrained(demo.MODEL))
+    assert mark.vocab_size == 4096
+    whole.add_tokens(["<new>"])
+    assert TokenizerMark.of(whole) != mark
+    whole.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer.json").read_text())
+    settings["model"]["merges"].reverse()  # the same words, cut otherwise
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    assert TokenizerMark.of(AutoTokenizer.from_pretrained(tmp_path)).fingerprint != TokenizerMark.of(whole).fingerprint

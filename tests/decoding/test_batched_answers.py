@@ -1,0 +1,230 @@
+"""Answers made at once: each is the one that it would have been alone, and they are told in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hdtool.cli.app import run
+from hdtool.data.prompts import Prompt
+from hdtool.runtime.answer import Answer
+from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.budget import measure_passes as pass_times
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.methods import drafters_for
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.stores.store_set import Shelf
+from tests.support.families import model_of
+
+TALKS: list[list[str]] = [
+    ["What does `len` do?"],
+    ["Name a colour.", "And another one?", "Why that one?"],
+    ["Explain `zip` and `map` in Python, with an example of each and of both together."],
+    ["Hi"],
+    ["Tom has 3 boxes with 12 pencils each. How many pencils does he have?", "And with 4 boxes?"],
+]
+PROMPTS = [
+    Prompt(({"role": "user", "content": first},), tuple(later), f"p{number}")
+    for number, (first, *later) in enumerate(TALKS)
+]
+SAMPLED = SamplingConfig(temperature=0.8, top_k=50, seed=7)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+
+
+def told(answers: Iterator[Answer]) -> list[tuple[str, str, list[int], str]]:
+    found = []
+    for answer in answers:
+        text = "".join(answer)
+        assert text == answer.text
+        assert answer.stats.tokens == len(answer.output_ids)
+        assert answer.stats.accepted.sum() == answer.stats.tokens - answer.stats.steps
+        found.append((answer.prompt.id, answer.asked, answer.output_ids, str(answer.stats.finish)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[SamplingConfig, Any]:
+    """Plain decoding, one prompt after another."""
+    plain = DecodeConfig("ar", 24)
+    return {
+        sampling: told(Answerer(ModelConfig(), plain, sampling).all_answers(PROMPTS))
+        for sampling in (SamplingConfig(), SAMPLED)
+    }
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in METHODS), ("hd", 2), ("hd", 8)])
+def test_every_answer_is_that_of_plain_decoding(
+    method: str, size: int, sampling: SamplingConfig, alone: dict[SamplingConfig, Any]
+) -> None:
+    answerer = Answerer(ModelConfig(), DecodeConfig(method, 24, batch_size=size), sampling)
+    for _ in range(2):  # drafters have learned something when they are used again
+        assert told(answerer.all_answers(PROMPTS)) == alone[sampling]
+
+
+def test_seats_are_never_more_than_there_are_drafters_and_all_are_used() -> None:
+    answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=8, batch_size=3), SamplingConfig())
+    assert len({id(drafter) for drafter in answerer._drafters}) == 3
+    assert {id(answer.drafter) for answer in answerer.all_answers(PROMPTS)} == set(map(id, answerer._drafters))
+
+
+def test_passes_are_timed_once_for_all_seats_and_at_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def note(*arguments: Any, batch: int = 1, really: Any = pass_times.seconds_of_trees) -> Any:
+        asked.append(batch)
+        return really(*arguments, batch=batch)
+
+    monkeypatch.setattr(pass_times, "seconds_of_trees", note)
+    target = Target(model_of("llama"))
+    drafters = drafters_for(DecodeConfig(batch_size=4), target, Shelf())
+    assert asked == [4]
+    assert len(drafters) == 4
+    drafters_for(DecodeConfig(batch_size=4, budget=8), target, Shelf())
+    assert asked == [4], "nothing is timed for a budget that somebody chose"
+
+
+def test_a_later_turn_that_finds_no_room_fails_where_it_would_have_alone(tmp_path: Path) -> None:
+    long = "word " * 1200
+    talks = [["One?", long], ["Two?"]]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"turns": [*talk]}) + "\n" for talk in (["Zero?"], *talks)))
+    errors = []
+    for size in ("1", "3"):
+        asked = ["generate", "--prompts", str(file), "--max-new-tokens", "8", "--json", "--batch-size", size]
+        result = subprocess.run(
+            [sys.executable, "-m", "hdtool.cli", *asked], capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 1
+        assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ["Zero?", "One?"]
+        errors.append(result.stderr.splitlines()[-1])
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("error: the prompt is ")
+
+
+def test_generate_tells_what_it_tells_without_a_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"turns": talk}) + "\n" for talk in TALKS))
+    asked = ["generate", "--prompts", str(file), "--max-new-tokens", "12"]
+    for options in ([], ["--color"]):
+        assert run([*asked, *options]) == 0
+        before = capfd.readouterr()
+        assert run([*asked, *options, "--batch-size", "3"]) == 0
+        after = capfd.readouterr()
+        assert re.sub(r"\033\[\d+m", "", after.out) == re.sub(r"\033\[\d+m", "", before.out)
+        assert after.err == before.err
+    assert run([*asked, "--batch-size", "3", "--stats", "--json"]) == 0
+    printed = capfd.readouterr()
+    rows = [json.loads(line) for line in printed.out.splitlines()]
+    assert [row["prompt"] for row in rows] == [turn for talk in TALKS for turn in talk]
+    assert all(row["seconds"] > 0 and row["verify_ms_per_step"] > 0 and row["finish"] for row in rows)
+    tokens = sum(row["tokens"] for row in rows)
+    assert re.search(rf"in all {tokens:,} tokens in \d+\.\d\d s \(.* tokens/s\), 3 answers at once\n$", printed.err)
+
+
+def test_no_batch_is_smaller_than_one(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--prompt", "What?", "--batch-size", "0"]) == 2
+    assert "batch-size is 0: it must be 1 or more" in capfd.readouterr().err
+
+
+def collecting(tmp_path: Path, name: str, size: str, length: str = "24") -> list[str]:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"turns": talk}) + "\n" for talk in TALKS))
+    asked = ["collect", "--prompts", str(file), "--out", str(tmp_path / name), "--quiet"]
+    return [*asked, "--max-new-tokens", length, "--batch-size", size]
+
+
+def test_collected_answers_are_the_same_and_in_order(tmp_path: Path) -> None:
+    assert run(collecting(tmp_path, "one.jsonl", "1")) == 0
+    assert run(collecting(tmp_path, "three.jsonl", "3")) == 0
+    whole = (tmp_path / "one.jsonl").read_bytes()
+    assert (tmp_path / "three.jsonl").read_bytes() == whole
+    (tmp_path / "three.jsonl").write_bytes(whole[: len(whole) // 2])
+    assert run(collecting(tmp_path, "three.jsonl", "2")) == 0
+    assert (tmp_path / "three.jsonl").read_bytes() == whole
+
+
+class Interrupting(Hierarchy):
+    """Somebody presses Ctrl-C while it drafts."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(budget=FixedBudget(8))
+        self._left = after
+
+    def draft(self, context: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            raise KeyboardInterrupt
+        return super().draft(context)
+
+
+def test_after_an_interrupt_what_there_is_is_told() -> None:
+    answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=60, batch_size=3), SamplingConfig())
+    answerer._drafters[1] = Interrupting(after=4)
+    answers = list(answerer.all_answers(PROMPTS[2:] * 2))
+    assert [answer.prompt.id for answer in answers] == ["p2", "p3", "p4"]
+    assert all(answer.output_ids and answer.text == "".join(answer) for answer in answers)
+    assert sum(answer.interrupted for answer in answers) >= 2
+
+
+@pytest.mark.parametrize("command", ["generate", "collect"])
+def test_ctrl_c_ends_a_batch(command: str, tmp_path: Path) -> None:
+    asked = collecting(tmp_path, "out.jsonl", "3", length="900")
+    if command == "generate":
+        asked = ["generate", *asked[1:3], *asked[6:], "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW, *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr and process.stdout
+        while "begun" not in process.stderr.readline():
+            pass
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    if command == "generate":
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert [row["id"] for row in rows] == sorted(row["id"] for row in rows)
+        assert rows[-1]["finish"] == "interrupt"
+    else:
+        rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert all(answer["finish"] != "interrupt" for row in rows for answer in row["answers"])
+
+
+SLOW = """
+import signal, sys, time
+from hdtool.cli.app import main
+from hdtool.runtime.drafters import methods
+from hdtool.runtime.batch import Seats
+from hdtool.runtime.budget.cost_curve import CostCurve
+methods.cost_here = lambda target, batch: CostCurve.parse("0:1,64:2")
+verify = Seats.verify
+said = []
+
+def slowly(self, trees):
+    if not said:
+        said.append(print("begun", file=sys.stderr, flush=True))
+    time.sleep(0.05)
+    return verify(self, trees)
+
+Seats.verify = slowly
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have it ignored
+main()
+"""

@@ -1,0 +1,113 @@
+"""The loop: whatever is drafted, what is said equals plain decoding, and it ends where it should."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.data.errors import PromptError
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import Finish
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.stats import Stats
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import FAMILIES, VOCABULARY, model_of
+from tests.support.oracle import generated, prompt_of
+from tests.support.trees import LyingDrafter
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lies_change_nothing(family: str, sampling: SamplingConfig) -> None:
+    target = Target(model_of(family))
+    prompt = prompt_of(20)
+    plain = said(run(target, prompt, sampling))
+    liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
+    steps = run(target, prompt, sampling, drafter=liar)
+    assert said(steps) == plain
+    assert liar.accepted > 0, "a liar that is never right tests nothing"
+    assert len(steps) < len(plain)
+    assert sum(len(step.path) for step in steps) == liar.accepted
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 30), st.floats(0, 2))
+def test_any_liar_any_length_any_seed(seed: int, length: int, most: int, temperature: float) -> None:
+    target = TARGET
+    prompt = prompt_of(length)
+    sampling = SamplingConfig(temperature=temperature, seed=seed)
+    plain = said(run(target, prompt, sampling, most))
+    drafted = run(target, prompt, sampling, most, drafter=LyingDrafter(length, plain, VOCABULARY, seed))
+    assert said(drafted) == plain
+    assert drafted[-1].finish is Finish.LENGTH
+
+
+TARGET = Target(model_of("llama"))
+
+
+def test_penalised_greedy_equals_generate() -> None:
+    model = model_of("gemma2")
+    prompt = prompt_of(30)
+    expected = generated(model, prompt, 40, repetition_penalty=1.3)
+    steps = run(Target(model), prompt, SamplingConfig(repetition_penalty=1.3), 40)
+    assert said(steps) == expected
+
+
+def test_a_stop_token_ends_the_answer_even_inside_a_draft() -> None:
+    prompt = prompt_of(12)
+    plain = said(run(TARGET, prompt, SamplingConfig()))
+    stop = plain[10]
+    expected = plain[: plain.index(stop) + 1]
+    for seed in range(8):
+        liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
+        steps = run(TARGET, prompt, SamplingConfig(), stops={stop, 10**9}, drafter=liar)
+        assert said(steps) == expected
+        assert [step.finish for step in steps] == [None] * (len(steps) - 1) + [Finish.STOP]
+
+
+def test_the_length_limit_holds_inside_a_draft() -> None:
+    prompt = prompt_of(12)
+    plain = said(run(TARGET, prompt, SamplingConfig()))
+    for most in (1, 2, 3, 17):
+        liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=most, most=30)
+        steps = run(TARGET, prompt, SamplingConfig(), most, drafter=liar)
+        assert said(steps) == plain[:most]
+        assert steps[-1].finish is Finish.LENGTH
+        assert all(step.tree.depths.max() < most for step in steps)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_a_full_context_ends_the_answer(family: str) -> None:
+    """GPT-2 has learned positions: reading one past the end would fail, so no draft may stand there."""
+    target = Target(model_of(family))
+    prompt = prompt_of(500)
+    plain = run(target, prompt, SamplingConfig(), 100)
+    assert len(said(plain)) == 12
+    assert plain[-1].finish is Finish.CONTEXT
+    liar = LyingDrafter(len(prompt), said(plain) * 2, VOCABULARY, seed=5, most=30)
+    assert said(run(target, prompt, SamplingConfig(), 100, drafter=liar)) == said(plain)
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    with pytest.raises(PromptError, match=r"512 tokens long, but the model's context holds 512"):
+        run(TARGET, prompt_of(512), SamplingConfig())
+
+
+def test_the_same_seed_says_the_same_and_another_does_not() -> None:
+    prompt = prompt_of(9)
+    first, again, other = (said(run(TARGET, prompt, SamplingConfig(temperature=1.0, seed=seed))) for seed in (4, 4, 5))
+    assert first == again != other
+
+
+def test_steps_account_for_their_time() -> None:
+    stats = Stats()
+    for step in run(TARGET, prompt_of(9), SamplingConfig(), 10):
+        assert 0 <= step.draft_seconds <= step.seconds
+        assert 0 < step.verify_seconds <= step.seconds
+        stats.add(step)
+    assert (stats.tokens, stats.steps, stats.finish) == (10, 10, Finish.LENGTH)
+    assert stats.tokens_per_step == 1.0
+    assert stats.outside_us_per_step > 0
+    total = Stats.total([stats, stats])
+    assert (total.tokens, total.seconds) == (20, 2 * stats.seconds)

@@ -1,0 +1,195 @@
+"""All drafters: whatever they draft, what is said equals plain decoding."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import PaperConfig, SamplingConfig
+from hdtool.runtime.decode import Finish
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.logitspec import LogitSpec
+from hdtool.runtime.drafters.prompt_lookup import PromptLookup
+from hdtool.runtime.drafters.rest import CorpusDrafter
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.tree import LARGEST_TREE
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import VOCABULARY, model_of
+from tests.support.oracle import prompt_of
+from tests.support.stores import build, index_of
+
+FAMILIES = ["llama", "gpt2", "gpt_neox", "opt", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "mixtral"]
+PEERS = ["hd-paper", "hd-paper with discarded", "hd-paper without lookahead", "lade", "pld", "rest", "logitspec"]
+DRAFTERS = ["hd", "hd of the context alone", "hd at the largest budget", "hd+logitspec", *PEERS]
+PROMPT = prompt_of(20) * 2  # says something twice, for those that look into the prompt
+
+
+@cache
+def target_of(family: str) -> Target:
+    return Target(model_of(family))
+
+
+@cache
+def plain(family: str, sampling: str) -> list[int]:
+    return said(run(target_of(family), PROMPT, SAMPLINGS[sampling]))
+
+
+def drafter_of(name: str, store: ModelStore, index: CorpusIndex) -> Drafter:
+    if name == "hd of the context alone":
+        return Hierarchy()
+    if name in ("hd", "hd at the largest budget"):
+        return Hierarchy(store, index, budget=FixedBudget(12 if name == "hd" else LARGEST_TREE))
+    if name == "hd+logitspec":
+        return Hierarchy(store, index, budget=FixedBudget(24), last=True, copied=True, recycled=True)
+    if name.startswith("hd-paper"):
+        config = PaperConfig(lookahead="without" not in name, discarded="with discarded" in name)
+        return PaperDrafter(config, model_store=store, corpus_index=index)
+    others: dict[str, Drafter] = {
+        "lade": lookahead_decoding(),
+        "pld": PromptLookup(),
+        "rest": CorpusDrafter(index),
+        "logitspec": LogitSpec(),
+    }
+    return others[name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stores")
+
+
+def stores_of(family: str, folder: Path) -> tuple[ModelStore, CorpusIndex]:
+    """What the model has said: parts of it to the model store, all of it to the corpus index, and rubbish to both."""
+    if not (folder / family).exists():
+        answers = [plain(family, sampling) for sampling in SAMPLINGS]
+        documents = [*answers, *(prompt_of(length) for length in range(40, 60))]
+        build(folder / family / "model", [*(answer[10:30] for answer in answers), *documents[5:]], VOCABULARY)
+        index_of(folder / family / "corpus", documents, VOCABULARY)
+    return ModelStore(folder / family / "model"), CorpusIndex(folder / family / "corpus")
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_nothing(family: str, name: str, folder: Path) -> None:
+    drafter = drafter_of(name, *stores_of(family, folder))
+    accepted = 0
+    for sampling, config in SAMPLINGS.items():
+        steps = run(target_of(family), PROMPT, config, drafter=drafter)
+        assert said(steps) == plain(family, sampling)
+        for step in steps:
+            step.tree.check_integrity()
+            assert len(step.tree) <= LARGEST_TREE
+        accepted += sum(len(step.path) for step in steps)
+    if name not in ("lade", "pld", "hd of the context alone"):  # a random model rarely says again what it has said
+        assert accepted > 40, "drafts that are never right test nothing"
+
+
+def test_all_sources_have_their_part(folder: Path) -> None:
+    store, index = stores_of("llama", folder)
+    drafter = PaperDrafter(model_store=store, corpus_index=index)
+    drafted: set[int] = set()
+    for config in SAMPLINGS.values():
+        for step in run(target_of("llama"), PROMPT, config, drafter=drafter):
+            drafted |= set(step.tree.sources.tolist())
+    names = {SourceName.CONTEXT, SourceName.MODEL, SourceName.CORPUS, SourceName.LOOKAHEAD}
+    assert drafted == names == {name for name, seconds in drafter.seconds.items() if seconds > 0}
+
+
+prompts = st.one_of(
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=1),
+    st.tuples(st.integers(0, VOCABULARY - 1), st.integers(2, 40)).map(lambda drawn: [drawn[0]] * drawn[1]),
+    st.tuples(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6), st.integers(1, 8)).map(
+        lambda drawn: drawn[0] * drawn[1]
+    ),
+)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_any_prompt_any_length_any_end(name: str, folder: Path) -> None:
+    store, index = stores_of("llama", folder)
+    drafter = drafter_of(name, store, index)  # one for all: nothing of one generation may leak into the next
+
+    @settings(max_examples=25)
+    @given(prompts, st.one_of(st.integers(1, 5), st.integers(6, 40)), st.sampled_from([0.0, 0.9]), st.data())
+    def check(prompt: list[int], most: int, temperature: float, data: st.DataObject) -> None:
+        sampling = SamplingConfig(temperature=temperature, seed=7)
+        expected = said(run(target_of("llama"), prompt, sampling, most))
+        steps = run(target_of("llama"), prompt, sampling, most, drafter=drafter)
+        assert said(steps) == expected
+        assert steps[-1].finish is Finish.LENGTH
+        assert all(step.tree.depths.max() < most for step in steps)
+        stop = data.draw(st.sampled_from(expected))
+        stopped = run(target_of("llama"), prompt, sampling, most, stops={stop}, drafter=drafter)
+        assert said(stopped) == expected[: expected.index(stop) + 1]
+        assert stopped[-1].finish is Finish.STOP
+
+    check()
+
+
+def test_windows_and_numbers_of_every_size(folder: Path) -> None:
+    store, index = stores_of("llama", folder)
+    for window in (1, 2, 9):
+        for sequences in (1, 9):
+            config = PaperConfig(window=window, sequences=sequences)
+            drafter = PaperDrafter(config, model_store=store, corpus_index=index)
+            steps = run(target_of("llama"), PROMPT, SamplingConfig(), drafter=drafter)
+            assert said(steps) == plain("llama", "greedy")
+            assert max(len(step.tree) for step in steps) <= LARGEST_TREE
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 64, 1000])
+def test_the_hierarchy_keeps_to_its_budget(most: int, folder: Path) -> None:
+    """A smaller tree is the start of a larger one, sorted by odds, no twins among siblings."""
+    store, index = stores_of("llama", folder)
+    context = plain("llama", "greedy")[:20]
+    drafters = [Hierarchy(store, index, budget=FixedBudget(size)) for size in (most, LARGEST_TREE)]
+    for drafter in drafters:
+        drafter.begin(context)
+    tree, whole = (drafter.draft(context) for drafter in drafters)
+    tree.check_integrity()
+    size = min(most, len(whole))
+    assert tree.tokens.tolist() == whole.tokens[:size].tolist()
+    assert tree.parents.tolist() == whole.parents[:size].tolist()
+    odds = drafters[1].odds
+    assert (np.diff(odds) <= 0).all() and (odds > 0).all() and (odds <= 1).all()
+    nodes = list(zip(whole.parents.tolist(), whole.tokens.tolist(), strict=True))
+    assert len(set(nodes)) == len(nodes)
+    siblings = {parent: sum(odds[at] for at, (above, _) in enumerate(nodes) if above == parent) for parent, _ in nodes}
+    assert all(together <= (odds[parent] if parent >= 0 else 1.0) + 1e-9 for parent, together in siblings.items())
+
+
+def test_the_hierarchy_comes_to_trust_what_is_right(folder: Path) -> None:
+    """The model says what the corpus holds, and the model store holds something else."""
+    store, index = stores_of("llama", folder)
+    drafter = Hierarchy(store, index)
+    before = after = 0
+    for turn in range(6):
+        steps = run(target_of("llama"), PROMPT, SamplingConfig(), drafter=drafter)
+        before, after = (len(steps), after) if turn == 0 else (before, len(steps))
+    assert after <= before
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 64, 1000])
+def test_the_corpus_alone_keeps_to_its_budget(most: int, folder: Path) -> None:
+    _, index = stores_of("llama", folder)
+    context = plain("llama", "greedy")[:20]
+    drafter = CorpusDrafter(index, FixedBudget(most))
+    tree = drafter.draft(context)
+    tree.check_integrity()
+    found = index.after(context)
+    kept = min(most, len(found.tokens))
+    assert tree.tokens.tolist() == found.tokens[:kept].tolist()
+    assert tree.parents.tolist() == found.parents[:kept].tolist()
+    assert set(tree.sources.tolist()) <= {SourceName.CORPUS}
+    assert not len(drafter.draft([VOCABULARY + 5])), "no tokenizer has it, but a drafter must not fall over it"

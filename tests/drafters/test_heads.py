@@ -1,0 +1,259 @@
+"""Drafting heads: what they compute, by a slow reference; folders of them; the trees made of their guesses."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.builders.heads.evaluate import best_tree
+from hdtool.builders.heads.loss import Places, head_logits
+from hdtool.data.errors import FamilyError, HeadsError
+from hdtool.runtime.config import HeadsConfig
+from hdtool.runtime.drafters.heads.calibration import BUCKETS, Calibration, bucket_of, centre_of, likeliest_paths
+from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
+from hdtool.runtime.drafters.heads.kv_cache import HeadRows
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, best_of
+from hdtool.runtime.drafters.heads.static_pass import FixedPass
+from hdtool.runtime.model import hidden_states as hidden
+from hdtool.runtime.model.target import Target
+from tests.support.families import FAMILIES, VOCABULARY, model_of
+from tests.support.heads import SHAPE, VARIANTS, random_for, random_heads, slowly
+from tests.support.oracle import prompt_of
+from tests.support.rehearsed import Rehearsed
+
+
+def conversation(rows: int, shape: HeadsShape = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(rows)
+    return torch.randn(rows, shape.width), torch.randn(rows, shape.embedding)
+
+
+def rows_for(heads: Heads, capacity: int) -> HeadRows:
+    shape = heads.shape
+    rows = HeadRows(len(heads.layers), shape.attention_heads, shape.width // shape.attention_heads, heads.like)
+    rows.make_room(capacity)
+    return rows
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_heads_compute_what_the_slow_reference_does(config: HeadsConfig) -> None:
+    heads = random_heads(config)
+    hidden, tokens = conversation(9)
+    expected = slowly(heads, hidden, tokens)
+    every = Places(torch.zeros(9, dtype=torch.int64), torch.arange(9), torch.ones(config.heads, 9, dtype=torch.bool))
+    trained = head_logits(heads, hidden[None], tokens[None], every)
+    np.testing.assert_allclose(trained.numpy().transpose(1, 0, 2), expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("parts", [[9], [1] * 9, [4, 1, 3, 1], [2, 7]])
+def test_a_conversation_may_come_in_parts(config: HeadsConfig, parts: list[int]) -> None:
+    heads = random_heads(config)
+    hidden, tokens = conversation(9)
+    expected = slowly(heads, hidden, tokens)
+    rows, done = rows_for(heads, 9), 0
+    for part in parts:
+        found = heads.ahead(hidden[done : done + part], tokens[done : done + part], rows)
+        done += part
+        np.testing.assert_allclose(found.numpy(), expected[done - 1], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_recorded_passes_say_what_others_do(config: HeadsConfig) -> None:
+    """Two conversations in turn, of the same heads, past the end of their first memory."""
+    heads, recorder = random_heads(config), Rehearsed()
+    torch.manual_seed(1)
+    table = torch.randn(SHAPE.vocabulary, SHAPE.embedding)
+    passes = [FixedPass(heads, lambda ids: table[ids], 10, recorder) for _ in range(2)]
+    recorded, usual = [rows_for(heads, 0) for _ in range(2)], [rows_for(heads, 1500) for _ in range(2)]
+    sizes = [500, 1, 3, 16, 2, 8, 1, 200, 5]
+    for number, new in enumerate(sizes * 2):
+        hidden, tokens = torch.randn(new, SHAPE.width), torch.randint(SHAPE.vocabulary, (new,))
+        mine = number % 2 if number < len(sizes) else number // 2 % 2
+        logits = heads.ahead(hidden, table[tokens] if heads.reads_tokens else hidden, usual[mine])
+        if FixedPass.fits(new):
+            best, shares = passes[mine].read(hidden, tokens.tolist(), recorded[mine])
+            expected, likely = best_of(logits, 10)
+            np.testing.assert_allclose(shares, likely, rtol=1e-3, atol=1e-6)
+            assert (best == expected.numpy()).mean() > 0.99  # equals may stand in another order
+        else:
+            recorded[mine].make_room(recorded[mine].length + new)
+            heads.ahead(hidden, table[tokens] if heads.reads_tokens else hidden, recorded[mine])
+        assert recorded[mine].length == usual[mine].length
+    assert recorder.recorded < len(sizes) * 2
+
+
+def test_room_is_made_without_forgetting() -> None:
+    heads = random_heads(HeadsConfig(rank=8))
+    hidden, tokens = conversation(600)
+    at_once, in_parts = rows_for(heads, 600), rows_for(heads, 0)
+    expected = heads.ahead(hidden, tokens, at_once)
+    for start in range(0, 600, 150):
+        in_parts.make_room(start + 150)
+        found = heads.ahead(hidden[start : start + 150], tokens[start : start + 150], in_parts)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_hidden_states_are_those_that_the_output_layer_reads(family: str) -> None:
+    """Whatever the family scales, caps or adds behind it: the output layer's own product is in the logits."""
+    model = model_of(family)
+    target = Target(model)
+    for _ in range(2):
+        target.watch_hidden()
+    read: list[torch.Tensor] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    try:
+        for length in (1, 7, 40):
+            target.prefill(prompt_of(length))
+            assert target.hidden is not None and len(target.hidden) == length
+            torch.testing.assert_close(target.hidden[-1:], read[-1][0, -1:])
+    finally:
+        handle.remove()
+
+
+def test_a_model_that_hides_its_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(model_of("llama"))
+    monkeypatch.setattr(hidden, "hidden_in", lambda returned: None)
+    with pytest.raises(FamilyError, match="does not show the hidden states"):
+        target.watch_hidden()
+    target.prefill(prompt_of(5))
+    assert target.hidden is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma2"])
+@pytest.mark.parametrize("rank", [0, 1000])
+def test_heads_begin_with_what_the_target_would_say_next(family: str, rank: int) -> None:
+    model = model_of(family)
+    target = Target(model)
+    target.watch_hidden()
+    target.prefill(prompt_of(30))
+    assert target.hidden is not None
+    states = target.hidden.clone()
+    heads = new_heads(model, states.shape[-1], VOCABULARY, HeadsConfig(rank=rank, sampled_token=False))
+    with torch.inference_mode():
+        rows = rows_for(heads, 30)
+        found = heads.ahead(states, states, rows)
+        weight = model.get_output_embeddings().weight
+    for said in found:
+        torch.testing.assert_close(said, states[-1] @ weight.T, rtol=1e-3, atol=1e-3)
+
+
+def test_a_low_rank_is_the_best_there_is() -> None:
+    model = model_of("llama")
+    weight = model.get_output_embeddings().weight.detach()
+    heads = new_heads(model, 32, VOCABULARY, HeadsConfig(rank=5))
+    sizes = torch.linalg.svdvals(weight)
+    for output in heads.outputs:
+        found = output.up.weight.detach() @ output.down.weight.detach()  # type: ignore[union-attr, operator]
+        torch.testing.assert_close(torch.linalg.norm(weight - found), sizes[5:].norm(), rtol=1e-3, atol=1e-3)
+
+
+def umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
+
+
+def test_saved_heads_come_back_as_they_were(tmp_path: Path) -> None:
+    target = Target(model_of("llama"))
+    for name, config in VARIANTS.items():
+        saved = random_for(target, config)
+        saved.save(tmp_path / name)
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / name).iterdir()} == {0o666 & ~umask()}
+        found = load_heads(tmp_path / name, target.model)
+        assert found.heads.config == config and found.judged == saved.judged
+        for key, weight in saved.heads.state_dict().items():
+            torch.testing.assert_close(found.heads.state_dict()[key], weight.half().float(), rtol=0, atol=0)
+
+
+def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
+    random_for(Target(model_of("llama")), HeadsConfig(rank=8)).save(tmp_path)
+    with pytest.raises(HeadsError, match=r"trained on another model \(random, .* hdtool train-heads"):
+        load_heads(tmp_path, model_of("mistral"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_is_the_same_in_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
+    random_for(Target(model_of("llama")), HeadsConfig(rank=8)).save(tmp_path)
+    assert load_heads(tmp_path, model_of("llama", dtype)).heads.like.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "heads.safetensors").unlink(), "is missing"),
+        (lambda folder: (folder / "heads.safetensors").write_bytes(b"nonsense"), "cannot be read"),
+        (lambda folder: (folder / "config.json").unlink(), "holds no heads"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "is of no format"),
+        (lambda folder: (folder / "config.json").write_text("[1]"), "is of no format"),
+    ],
+)
+def test_damaged_heads_are_told_in_a_line(tmp_path: Path, damage: object, said: str) -> None:
+    target = Target(model_of("llama"))
+    random_for(target, HeadsConfig(rank=8)).save(tmp_path)
+    damage(tmp_path)  # type: ignore[operator]
+    with pytest.raises(HeadsError, match=said) as refusal:
+        load_heads(tmp_path, target.model)
+    assert "\n" not in str(refusal.value)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    target = Target(model_of("llama"))
+    random_for(target, HeadsConfig(rank=8)).save(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    told["heads"]["rank"] = 9
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(HeadsError, match="cannot be read"):
+        load_heads(tmp_path, target.model)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 64))
+@settings(max_examples=60)
+def test_the_likeliest_paths_are_found_in_order(seed: int, heads: int, best: int, most: int) -> None:
+    odds = -np.sort(-np.random.default_rng(seed).random((heads, best)), axis=1)
+    parents, ranks, depths, chances = np.zeros(64, np.int32), *np.zeros((2, 64), np.int64), np.zeros(64)
+    size = likeliest_paths(odds, most, parents, ranks, depths, chances)
+    every = sorted(
+        (float(np.prod([odds[depth, rank] for depth, rank in enumerate(path)])) for depth in range(1, heads + 1)
+         for path in product(range(best), repeat=depth)), reverse=True,
+    )  # fmt: skip
+    assert size == min(most, len(every))
+    np.testing.assert_allclose(chances[:size], every[:size])
+    for node in range(size):
+        above = parents[node]
+        assert above < node and depths[node] == (1 if above < 0 else depths[above] + 1)
+        np.testing.assert_allclose(
+            chances[node], (1.0 if above < 0 else chances[above]) * odds[depths[node] - 1, ranks[node]]
+        )
+
+
+def test_the_static_tree_holds_the_commonest_paths() -> None:
+    ranks = np.array([[0, 0, 0, 1, 0, -1], [0, 0, 3, 0, 11, -1]])
+    tree, gains = best_tree(ranks, most=4)
+    assert tree == [[0], [0, 0], [1], [0, 3]]
+    assert gains == [0.8, 0.4, 0.2, 0.2]
+
+
+def test_buckets_follow_the_odds() -> None:
+    likely = np.array([1.0, 0.97, 0.9, 0.6, 0.5, 0.2, 0.01, 1e-9])
+    buckets = bucket_of(likely)
+    assert (np.diff(buckets) > 0).all() and buckets[0] == 0 and buckets[-1] < BUCKETS
+    middle = likely[1:-1]
+    assert (np.abs(np.log2(centre_of(bucket_of(middle)) / middle)) < 0.6).all()
+
+
+def test_calibration_learns_what_a_head_is_worth() -> None:
+    calibration = Calibration(None, 1)
+    boastful = bucket_of(np.array([0.9, 0.05]))
+    for turn in range(400):
+        calibration.learn(0, boastful, np.array([turn % 10 == 0, turn % 10 == 1]))
+    found = calibration(boastful[None])[0]
+    assert 0.05 < found[0] < 0.15 and found[1] <= found[0]

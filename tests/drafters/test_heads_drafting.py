@@ -1,0 +1,283 @@
+"""Drafting by heads: no token changes, and the heads' memory is that of what was accepted alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hdtool.cli.app import run as hdtool
+from hdtool.data.errors import HeadsError
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.batch import Request, decode_batch
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.measure_passes import NODES
+from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
+from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
+from hdtool.runtime.drafters.heads.gate import Asking
+from hdtool.runtime.drafters.heads.state import Session
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.level_weights import HEADS_LEVELS
+from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.tree import DraftTree
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import FAMILIES, model_of
+from tests.support.heads import VARIANTS, random_for, slowly
+from tests.support.oracle import prompt_of
+from tests.support.rehearsed import Rehearsed
+
+
+class Checked(HeadsDrafter):
+    """Compares all that the heads say with what the slow reference makes of the whole conversation."""
+
+    looked = 0
+
+    def draft(self, context):  # type: ignore[no-untyped-def]
+        tree = super().draft(context)
+        model = self.session._target.model
+        target = Target(model)
+        target.watch_hidden()
+        target.prefill(context[:-1])
+        assert target.hidden is not None
+        embedded = model.get_input_embeddings()(torch.tensor(context[1:])).detach()
+        expected = slowly(self.session.heads, target.hidden, embedded)[-1]
+        best = np.sort(expected, axis=1)[:, ::-1]
+        for head, tokens in enumerate(self.session.tokens):
+            np.testing.assert_allclose(expected[head][tokens], best[head, : len(tokens)], rtol=1e-3, atol=1e-3)
+        assert self.session._rows.length in (0, len(context) - 1)
+        self.looked += 1
+        return tree
+
+
+@pytest.mark.parametrize("capture", [never, lambda device: Rehearsed()], ids=["as they come", "recorded"])
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_heads_remember_what_was_accepted_and_nothing_else(config: HeadsConfig, capture: CaptureMaker) -> None:
+    target = Target(model_of("llama"), capture)
+    assert target.captures is (capture is not never)
+    drafter = Checked(random_for(target, config, size=0.1), target, FixedBudget(40))
+    for length in (10, 3):
+        run(target, prompt_of(length), SamplingConfig(), most=12, drafter=drafter)
+    assert drafter.looked > 9
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T 1, top-k 5, penalised"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_change_nothing(family: str, sampling: str) -> None:
+    target = Target(model_of(family))
+    prompt, chosen = prompt_of(20), SAMPLINGS[sampling]
+    plain = said(run(target, prompt, chosen, most=30))
+    for static in (False, True):
+        drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(64), static=static)
+        steps = run(target, prompt, chosen, most=30, drafter=drafter)
+        assert said(steps) == plain
+        assert sum(len(step.tree) for step in steps) > 0
+
+
+def test_the_accepted_are_counted_as_theirs() -> None:
+    """Of a vocabulary of 97, forty nodes of the heads' best ten hold the truth now and then."""
+    target = Target(model_of("llama"))
+    drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(40))
+    steps = [
+        step for length in range(5, 12) for step in run(target, prompt_of(length), SamplingConfig(), drafter=drafter)
+    ]
+    taken = [source for step in steps for source in step.sources if source is not SourceName.NONE]
+    assert len(taken) > 5 and set(taken) == {SourceName.HEADS}
+    assert drafter.seconds[SourceName.HEADS] > 0
+
+
+def test_several_conversations_in_one_pass_keep_their_own_states() -> None:
+    target = Target(model_of("qwen2"))
+    saved = random_for(target, HeadsConfig(rank=8), size=0.1)
+    prompts = [prompt_of(length) for length in (4, 11, 7)]
+    drafters = [Checked(saved, target, FixedBudget(12)) for _ in prompts]
+    asked = (
+        Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
+        for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
+    )
+    answers: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+    for request, step in decode_batch(target, lambda: next(asked, None), 2, max_new_tokens=8):
+        answers[request.key] += step.tokens
+    for number, prompt in enumerate(prompts):
+        assert answers[number] == said(run(target, prompt, SamplingConfig(), most=8))
+        assert drafters[number].looked > 0
+
+
+def test_steps_of_fixed_shape_show_their_hidden_states() -> None:
+    """As on a GPU, where each step writes over what the last one left."""
+    model = model_of("llama")
+    target = Target(model, direct)
+    assert target.captures
+    drafter = Checked(random_for(target, HeadsConfig(rank=8), size=0.1), target, FixedBudget(12))
+    for length in (9, 16):
+        plain = said(run(Target(model), prompt_of(length), SamplingConfig(), most=12))
+        assert said(run(target, prompt_of(length), SamplingConfig(), most=12, drafter=drafter)) == plain
+    assert target.captures and drafter.looked > 9
+
+
+class Priced(MeasuredBudget):
+    """Every pass of the target costs a second, and every draft ten."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target, CostCurve(NODES, ((1e3,) * len(NODES),), (0,)))
+
+    def _learn(self) -> None:
+        pass
+
+    def hear_of_draft(self, seconds: float) -> None:
+        super().hear_of_draft(10.0)
+
+
+def test_heads_that_do_not_pay_are_seldom_asked_and_still_change_nothing() -> None:
+    target = Target(model_of("llama"))
+    drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, Priced(target))
+    prompt = prompt_of(20)
+    steps = run(target, prompt, SamplingConfig(), most=400, drafter=drafter)
+    assert said(steps) == said(run(target, prompt, SamplingConfig(), most=400))
+    assert 0 < drafter.session.passes < 20
+
+
+def test_a_draft_after_a_rest_knows_all_that_was_said_meanwhile() -> None:
+    target = Target(model_of("llama"))
+    budget = FixedBudget(0)
+    drafter = Checked(random_for(target, HeadsConfig(rank=8), size=0.1), target, FixedBudget(8))
+    prompt = prompt_of(20)
+    resting = iter([False] * 9 + [True] + [False] * 5 + [True] * 30)
+    draft = drafter.draft
+    woken: list[int] = []
+
+    def sometimes(context: Sequence[int]) -> DraftTree:
+        if next(resting):
+            woken.append(len(context))
+            return draft(context)  # type: ignore[no-any-return, no-untyped-call]
+        drafter.budget = budget
+        tree = HeadsDrafter.draft(drafter, context)
+        drafter.budget = FixedBudget(8)
+        return tree
+
+    drafter.draft = sometimes  # type: ignore[method-assign]
+    steps = run(target, prompt, SamplingConfig(), most=30, drafter=drafter)
+    assert said(steps) == said(run(target, prompt, SamplingConfig(), most=30))
+    assert len(woken) > 2
+
+
+def test_methods_take_the_heads_of_their_kind(tmp_path: Path) -> None:
+    target = Target(model_of("llama"))
+    folders = {name: tmp_path / name for name in ("amphista", "medusa")}
+    for name, folder in folders.items():
+        random_for(target, VARIANTS[name]).save(folder)
+    both = tuple(map(str, folders.values()))
+    for name in folders:
+        drafter = drafter_for(DecodeConfig(name, budget=8, heads=both), target, Shelf())
+        assert isinstance(drafter, HeadsDrafter)
+        assert drafter.session.heads.config.is_plain == (name == "medusa")
+    with pytest.raises(HeadsError, match=r"medusa heads \(found: amphista heads in "):
+        drafter_for(DecodeConfig("medusa", budget=8, heads=both[:1]), target, Shelf())
+    with pytest.raises(HeadsError, match="none are named: train some with hdtool train-heads --medusa"):
+        drafter_for(DecodeConfig("medusa", budget=8), target, Shelf())
+
+
+def test_the_command_line_says_what_is_wrong_with_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hdtool(["generate", "--prompt", "x", "--method", "medusa", "--heads", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "holds no heads" in error and error.count("\n") == 1
+    assert hdtool(["generate", "--prompt", "x", "--method", "amphista", "--tree", "oak"]) == 2
+    assert "tree is oak" in capsys.readouterr().err
+
+
+def test_heads_hear_of_an_answer_that_ends_at_once() -> None:
+    target = Target(model_of("llama"))
+    drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(8))
+    prompt = prompt_of(6)
+    for most in (1, 2):
+        steps = list(decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most, drafter=drafter))
+        assert len(said(steps)) == most
+    target.prefill(prompt)
+    drafter.begin(prompt)
+    drafter.observe(Accepted([], [5]), torch.zeros(1, 97))
+    assert len(drafter.draft([*prompt, 5])) > 0
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "opt"])
+def test_heads_among_other_sources_change_nothing(family: str, sampling: str) -> None:
+    target = Target(model_of(family))
+    chosen = SAMPLINGS[sampling]
+    session = Session(random_for(target, HeadsConfig(rank=8)), target)
+    drafter = Hierarchy(budget=FixedBudget(40), heads=session, last=True, recycled=True)
+    taken = set()
+    for length in (20, 7):
+        prompt = prompt_of(length)
+        steps = run(target, prompt, chosen, drafter=drafter)
+        assert said(steps) == said(run(target, prompt, chosen))
+        taken |= {source for step in steps for source in step.tree.sources.tolist()}
+    assert SourceName.HEADS in taken and SourceName.CONTEXT in taken
+    assert drafter.seconds.get(SourceName.HEADS, 1) > 0
+
+
+def heads_alone() -> tuple[Hierarchy, Session, list[int]]:
+    """A hierarchy that has nothing but heads, about to draft."""
+    target = Target(model_of("llama"))
+    session = Session(random_for(target, HeadsConfig(rank=8)), target)
+    drafter = Hierarchy(context=False, budget=FixedBudget(30), heads=session)
+    prompt = prompt_of(12)
+    target.prefill(prompt)
+    drafter.begin(prompt)
+    drafter.observe(Accepted([], [5]), torch.zeros(1, 97))
+    return drafter, session, [*prompt, 5]
+
+
+def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
+    """With nothing else known, a node has its head's tokens as children, as likely as the head and its weight say."""
+    drafter, session, context = heads_alone()
+    tree = drafter.draft(context)
+    assert len(tree) == 30 and set(tree.sources.tolist()) == {SourceName.HEADS}
+    for node, parent in enumerate(tree.parents.tolist()):
+        head = int(tree.depths[node + 1]) - 1
+        (rank,) = np.flatnonzero(session.tokens[head] == tree.tokens[node])
+        sure = min(7, int(8 * session.odds[head, 0]))
+        weight = drafter.weights[HEADS_LEVELS + head, 3 * sure]
+        above = drafter.odds[parent] if parent >= 0 else 1.0
+        assert drafter.odds[node] == pytest.approx(above * weight * session.odds[head, rank], rel=1e-3)
+
+
+def test_after_a_token_the_next_head_speaks_of_the_root() -> None:
+    drafter, session, context = heads_alone()
+    drafter.draft(context)
+    session.look_ahead = lambda: None  # type: ignore[method-assign]
+    memory = drafter._memory.heads
+    for ahead in range(5):
+        assert memory["ahead"][0] == ahead
+        tokens = set(session.tokens[ahead].tolist()) if ahead < 4 else set()
+        grown = grow(drafter._corpus, drafter._at, 30)
+        tree = drafter._tokens[:grown][drafter._parents[:grown] == 0]
+        assert set(tree.tolist()) <= tokens and bool(grown) == bool(tokens)
+        feed(drafter._corpus, drafter._at, np.array([7]))
+
+
+def test_heads_are_asked_only_where_they_bring_more_than_they_take() -> None:
+    for gain, seconds, worth in ((3.0, 1.5, True), (2.2, 1.5, False)):
+        asking = Asking()
+        asked = []
+        for _ in range(3000):
+            asked.append(asking.now)
+            asking.hear(*((gain, seconds) if asking.now else (1.8, 1.0)))
+        assert np.mean(asked[1000:]) > 0.95 if worth else np.mean(asked[1000:]) < 0.05
+
+
+def test_asking_follows_a_change() -> None:
+    asking = Asking()
+    for bring in (3.0, 1.0, 3.0):
+        for _ in range(2000):
+            asking.hear(bring if asking.now else 1.5, 1.2 if asking.now else 1.0)
+        assert asking.now == (bring > 1.8) or asking._left <= 2

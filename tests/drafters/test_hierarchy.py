@@ -1,0 +1,410 @@
+"""The default drafter: its estimates against slow counting, its trees, and that it changes nothing that is said."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.engine import LocalEngine
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import TokenizerMark
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.node_budget import FixedBudget, Odds
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.evaluation.replay import follow
+from hdtool.runtime.kernels.clock import HAS_CLOCK
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.tree import DraftTree
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import VOCABULARY, model_of
+from tests.support.oracle import prompt_of
+from tests.support.reference_hierarchy import Node, SlowHierarchy
+from tests.support.trees import path_to
+
+Documents = list[list[int]]
+NO_LOGITS = torch.empty(0)
+
+
+def stores_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: int) -> tuple[ModelStore, CorpusIndex]:
+    mark, source = TokenizerMark("test", vocabulary), [Source("test", "")]
+    given = [Document(ids) for ids in documents]
+    build_model_store(folder / "model", given, mark, source, top_k=40, per_key=3)
+    build_corpus_index(folder / "corpus", given, mark, source, shard_bytes=shard_bytes, engine=LocalEngine(1))
+    return ModelStore(folder / "model", mark), CorpusIndex(folder / "corpus", mark)
+
+
+def random_documents(seed: int, vocabulary: int, size: int = 40, alphabet: int = 6) -> Documents:
+    """Repetitive ones, at the top of the vocabulary."""
+    chance = random.Random(seed)
+    words = [[vocabulary - 1 - chance.randrange(alphabet) for _ in range(chance.randrange(1, 5))] for _ in range(5)]
+    return [[token for _ in range(8) for token in chance.choice(words)] for _ in range(size)]
+
+
+def check(tree: DraftTree, odds: Odds, vocabulary: int, most: int) -> None:
+    """What holds of every tree, whatever it was drafted from."""
+    tree.check_integrity()
+    assert len(odds) == len(tree) <= most
+    assert (np.diff(odds) <= 1e-12).all(), "sorted, so that a smaller tree is a prefix"
+    assert ((odds > 0) & (odds <= 1 + 1e-9)).all()
+    assert ((tree.tokens >= 0) & (tree.tokens < vocabulary)).all()
+    siblings = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+    assert len(set(siblings)) == len(siblings)
+    if len(tree):
+        above = np.where(tree.parents < 0, 1.0, odds[tree.parents])
+        assert (odds <= above + 1e-12).all()
+        assert set(tree.sources.tolist()) <= {1, 2, 3, 5, 6, 7}
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 700])
+@pytest.mark.parametrize("vocabulary", [50, 70_000])
+@pytest.mark.parametrize("used", ["C", "M", "CM", "S", "CMS", "L", "K", "R", "CL", "CMR", "CMSLKR"])
+def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard_bytes: int, tmp_path: Path) -> None:
+    """In one shard and in many; ranges are read whole and in samples; before learning and after."""
+    documents = random_documents(vocabulary, vocabulary)
+    model, corpus = stores_of(tmp_path, documents, vocabulary, shard_bytes)
+    assert (len(corpus.shards.places) > 1) == (shard_bytes == 700)
+    stores = model if "M" in used else None, corpus if "S" in used else None
+    drafted: set[int] = set()
+    for seed in range(3):
+        hierarchy = drafting(used, *stores, most=24)
+        slow = SlowHierarchy(*stores, used)
+        text = [token for ids in random_documents(seed, vocabulary, 6) for token in ids]
+        text[40] = 3  # which no store knows
+        for start in (0, 1, 20):
+            hierarchy.begin(text[:start])
+            slow.begin(text[:start])
+            at = start
+            while at < start + 24:
+                tree, expected = hierarchy.draft(text[:at] or [0]), slow.draft(24)
+                assert tree.tokens.tolist() == [node.token for node in expected]
+                assert [tree.depths[1:].tolist(), tree.sources.tolist()] == [
+                    [node.depth for node in expected],
+                    [node.source for node in expected],
+                ]
+                np.testing.assert_allclose(hierarchy.odds, [node.odds for node in expected], rtol=1e-9)
+                ways = [[int(tree.tokens[above]) for above in path_to(tree, node)] for node in range(len(tree))]
+                assert [[*text[:at], *way] for way in ways] == [twin.context for twin in expected]
+                accepted = follow(tree, text[at : at + 3])
+                logits = told_logits(seed + at, len(tree) + 1, vocabulary, text[at : at + 4])
+                hierarchy.observe(accepted, logits)
+                for token in accepted.tokens:
+                    slow.hear(token)
+                slow.listen([Node(text[:at]), *expected], accepted, logits)
+                np.testing.assert_allclose(hierarchy.weights, slow.weight, rtol=1e-9)
+                np.testing.assert_allclose(hierarchy.rates, slow.rates, rtol=1e-9)
+                np.testing.assert_allclose(hierarchy.gains, slow.gains, rtol=1e-9)
+                at += len(accepted.tokens)
+                drafted |= set(tree.sources.tolist())
+    assert drafted == {SOURCES[letter] for letter in used}
+
+
+SOURCES = {
+    "C": SourceName.CONTEXT,
+    "M": SourceName.MODEL,
+    "S": SourceName.CORPUS,
+    "L": SourceName.LAST,
+    "K": SourceName.COPIED,
+    "R": SourceName.RECYCLED,
+}
+
+
+def drafting(used: str, model: ModelStore | None, corpus: CorpusIndex | None, most: int) -> Hierarchy:
+    """From the sources of these letters."""
+    return Hierarchy(
+        model if "M" in used else None,
+        corpus if "S" in used else None,
+        context="C" in used,
+        budget=FixedBudget(most),
+        last="L" in used,
+        copied="K" in used,
+        recycled="R" in used,
+    )
+
+
+def told_logits(seed: int, rows: int, vocabulary: int, likely: list[int]) -> torch.Tensor:
+    """Random ones, in which some tokens are likely everywhere."""
+    logits = torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(seed))
+    logits[:, likely] += 5.0
+    return logits
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 70), st.lists(st.integers(1, 5), max_size=9)
+)
+def test_every_tree_is_whole(context: list[int], most: int, strides: list[int]) -> None:
+    hierarchy = Hierarchy(budget=FixedBudget(most))
+    hierarchy.begin(context)
+    for stride in strides:
+        tree = hierarchy.draft(context)
+        assert tree.root == context[-1]
+        check(tree, hierarchy.odds, 6, min(most, 64))
+        emitted = (context * stride)[:stride]
+        hierarchy.observe(Accepted([], emitted), NO_LOGITS)
+        context = [*context, *emitted]
+
+
+def test_a_smaller_tree_is_a_prefix_of_a_larger_one(tmp_path: Path) -> None:
+    documents = random_documents(1, 30)
+    stores = stores_of(tmp_path, documents, 30, 1 << 20)
+
+    class Half(FixedBudget):
+        def nodes(self, odds: Odds) -> int:
+            return len(odds) // 2
+
+    whole, half = Hierarchy(*stores, budget=FixedBudget(32)), Hierarchy(*stores, budget=Half())
+    for hierarchy in (whole, half):
+        hierarchy.begin(documents[0])
+    tree, smaller = whole.draft(documents[0]), half.draft(documents[0])
+    assert len(smaller) == len(tree) // 2 == len(half.odds) > 5
+    for field in ("tokens", "parents", "sources"):
+        assert (getattr(tree, field)[: len(smaller)] == getattr(smaller, field)).all()
+    kept = tree.tokens.copy()
+    whole.begin([1])
+    whole.draft([1])
+    assert (tree.tokens == kept).all(), "a tree is its owner's, whatever is drafted later"
+
+
+def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
+    @dataclass
+    class Switch:
+        most: int
+
+        def nodes(self, odds: Odds) -> int:
+            return len(odds)
+
+        def hear_of_draft(self, seconds: float) -> None:
+            pass
+
+    context = [1, 2, 3, 4, 5] * 3
+    switch = Switch(0)
+    idle, busy = Hierarchy(budget=switch), Hierarchy(budget=Switch(16))
+    for hierarchy in (idle, busy):
+        hierarchy.begin(context[:6])
+        for token in context[6:]:
+            assert hierarchy is busy or len(hierarchy.draft(context)) == 0
+            hierarchy.observe(Accepted([], [token]), NO_LOGITS)
+    assert len(idle.table) == 6 and len(busy.table) == 15
+    switch.most = 16
+    assert idle.draft(context).tokens.tolist() == busy.draft(context).tokens.tolist()
+    np.testing.assert_array_equal(idle.weights, busy.weights)
+
+
+def test_the_next_turn_continues_and_another_conversation_does_not() -> None:
+    hierarchy = Hierarchy()
+    hierarchy.begin([1, 2, 3])
+    hierarchy.observe(Accepted([], [4, 5]), NO_LOGITS)
+    hierarchy.begin([1, 2, 3, 4, 5, 6, 3, 4])
+    assert hierarchy.draft([4]).tokens[0] == 5
+    hierarchy.begin([9, 3, 4])
+    assert len(hierarchy.draft([4])) == 0
+
+
+def test_the_time_is_shared_out_by_source(tmp_path: Path) -> None:
+    documents = random_documents(2, 30)
+    hierarchy = Hierarchy(*stores_of(tmp_path, documents, 30, 1 << 20))
+    assert hierarchy.seconds == {}
+    hierarchy.begin(documents[0])
+    for token in documents[1]:
+        hierarchy.draft(documents[0])
+        hierarchy.observe(Accepted([], [token]), NO_LOGITS)
+    seconds = hierarchy.seconds
+    if HAS_CLOCK:
+        assert {SourceName.CONTEXT, SourceName.MODEL, SourceName.CORPUS} <= set(seconds)
+        assert all(0 < part < 10 for part in seconds.values())
+    else:
+        assert seconds == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
+    """Random logits: what was likeliest after a token is drafted when the token is there again."""
+    hierarchy = Hierarchy(recycled=True)
+    hierarchy.begin([1, 2, 3, 1, 2])
+    tree = hierarchy.draft([2])
+    assert tree.tokens.tolist()[:2] == [3, 1]
+    logits = torch.randn((len(tree) + 1, 500), generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[0, :] = -torch.inf
+    logits[0, [7, 300]] = 5.0
+    logits[1, :] = torch.nan
+    verified = int(np.flatnonzero(tree.tokens == 1)[0]) + 1  # of several the likeliest
+    hierarchy.observe(Accepted([], [400]), logits)
+    assert len(hierarchy.draft([400])) == 0
+    hierarchy.observe(Accepted([], [1]), NO_LOGITS)
+    after = hierarchy.draft([1])
+    check(after, hierarchy.odds, 500, 32)
+    below = after.tokens[after.parents == -1].tolist()
+    assert set(below) - {2} <= set(logits[verified].float().topk(8).indices.tolist())
+    assert SourceName.RECYCLED in after.sources
+
+
+def test_only_accepted_nodes_are_copied() -> None:
+    """The root's logits and those of nodes on the path; a node that was turned down has no say."""
+    hierarchy = Hierarchy(copied=True, context=False)
+    hierarchy.begin([8, 9])
+    assert len(hierarchy.draft([9])) == 0
+    hierarchy.observe(Accepted([], [3]), one_hot([3]))
+    for root, truth in ((9, [3]), (9, [3, 5])):
+        hierarchy.begin([8, root])
+        tree = hierarchy.draft([root])
+        assert tree.tokens.tolist()[0] == 3
+        rows = one_hot([3, 5, *[6] * (len(tree) - 1)])
+        hierarchy.observe(Accepted([0] if len(truth) > 1 else [], truth), rows)
+        hierarchy.begin([7, 3])
+        assert (5 in hierarchy.draft([3]).tokens) == (len(truth) > 1)
+
+
+def one_hot(tokens: list[int]) -> torch.Tensor:
+    logits = torch.full((len(tokens), 20), -torch.inf)
+    logits[range(len(tokens)), tokens] = 1.0
+    return logits
+
+
+def test_what_was_thought_at_the_same_place_counts_behind_another_token() -> None:
+    below = []
+    for thought in (8, 6):
+        hierarchy = Hierarchy(recycled=True)
+        hierarchy.begin([3, 5, 3, 5, 3, 6, 1, 2, 7, 1])
+        tree = hierarchy.draft([1])
+        assert tree.tokens.tolist()[0] == 2
+        logits = one_hot([3, thought, *[9] * (len(tree) - 1)])
+        hierarchy.observe(Accepted([], [3]), logits)  # not the 2 that was drafted, behind which 6 was expected
+        tree = hierarchy.draft([3])
+        below.append(tree.tokens[tree.parents == -1].tolist())
+    assert below == [[5, 6], [6, 5]]
+    hierarchy.observe(Accepted([], [3]), NO_LOGITS)
+    tree = hierarchy.draft([3])
+    assert tree.tokens[0] == 5, "it speaks of its own place alone"
+
+
+def test_agreement_comes_to_be_worth_what_it_brings() -> None:
+    def gain_after_always(truth: int) -> float:
+        hierarchy = Hierarchy(recycled=True)
+        for root in range(10, 50):
+            hierarchy.begin([3, 5, 3, 5, 3, 6, root, 2, 7, root])
+            tree = hierarchy.draft([root])
+            logits = one_hot([3, 6, *[9] * (len(tree) - 1)])
+            logits[2:] = -torch.inf
+            hierarchy.observe(Accepted([], [3]), logits)
+            tree = hierarchy.draft([3])
+            hierarchy.observe(follow(tree, [truth, 9]), torch.full((len(tree) + 1, 20), -torch.inf))
+        return float(hierarchy.gains[0])
+
+    before = float(Hierarchy(recycled=True).gains[0])
+    assert gain_after_always(5) < 0.6 * before < before < gain_after_always(6)
+
+
+def test_the_last_logit_gives_what_stood_beside_the_root() -> None:
+    hierarchy = Hierarchy(last=True)
+    hierarchy.begin([1, 2])
+    assert len(hierarchy.draft([2])) == 0
+    logits = torch.full((1, 100), -torch.inf)
+    logits[0, [4, 5, 6]] = torch.tensor([3.0, 2.0, 1.0])
+    hierarchy.observe(Accepted([], [5]), logits)
+    tree = hierarchy.draft([5])
+    assert tree.tokens.tolist() == [4, 6] and set(tree.sources.tolist()) == {SourceName.LAST}
+    assert hierarchy.odds[0] > hierarchy.odds[1]
+    hierarchy.observe(Accepted([], [9]), NO_LOGITS)
+    assert len(hierarchy.draft([9])) == 0, "nobody knows what stood beside this one"
+
+
+def test_candidates_come_to_be_worth_what_they_bring() -> None:
+    hierarchy = Hierarchy(last=True, context=False)
+    hierarchy.begin([0])
+    logits = torch.full((1, 100), -torch.inf)
+    logits[0, [1, 2, 3]] = torch.tensor([2.0, 1.5, 0.0])
+    before = hierarchy.rates.copy()
+    for turn in range(200):
+        hierarchy.observe(Accepted([], [1]), logits)
+        hierarchy.observe(Accepted([], [2 if turn % 2 else 50]), NO_LOGITS)
+    second = 1  # a quarter or more, less than a half
+    assert 0.4 < hierarchy.rates[second] < 0.6, "right every other time"
+    assert hierarchy.rates[3] < 0.1 * before[3], "never right"
+
+
+def test_recycling_survives_a_clipped_tree() -> None:
+    hierarchy = Hierarchy(budget=FixedBudget(8), recycled=True)
+    hierarchy.begin([1, 2, 3, 1, 2])
+    tree = hierarchy.draft([2])
+    clipped = tree.clipped(1)
+    assert 0 < len(clipped) < len(tree)
+    hierarchy.observe(Accepted([], [9]), torch.zeros(len(clipped) + 1, 20))
+    hierarchy.begin([5, 3])
+    assert len(hierarchy.draft([3])) == 0, "rows that nobody can tell apart are left alone"
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, seed=3)], ids=["T 0", "T 1"])
+def test_every_combination_of_sources_says_the_same(sampling: SamplingConfig, tmp_path: Path) -> None:
+    target = Target(model_of("llama"))
+    prompts = [prompt_of(length) for length in (20, 31)]
+    plain = [said(run(target, prompt, sampling, 24)) for prompt in prompts]
+    stores = stores_of(tmp_path, [[*prompts[0], *plain[0]], plain[1]], VOCABULARY, 1 << 20)
+    for size in range(1, len(SOURCES) + 1):
+        for letters in combinations(SOURCES, size):
+            hierarchy = drafting("".join(letters), *stores, most=24)
+            drafted: set[int] = set()
+            for prompt, expected in zip(prompts, plain, strict=True):
+                steps = run(target, prompt, sampling, 24, drafter=hierarchy)
+                assert said(steps) == expected, letters
+                drafted |= {source for step in steps for source in step.tree.sources.tolist()}
+            assert drafted <= {SOURCES[letter] for letter in letters}
+            assert not {"M", "S", "L", "K", "R"} & set(letters) or drafted
+
+
+@pytest.mark.parametrize("part", ["slots", "keys", "rows", "documents", "suffixes", "heads", "signposts", "shards"])
+def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
+    chance = random.Random(part)
+    documents = random_documents(3, 50, 60)
+    model, corpus = stores_of(tmp_path, documents, 50, 1500)
+    store = model if part in ("slots", "keys", "rows") else corpus
+    path = store.folder / store.manifest.files[part].name
+    whole = path.read_bytes()
+    for _ in range(40):
+        spoiled = bytearray(whole)
+        for _ in range(chance.randrange(1, 40)):
+            spoiled[chance.randrange(len(spoiled))] ^= 1 << chance.randrange(8)
+        path.write_bytes(spoiled)
+        try:
+            hierarchy = Hierarchy(ModelStore(model.folder), CorpusIndex(corpus.folder))
+        except StoreError:
+            assert part == "shards"
+            continue
+        for ids in documents[:6]:
+            hierarchy.begin(ids)
+            for token in documents[7]:
+                check(hierarchy.draft(ids), hierarchy.odds, 50, 32)
+                hierarchy.observe(Accepted([], [token]), NO_LOGITS)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mistral", "qwen2"])
+def test_what_is_said_stays_the_same(
+    family: str, sampling: SamplingConfig, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """With all sources and feeds, over several turns; the stores know other answers of the model."""
+    target = Target(model_of(family))
+    prompts = [prompt_of(length) for length in (20, 31, 1)]
+    plain = [said(run(target, prompt, sampling)) for prompt in prompts]
+    documents = [[*prompts[0], *plain[0]], plain[1]]
+    stores = stores_of(tmp_path_factory.mktemp("stores"), documents, VOCABULARY, 1 << 20)
+    hierarchy = Hierarchy(*stores, last=True, copied=True, recycled=True)
+    steps = [run(target, prompt, sampling, drafter=hierarchy) for prompt in prompts]
+    assert [said(of) for of in steps] == plain
+    assert sum(map(len, steps)) < 0.7 * sum(map(len, plain)), "what was never right tests nothing"
+    for step in steps[0]:
+        step.tree.check_integrity()

@@ -1,0 +1,404 @@
+"""``hdtool bench``: who is asked what and when, what counts, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.data.bench_results import read_results
+from hdtool.data.chat import encode_conversation
+from hdtool.data.errors import ModelError, PromptError
+from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
+from hdtool.data.spec_bench import AnsweredTurn
+from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.evaluation.bench import Bench, hash_of, in_turn
+from hdtool.runtime.evaluation.bench_plan import Plan
+from hdtool.runtime.evaluation.contenders import Generating
+from hdtool.runtime.evaluation.lineup import Lineup
+from hdtool.runtime.kernels.small_batch_linear import has_own_products
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.stores.store_set import Shelf
+from tests.support.spec_bench_answers import turn_of
+
+QUICK = ["--limit", "4", "--max-new-tokens", "24", "--warm-up", "0", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Loaded:
+    return load(ModelConfig())
+
+
+def question(name: str, category: str = "qa", *later: str) -> Prompt:
+    return Prompt(({"role": "user", "content": f"question {name}"},), later, name, category)
+
+
+def complaint(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 1) -> str:
+    assert run(["bench", *arguments]) == code
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    return line
+
+
+# Who is asked what and when --------------------------------------------------------------------
+
+
+class Scripted:
+    """A contender that notes what it is asked, and takes the seconds that it is told to."""
+
+    def __init__(
+        self, name: str, log: list[tuple[str, str]], loaded: Loaded, seconds: list[float] | None = None
+    ) -> None:
+        self._name = name
+        self._log = log
+        self._tokenizer = loaded.tokenizer
+        self._seconds = iter(seconds or [])
+
+    def answer(self, prompt: list[int]) -> AnsweredTurn:
+        self._log.append((self._name, str(self._tokenizer.decode(prompt))))
+        said = turn_of([2, 1], next(self._seconds, 1.0))
+        return replace(said, text=f"{self._name} says {len(self._log)}")
+
+
+def asked_of(log: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Who was asked which question, turns apart."""
+    return [(name, text.split("question ")[1].split("<")[0].strip()) for name, text in log]
+
+
+def test_all_are_asked_in_turn_and_another_one_begins_each_time(embedded: Loaded) -> None:
+    log: list[tuple[str, str]] = []
+    bench = Bench(embedded, {name: Scripted(name, log, embedded) for name in "abc"}, max_new_tokens=8)
+    answers = list(bench.answers([question("1"), question("2"), question("3"), question("4")]))
+    assert [list(found) for found in answers] == [["a", "b", "c"]] * 4
+    assert [found["a"].question_id for found in answers] == [1, 2, 3, 4]
+    order = "".join(name for name, _ in log)
+    assert order == "abc" + "bca" + "cab" + "abc"
+    assert [text for _, text in asked_of(log)] == [name for name in "1234" for _ in range(3)]
+    log.clear()
+    list(bench.answers([question("1"), question("2"), question("3")], done=2))
+    assert "".join(name for name, _ in log) == "cab", "a run that goes on keeps the order"
+
+
+def test_rounds_turn_as_well_and_the_one_of_median_speed_counts(embedded: Loaded) -> None:
+    log: list[tuple[str, str]] = []
+    contenders = {
+        "a": Scripted("a", log, embedded, [5.0, 1.0, 3.0]),
+        "b": Scripted("b", log, embedded, [1.0, 1.0, 2.0]),
+    }
+    bench = Bench(embedded, contenders, max_new_tokens=8, rounds=3)
+    (found,) = bench.answers([question("1")])
+    assert "".join(name for name, _ in log) == "abbaab"
+    assert [turn.seconds for turn in found["a"].turns] == [3.0]
+    assert found["a"].seconds_rounds == ((5.0,), (1.0,), (3.0,))
+    assert [turn.seconds for turn in found["b"].turns] == [1.0]
+
+
+def test_of_two_rounds_the_slower_counts(embedded: Loaded) -> None:
+    bench = Bench(embedded, {"a": Scripted("a", [], embedded, [1.0, 2.0])}, max_new_tokens=8, rounds=2)
+    (found,) = bench.answers([question("1")])
+    assert found["a"].turns[0].seconds == 2.0
+
+
+def test_later_turns_follow_ones_own_answers(embedded: Loaded) -> None:
+    log: list[tuple[str, str]] = []
+    bench = Bench(embedded, {name: Scripted(name, log, embedded) for name in "ab"}, max_new_tokens=8)
+    (found,) = bench.answers([question("1", "qa", "and then?", "and at last?")])
+    assert [name for name, _ in log] == ["a"] * 3 + ["b"] * 3
+    last = dict(log)
+    assert "a says 1" in last["a"] and "a says 2" in last["a"] and "b says" not in last["a"]
+    assert "b says 4" in last["b"] and "b says 5" in last["b"] and "and at last?" in last["b"]
+    assert [turn.text for turn in found["b"].turns] == ["b says 4", "b says 5", "b says 6"]
+
+
+def test_a_later_turn_out_of_context_is_no_answer(embedded: Loaded) -> None:
+    bench = Bench(embedded, {"a": Scripted("a", [], embedded)}, max_new_tokens=8)
+    (found,) = bench.answers([question("1", "qa", "again and again " * 600, "more?")])
+    first, *others = found["a"].turns
+    assert first.seconds == 1.0
+    assert [(turn.text, turn.output_ids, turn.seconds, turn.finish) for turn in others] == [
+        ("", [], 0.0, "context")
+    ] * 2
+    assert found["a"].tokens_per_second == 3.0
+
+
+def test_warming_up_takes_questions_of_different_categories(embedded: Loaded) -> None:
+    log: list[tuple[str, str]] = []
+    bench = Bench(embedded, {name: Scripted(name, log, embedded) for name in "ab"}, max_new_tokens=8)
+    bench.warm_up([question("1", "x"), question("2", "x"), question("3", "y"), question("4", "z")], 2)
+    assert asked_of(log) == [("a", "1"), ("b", "1"), ("a", "3"), ("b", "3")]
+
+
+def test_a_limit_takes_of_all_categories_in_turn() -> None:
+    every = [question("1", "x"), question("2", "x"), question("3", "y"), question("4", "x"), question("5", "z")]
+    assert [one.id for one in of_all_categories(every, 4)] == ["1", "3", "5", "2"]
+    assert [one.id for one in of_all_categories(every, 99)] == ["1", "3", "5", "2", "4"]
+
+
+def test_questions_are_told_apart_by_all_that_is_asked() -> None:
+    one = question("1", "qa", "later")
+    others = [question("2", "qa", "later"), question("1", "rag", "later"), question("1", "qa")]
+    assert len({hash_of([other]) for other in (one, *others)}) == 4
+    assert hash_of([one]) == hash_of([question("1", "qa", "later")])
+    assert in_turn("abc", 4) == ["b", "c", "a"]
+
+
+def test_a_question_that_cannot_be_asked_is_named_before_any_is(embedded: Loaded) -> None:
+    bench = Bench(embedded, {}, max_new_tokens=8)
+    with pytest.raises(PromptError, match=r"question 2: the prompt is .* tokens long"):
+        bench.check([question("1"), replace(question("2"), messages=({"role": "user", "content": "word " * 2000},))])
+    raw = Bench(embedded, {}, max_new_tokens=8, chat=False)
+    raw.check([question("1")])
+    with pytest.raises(PromptError, match="question 2: a conversation of 3 messages needs a chat template"):
+        raw.check([question("1"), question("2", "qa", "a later turn")])
+
+
+# What is measured ------------------------------------------------------------------------------
+
+
+def test_everybody_says_the_same_on_the_embedded_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods = ("generate", "generate-pld", "generate-assisted", "ar", "pld")
+    asked = ["bench", "--methods", ", ".join(methods), "--assistant", str(demo.MODEL), "--out", str(tmp_path), *QUICK]
+    assert run([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["baseline"], told["reference"], told["questions"]) == ("generate", "ar", 4)
+    assert list(told["tasks"]) == ["math", "explain", "write", "edit", "overall"]
+    overall = told["tasks"]["overall"]
+    assert {score["identical"] for score in overall.values()} == {4}
+    assert overall["generate"]["tokens_per_step"] == overall["ar"]["tokens_per_step"] == 1.0
+    assert overall["generate-assisted"]["tokens_per_step"] > 2, "the model guesses itself well"
+    assert overall["generate-pld"]["tokens_per_step"] > 1
+    assert overall["pld"]["draft_us_per_step"] > 0 and overall["generate-pld"]["draft_us_per_step"] is None
+    results = read_results(tmp_path)
+    for method, answers in results.answers.items():
+        assert sum(map(len, (turn.output_ids for one in answers for turn in one.turns))) > 0
+        for turn in (turn for one in answers for turn in one.turns):
+            assert sum(turn.step_tokens) == len(turn.output_ids) <= 24 and turn.seconds > 0
+            assert turn.finish in ("stop", "length")
+            assert (turn.nodes > 0) == (method not in ("generate", "ar") and len(turn.step_tokens) > 1)
+            assert len(turn.drafted_by) == (0 if method in PEERS else len(turn.output_ids))
+    speeds = [
+        sum(row["choices"][0]["new_tokens"]) / sum(row["choices"][0]["wall_time"])
+        for row in map(json.loads, (tmp_path / "pld.jsonl").read_text().splitlines())
+    ]
+    assert overall["pld"]["tokens_per_second"] == pytest.approx(fmean(speeds), abs=1e-3)
+    kept = json.loads((tmp_path / "run.json").read_text())
+    assert kept["methods"] == list(methods)
+    assert kept["surroundings"]["model"] == demo.NAME
+    assert kept["surroundings"]["stores"] == {}, "none of these draws on any"
+
+
+def test_drawn_answers_are_ours_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["bench", "--methods", "generate,generate-pld,ar,pld", "--out", str(tmp_path), *QUICK]
+    assert run([*asked, "--temperature", "0.8", "--seed", "5", "--json"]) == 0
+    overall = json.loads(capsys.readouterr().out)["tasks"]["overall"]
+    assert [score["identical"] for score in overall.values()] == [None, None, 4, 4]
+    answers = read_results(tmp_path).answers
+    assert any(
+        drawn.output_ids != ours.output_ids for drawn, ours in zip(answers["generate"], answers["ar"], strict=True)
+    )
+
+
+class Puts(BaseStreamer):
+    """How many tokens ``generate`` hands over at a time, the prompt first."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def put(self, value: Any) -> None:
+        self.sizes.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["generate-pld", "generate-assisted"])
+def test_steps_of_the_library_are_counted_as_it_takes_them(embedded: Loaded, name: str) -> None:
+    lineup = Lineup(embedded, Shelf(), ModelConfig(), DecodeConfig(max_new_tokens=60), SamplingConfig())
+    contender = lineup.contenders([name], str(demo.MODEL))[name]
+    assert isinstance(contender, Generating)
+    for prompt in of_all_categories(read_prompts(demo.PROMPTS), 4):
+        ids = encode_conversation(embedded.tokenizer, prompt.messages)
+        found = contender.answer(ids)
+        puts = Puts()
+        contender._drafting["streamer"] = puts
+        contender.answer(ids)
+        del contender._drafting["streamer"]
+        assert puts.sizes[0] == len(ids)
+        if name == "generate-pld":  # an assistant may guess another number of tokens the next time
+            assert found.step_tokens == puts.sizes[1:]
+        assert sum(found.step_tokens) == len(found.output_ids) and min(found.step_tokens) >= 1
+        assert found.nodes >= len(found.output_ids) - len(found.step_tokens)
+
+
+def test_the_library_runs_on_weights_as_its_users_have_them(embedded: Loaded) -> None:
+    """Layers of CPU models multiply otherwise for our own methods; a peer that ran on those would be another one."""
+    lineup = Lineup(embedded, Shelf(), ModelConfig(), DecodeConfig(), SamplingConfig())
+    peer = lineup.contenders(["generate"])["generate"]
+    assert isinstance(peer, Generating)
+    assert not has_own_products(peer._model)
+    assert has_own_products(embedded.target.model)
+    for theirs, own in zip(peer._model.parameters(), embedded.target.model.parameters(), strict=True):
+        assert torch.equal(theirs, own)
+
+
+def test_an_assistant_of_a_padded_vocabulary_is_taken(embedded: Loaded, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo.MODEL)
+    model.resize_token_embeddings(4160)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(tmp_path)
+    lineup = Lineup(embedded, Shelf(), ModelConfig(), DecodeConfig(max_new_tokens=16), SamplingConfig())
+    contenders = lineup.contenders(["ar", "generate-assisted"], str(tmp_path))
+    ids = embedded.tokenizer("def add(a, b):")["input_ids"]
+    plain, assisted = (contender.answer(ids).output_ids for contender in contenders.values())
+    assert plain == assisted
+
+
+def test_an_assistant_of_another_vocabulary_is_refused(embedded: Loaded, tmp_path: Path) -> None:
+    shutil.copytree(demo.MODEL, tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    lineup = Lineup(embedded, Shelf(), ModelConfig(), DecodeConfig(), SamplingConfig())
+    with pytest.raises(ModelError, match=r"cannot assist hdtool-demo: its tokenizer is another one \(4,097 tokens"):
+        lineup.contenders(["generate-assisted"], str(tmp_path / "other"))
+
+
+# Going on --------------------------------------------------------------------------------------
+
+
+def test_a_killed_bench_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--max-new-tokens", "8", "--threads", "1"]
+    arguments = ["bench", "--methods", "ar,pld", "--out", str(tmp_path), *QUICK, *few]
+    last = tmp_path / "pld.jsonl"
+
+    def size() -> int:
+        return last.stat().st_size if last.exists() else 0
+
+    for pause in (0.0, 0.02):
+        before = size()
+        with subprocess.Popen([sys.executable, "-m", "hdtool.cli", *arguments], stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and size() <= before:
+                time.sleep(0.005)
+            time.sleep(pause)
+            process.send_signal(signal.SIGKILL)
+    kept = last.read_bytes().splitlines(keepends=True)[: len(read_results(tmp_path).answers["pld"])]
+    assert kept
+    assert run([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"]["overall"]["pld"]["identical"] == 4
+    results = read_results(tmp_path)
+    assert results.complete and last.read_bytes().startswith(b"".join(kept))
+    asked = [one.id for one in of_all_categories(read_prompts(demo.PROMPTS), 4)]
+    assert [[one.question_id for one in rows] for rows in results.answers.values()] == [asked, asked]
+
+
+def test_what_is_complete_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["bench", "--methods", "ar", "--out", str(tmp_path), *QUICK]
+    assert run(arguments) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr(
+        "hdtool.runtime.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded again")
+    )
+    assert run(arguments) == 0
+    assert capsys.readouterr().out == first
+    assert run([*arguments, "--baseline", "ar"]) == 0
+
+
+def test_other_settings_go_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--methods", "ar", "--out", str(tmp_path), *QUICK]
+    assert run(["bench", *arguments]) == 0
+    capfd.readouterr()
+    assert f"{tmp_path} holds a run with max-new-tokens 24, not 25" in complaint(
+        capfd, *arguments, "--max-new-tokens", "25"
+    )
+    assert "holds a run over other questions: choose another --out" in complaint(capfd, *arguments, "--limit", "5")
+    assert "with methods ar, not ar,pld" in complaint(capfd, *arguments, "--methods", "pld")
+
+
+@pytest.mark.parametrize("name", ["ar.jsonl", "run.json"])
+def test_files_of_another_origin_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).write_text("one line of a novel")
+    monkeypatch.setattr("hdtool.runtime.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
+    assert f"{tmp_path / name} is " in complaint(capfd, "--methods", "ar", "--out", str(tmp_path), *QUICK)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "one line of a novel"
+
+
+def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from filelock import FileLock
+
+    with FileLock(tmp_path / ".lock"):
+        said = complaint(capfd, "--methods", "ar", "--out", str(tmp_path), *QUICK)
+    assert f"another bench is writing {tmp_path}: wait for it" in said
+
+
+# What a user can get wrong ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "code"),
+    [
+        (["--questions", "no-such.jsonl"], "no-such.jsonl does not exist", 1),
+        (["--methods", "ar,warp"], "methods is warp: it must be names out of generate, generate-pld", 2),
+        (["--methods", ""], "methods is : it must be names", 2),
+        (["--methods", "ar,ar"], "each method at most once", 2),
+        (["--methods", "generate-assisted"], "a draft model for generate-assisted", 2),
+        (["--methods", "ar", "--assistant", "x"], "left out without generate-assisted", 2),
+        (["--methods", "ar", "--baseline", "pld"], "baseline is pld: it must be one of ar", 2),
+        (["--limit", "0"], "limit is 0: it must be 1 or more", 2),
+        (["--rounds", "0"], "rounds is 0", 2),
+        (["--warm-up", "-1"], "warm-up is -1", 2),
+        (["--threads", "0"], "threads is 0", 2),
+        (["--temperature", "-1"], "temperature is -1", 2),
+        (["--budget", "65"], "budget is 65", 2),
+        (["--dtype", "float7"], "dtype is float7", 2),
+        (["--model", "no/such/model"], "no/such/model does not exist", 1),
+        (["--methods", "hd", "--corpus-db", "nowhere"], "nowhere holds no store", 1),
+        (["--methods", "ar,rest", "--corpus-db", "none"], "method rest drafts from a corpus index", 1),
+        (["--baseline", "generate-assisted"], "which is not measured here: name one of generate, generate-pld, ar", 2),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str, code: int
+) -> None:
+    out = tmp_path / "out"
+    assert said in complaint(capfd, "--out", str(out), *QUICK, *arguments, code=code)
+
+
+def test_results_that_cannot_be_written_are_a_mistake_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in complaint(capfd, "--methods", "ar", "--out", str(tmp_path / "file"), *QUICK)
+
+
+def test_all_that_can_run_runs() -> None:
+    config = BenchConfig()
+    assert "rest" not in config.chosen(has_corpus=False) and "rest" in config.chosen(has_corpus=True)
+    assert config.chosen(has_corpus=True)[:2] == ("generate", "generate-pld")
+    assert "generate-assisted" in BenchConfig(assistant="x").chosen(has_corpus=False)
+
+
+def test_settings_that_change_nothing_are_not_compared() -> None:
+    plan = Plan([question("1")])
+    free = replace(plan, bench=BenchConfig(baseline="ar", out="elsewhere"))
+    assert plan.options() == free.options()
+    other = replace(plan, sampling=SamplingConfig(seed=1))
+    assert plan.options() != other.options()
+    assert json.loads(json.dumps(plan.options())) == plan.options()

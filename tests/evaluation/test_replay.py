@@ -1,0 +1,415 @@
+"""Replay: it equals a real run step by step, whatever the method and the number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdtool.cli.app import run
+from hdtool.cli.replay import TURN_KEYS
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.errors import HdtoolError
+from hdtool.data.prompts import read_prompts
+from hdtool.data.traces import read_traces
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.config import (
+    METHODS,
+    NEED_LOGITS,
+    DecodeConfig,
+    ModelConfig,
+    ReplayConfig,
+    SamplingConfig,
+    ShelfConfig,
+)
+from hdtool.runtime.decode import Finish, Step, decode
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.evaluation import worker_pool as crew
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
+from hdtool.runtime.evaluation.replay import Contender, follow, play
+from hdtool.runtime.evaluation.replay_results import Played
+from hdtool.runtime.evaluation.worker_pool import replay
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.text_stream import text_of
+from tests.support.trees import tokens_to, trees
+
+SHELF = ShelfConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
+REPLAYED = ReplayConfig().methods_with(corpus=True)
+LIMITS = (24, 60, None, None)
+"""Of the answers to four prompts; None is one or two tokens more than the first answer takes."""
+
+
+# Following a tree -----------------------------------------------------------------------------
+
+
+@given(trees(5), st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_the_truth_is_followed_as_far_as_the_tree_holds_it(tree: Any, truth: list[int]) -> None:
+    accepted = follow(tree, truth)
+    assert accepted.tokens == truth[: len(accepted.path) + 1]
+    assert tree.tokens[accepted.path].tolist() == accepted.tokens[:-1]
+    last = accepted.path[-1] if accepted.path else -1
+    assert tokens_to(tree, last) == [tree.root, *accepted.tokens[:-1]]
+    if len(accepted.tokens) < len(truth):
+        assert tree.child(last, accepted.tokens[-1]) is None
+
+
+# Against real runs ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(ModelConfig())
+
+
+@pytest.fixture(scope="module")
+def shelf(loaded: Loaded) -> Shelf:
+    return Shelf.for_tokenizer(loaded.tokenizer, SHELF)
+
+
+def answered(loaded: Loaded, prompt: list[int], most: int, drafter: Any = None) -> list[Step]:
+    sampler = Sampler(SamplingConfig(), prompt)
+    steps = decode(loaded.target, prompt, sampler, max_new_tokens=most, stops=loaded.stops, drafter=drafter)
+    return list(steps)
+
+
+@pytest.fixture(scope="module")
+def recorded(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's own answers as ``collect`` writes them, cut off, just not cut off, and of two turns."""
+    path = tmp_path_factory.mktemp("traces") / "traces.jsonl"
+    rows, ends = [], set()
+    for number, (prompt, limit) in enumerate(zip(read_prompts(demo.PROMPTS)[:4], LIMITS, strict=True)):
+        messages = list(prompt.messages)
+        answers, most = [], limit
+        for turn in range(2 if number < 3 else 1):
+            ids = encode_conversation(loaded.tokenizer, messages)
+            if most is None:
+                most = sum(len(step.tokens) for step in answered(loaded, ids, 150)) + number - 1
+            steps = answered(loaded, ids, most)
+            output = [token for step in steps for token in step.tokens]
+            answers.append({"output_ids": output, "finish": steps[-1].finish})
+            ends.add(steps[-1].finish)
+            messages.append({"role": "assistant", "content": text_of(loaded.tokenizer, output)})
+            if turn == 0:
+                messages.append({"role": "user", "content": "Once more, please."})
+        row = {"id": prompt.id, "category": prompt.category, "max_new_tokens": most}
+        rows.append({**row, "messages": messages, "answers": answers})
+    assert ends == {Finish.STOP, Finish.LENGTH}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def conversations(loaded: Loaded, recorded: Path) -> list[list[RecordedTurn]]:
+    reader = TurnReader(loaded.tokenizer, loaded.stops, loaded.tokenizer.eos_token_id)
+    return [reader.turns(trace) for trace in read_traces([recorded])]
+
+
+@pytest.mark.parametrize(("method", "budget"), [("ar", 0), *((method, 32) for method in REPLAYED), ("hd", 5)])
+def test_a_replay_is_a_real_run_step_by_step(
+    method: str, budget: int, loaded: Loaded, shelf: Shelf, conversations: list[list[RecordedTurn]]
+) -> None:
+    config = DecodeConfig(method, budget=budget, lookahead=False)
+    drafter = drafter_for(config, loaded.target, shelf)
+    turns = [turn for conversation in conversations for turn in conversation]
+    played = play(Contender(method, config), turns, shelf)
+    accepted = 0
+    for turn, one in zip(turns, played.turns, strict=True):
+        assert turn.most is not None
+        steps = answered(loaded, turn.prompt, turn.most, drafter)
+        assert [token for step in steps for token in step.tokens] == turn.answer == one.tokens.tolist()
+        assert [len(step.tokens) for step in steps] == one.accept_lengths.tolist()
+        assert [len(step.tree) for step in steps] == one.nodes.tolist()
+        assert [source for step in steps for source in step.sources] == one.sources.tolist()
+        drafted = np.array([np.bincount(step.tree.sources, minlength=len(SourceName)) for step in steps])
+        assert (drafted.sum(axis=0) == one.drafted).all() and ((drafted > 0).sum(axis=0) == one.hits).all()
+        accepted += len(turn.answer) - len(steps)
+    assert (accepted > 0) == (method != "ar")
+    assert played.tokens_per_step == pytest.approx(played.tokens / (played.tokens - accepted))
+
+
+def test_every_method_is_replayed_or_refused() -> None:
+    assert set(REPLAYED) | {"ar", *NEED_LOGITS} == set(METHODS)
+
+
+# Sums -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def played(shelf: Shelf, conversations: list[list[RecordedTurn]]) -> dict[str, Played]:
+    return replay(contenders(), conversations, shelf, workers=1)
+
+
+def contenders(curve: CostCurve | None = None, budget: int | None = 8) -> list[Contender]:
+    return [Contender(name, DecodeConfig(name, budget=budget, lookahead=False), curve) for name in ("pld", "hd")]
+
+
+def test_sums_are_those_of_the_turns(played: dict[str, Played]) -> None:
+    one = played["hd"]
+    shares = one.by_source()
+    assert sum(share.accepted for share in shares.values()) == one.tokens - one.steps
+    assert sum(share.drafted for share in shares.values()) == one.nodes
+    assert all(0 <= share.unique <= share.accepted <= share.drafted for share in shares.values())
+    assert all(share.hits <= one.drafted_steps for share in shares.values())
+    categories = one.by_category()
+    assert sum(part.tokens for part in categories.values()) == one.tokens
+    assert sum(len(part.turns) for part in categories.values()) == len(one.turns) == 7
+    assert one.nodes_per_step <= 8 and 0 < one.draft_us(50) <= one.draft_us(99)
+
+
+def test_contexts_grow_by_what_was_accepted(played: dict[str, Played], conversations: list[list[RecordedTurn]]) -> None:
+    for one, turn in zip(played["hd"].turns, (turn for turns in conversations for turn in turns), strict=True):
+        behind = np.concatenate([[0], np.cumsum(one.accept_lengths)[:-1]]) + len(turn.prompt)
+        assert one.contexts.tolist() == behind.tolist()
+
+
+def test_tokens_per_second_follow_from_the_cost_of_passes(played: dict[str, Played]) -> None:
+    one = played["hd"]
+    flat = one.predict(CostCurve((0, 64), ((1e6, 1e6),)))
+    assert flat.speedup == pytest.approx(one.tokens_per_step, rel=1e-4)
+    assert flat.plain_tokens_per_second == pytest.approx(1e-3)
+    curve = CostCurve((0, 8), ((1e6, 3e6), (2e6, 4e6)), (0, 1000))
+    seconds = sum(
+        curve.seconds(int(nodes), int(context))
+        for turn in one.turns
+        for nodes, context in zip(turn.nodes, turn.contexts, strict=True)
+    )
+    assert one.predict(curve).tokens_per_second == pytest.approx(one.tokens / seconds, rel=1e-4)
+    assert not one.predict(CostCurve((0, 8), ((1.0, 30.0),))).pays
+
+
+def test_the_cost_chooses_the_nodes_where_no_budget_does(shelf: Shelf, conversations: list[list[RecordedTurn]]) -> None:
+    dear, cheap = CostCurve((0, 64), ((1.0, 1000.0),)), CostCurve((0, 64), ((1000.0, 1001.0),))
+    one, other = (replay(contenders(curve, None), conversations, shelf, workers=1)["hd"] for curve in (dear, cheap))
+    assert one.nodes_per_step < 1 < 30 < other.nodes_per_step
+    fixed = replay(contenders(dear, 8), conversations, shelf, workers=1)["hd"]
+    assert 5 < fixed.nodes_per_step <= 8
+
+
+# Processes ------------------------------------------------------------------------------------
+
+
+def counted(played: Played) -> list[Any]:
+    """All of it but the times."""
+    return [
+        {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(turn).items()}
+        | {"draft_seconds": None, "observe_seconds": None}
+        for turn in played.turns
+    ]
+
+
+def test_two_processes_bring_what_one_does(
+    shelf: Shelf, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "PART", 3)
+    heard: list[int] = []
+    one, two = (replay(contenders(), conversations, shelf, workers=workers, told=heard.append) for workers in (1, 2))
+    assert list(one) == list(two) == ["pld", "hd"]
+    assert all(counted(one[name]) == counted(two[name]) for name in one)
+    assert heard[-1] == 14, "turns of both methods"
+    assert set(two["hd"].source_seconds) == set(one["hd"].source_seconds)
+
+
+def test_a_process_that_is_ended_from_outside(
+    shelf: Shelf, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fatal(Shelf):
+        def __reduce__(self) -> Any:
+            return os._exit, (9,)
+
+    with pytest.raises(HdtoolError, match="ended from outside"):
+        replay(contenders(), conversations, Fatal(), workers=2)
+
+
+def test_each_part_starts_anew(
+    shelf: Shelf, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "PART", 1)
+    parted = replay(contenders(), conversations, shelf, workers=1)["hd"]
+    alone = [replay(contenders(), [turns], shelf, workers=1)["hd"] for turns in conversations]
+    assert counted(parted) == counted(Played.joined(alone))
+
+
+def test_a_shelf_opens_its_stores_anew_elsewhere(shelf: Shelf) -> None:
+    again = pickle.loads(pickle.dumps(shelf))
+    assert str(again) == str(shelf) and again.model is not shelf.model
+    assert str(pickle.loads(pickle.dumps(Shelf()))) == str(Shelf())
+
+
+# The command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    return ["replay", "--traces", str(recorded), "--quiet"]
+
+
+def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str], code: int = 1) -> str:
+    """The last line of an expected failure."""
+    assert run(arguments) == code
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("error: ") == 1
+    return printed.err.splitlines()[-1]
+
+
+def test_json_has_the_figures_under_their_names(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "--json"]) == 0
+    printed = capfd.readouterr()
+    told = json.loads(printed.out)
+    assert list(told["methods"]) == list(REPLAYED)
+    assert "without its lookahead branch" in printed.err
+    for one in told["methods"].values():
+        assert one["tokens_per_step"] == round(one["tokens"] / one["steps"], 3) > 1
+        assert 0 < one["nodes_per_step"] <= 64 and 0 < one["draft_us_p50"] <= one["draft_us_p99"]
+        assert one["accepted_share"] == pytest.approx(
+            (one["tokens"] - one["steps"]) / sum(source["drafted"] for source in one["by_source"].values()), abs=1e-4
+        )
+        assert set(one["by_category"]) == {"math", "explain", "write", "edit"}
+        for share in one["by_source"].values():
+            assert set(share) == {"drafted", "accepted", "hits", "unique", "microseconds"}
+        assert not {"tokens_per_second", "pays"} & set(one)
+    assert set(told["methods"]["hd"]["by_source"]) == {"context", "model", "corpus"}
+
+
+def test_a_cost_says_what_pays(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cost.json"
+    CostCurve((0, 64), ((1.0, 300.0),), device="an abacus").write(path)
+    arguments = [*command, "--methods", "pld,hd", "--cost", str(path)]
+    assert run([*arguments, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["plain"]["tokens_per_second"] == 1000 and told["cost"]["device"] == "an abacus"
+    pld = told["methods"]["pld"]
+    assert not pld["pays"] and pld["speedup"] == pytest.approx(pld["tokens_per_second"] / 1000, abs=1e-3)
+    assert run(arguments) == 0
+    words = capfd.readouterr().out
+    assert "(an abacus)" in words
+    assert re.search(r"^pld: 0\.\d\d times plain: do not draft with it here$", words, re.MULTILINE)
+
+
+def test_the_tables_fit_a_terminal(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "--cost", "0:20,64:30"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("4 conversations, 7 answers, ")
+    assert not any("do not draft" in line for line in lines)
+
+
+def test_steps_are_written_turn_by_turn(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.jsonl"
+    assert run([*command, "--methods", "pld", "--methods", "ar", "--steps", str(path), "--limit", "3"]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["method"], row["turn"]) for row in rows] == [("pld", 0), ("pld", 1)] * 3 + [("ar", 0), ("ar", 1)] * 3
+    for row in rows:
+        assert sum(row["accept_lengths"]) == row["tokens"] == len(row["sources"])
+        assert len(row["accept_lengths"]) == len(row["nodes"]) == row["steps"]
+        assert row["sources"].count("none") == row["steps"]
+    capfd.readouterr()
+    said = complaint(capfd, [*command, "--methods", "pld", "--steps", str(tmp_path)])
+    assert "cannot be written (it is a folder): choose another --steps" in said
+    assert set(rows[0]) == set(TURN_KEYS)
+    assert run([*command, "--methods", "ar", "--steps", str(path), "--limit", "1"]) == 0, "its own file is replaced"
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("content", ["a line without its end", "two\nlines\n", '{"method": "hd"}\n'])
+def test_steps_replace_no_other_file(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text(content)
+    said = complaint(capfd, [*command, "--methods", "pld", "--steps", str(path)])
+    assert "steps.jsonl is there and is not a file of replay --steps: choose another --steps, or move it away" in said
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--methods", "magic"], "method is magic: it must be one of ar, pld"),
+        (["--methods", "pld,hd", "--methods", "pld"], "method pld is given twice"),
+        (["--methods", "pld,lade"], "method lade cannot be replayed: it drafts from the model's logits"),
+        (["--budget", "65"], "budget is 65"),
+        (["--use", "X"], "use is X"),
+        (["--order", "CM"], "order is CM"),
+        (["--workers", "0"], "workers is 0"),
+        (["--limit", "0"], "limit is 0"),
+    ],
+)
+def test_bad_usage(options: list[str], said: str, command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert said in complaint(capfd, [*command, *options], code=2)
+
+
+def test_stores_that_do_not_fit(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "method rest drafts from a corpus index" in complaint(
+        capfd, [*command, "--methods", "rest", "--corpus-db", "none"]
+    )
+    assert run([*command, "--corpus-db", "none", "--json"]) == 0
+    assert "rest" not in json.loads(capfd.readouterr().out)["methods"]
+    other = tmp_path / "other"
+    load_and_change(other)
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"messages": [{"role": role, "content": "hi"} for role in ("user", "assistant")]}))
+    arguments = ["replay", "--traces", str(chat), "--model", str(other), "--model-db", str(demo.MODEL_STORE)]
+    assert "tokenizer" in complaint(capfd, arguments)
+    assert "cannot be read" in complaint(capfd, [*command, "--cost", "none.json"])
+
+
+def load_and_change(folder: Path) -> None:
+    tokenizer = load(ModelConfig()).tokenizer
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+
+
+def test_conversations_without_answers_are_told(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lonely = tmp_path / "lonely.jsonl"
+    lonely.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    assert run([*command, "--traces", str(lonely), "--methods", "pld"]) == 0
+    assert "left out: 1 of 5 conversations, in which the model says nothing" in capfd.readouterr().err
+
+
+@pytest.fixture
+def many(recorded: Path, tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "many.jsonl"
+    path.write_text(recorded.read_text() * 2000)
+    yield path
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals work differently there")
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ctrl_c_ends_it(workers: str, many: Path, tmp_path: Path) -> None:
+    arguments = ["replay", "--traces", str(many), "--methods", "hd", "--workers", workers]
+    # Started in the background, a shell's children ignore Ctrl-C; this one must hear it all the same.
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    environment = {**os.environ, "HDTOOL_HOME": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "hdtool.cli", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard, start_new_session=True, env=environment,
+    ) as process:  # fmt: skip
+        assert process.stderr
+        first = process.stderr.readline()
+        time.sleep(5)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert first.startswith(b"drafting from ")
+    assert (process.returncode, out) == (130, b"")
+    assert err.decode().splitlines()[-1] == "error: interrupted"

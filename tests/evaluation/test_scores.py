@@ -1,0 +1,103 @@
+"""The arithmetic of a benchmark's table, on answers made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hdtool.cli.output.bench_table import table
+from hdtool.data.bench_results import Results, Run
+from hdtool.data.errors import OptionError
+from hdtool.data.spec_bench import AnsweredQuestion
+from hdtool.runtime.evaluation.scores import OVERALL, scores_of
+from tests.support.spec_bench_answers import answered, turn_of
+
+ABOUT = {"model": "toy", "device": "cpu", "dtype": "float32", "threads": 2, "machine": "a fast one, " * 20}
+
+
+def results_of(answers: dict[str, list[AnsweredQuestion]], temperature: float = 0.0) -> Results:
+    count = len(next(iter(answers.values())))
+    return Results(Run({"temperature": temperature}, tuple(answers), count, ABOUT), answers)
+
+
+SLOW = [
+    answered(1, "writing", turn_of([1] * 10, 1.0), turn_of([1] * 20, 2.0)),  # 10 a second
+    answered(2, "stem", turn_of([1] * 20, 1.0)),  # 20 a second
+    answered(3, "qa", turn_of([1] * 30, 1.0)),  # 30 a second
+]
+FAST = [
+    answered(1, "writing", turn_of([4, 6], 1.0, nodes=10), turn_of([20], 0.5, nodes=3)),  # 20 a second
+    answered(2, "stem", turn_of([10, 10], 0.5)),  # 40 a second
+    answered(3, "qa", turn_of([29], 0.5)),  # 58 a second, and one token too few
+]
+
+
+def test_speeds_are_means_over_questions_and_steps_are_pooled() -> None:
+    scores = scores_of(results_of({"ar": SLOW, "generate": SLOW, "hd": FAST}))
+    assert (scores.baseline, scores.reference) == ("generate", "ar")
+    assert list(scores.tasks) == ["mt_bench", "qa", OVERALL]
+    mt, qa, overall = (scores.tasks[task] for task in scores.tasks)
+    assert mt["generate"].tokens_per_second == pytest.approx(15)
+    assert mt["hd"].tokens_per_second == pytest.approx(30)
+    assert mt["hd"].speedup == pytest.approx(2)
+    assert overall["hd"].speedup == pytest.approx((20 + 40 + 58) / (10 + 20 + 30))
+    assert mt["hd"].tokens_per_step == pytest.approx(50 / 5)
+    assert overall["hd"].tokens_per_step == pytest.approx(79 / 6)
+    assert overall["hd"].nodes_per_step == pytest.approx(13 / 6)
+    assert [task["hd"].identical for task in (mt, qa, overall)] == [2, 0, 2]
+    assert [overall[method].identical for method in ("ar", "generate")] == [3, 3]
+    assert [task["hd"].questions for task in (mt, qa, overall)] == [2, 1, 3]
+
+
+def test_any_method_can_be_the_baseline() -> None:
+    results = results_of({"generate": SLOW, "hd": FAST})
+    assert scores_of(results, "hd").tasks[OVERALL]["generate"].speedup == pytest.approx(60 / 118)
+    assert scores_of(results).reference == "generate"
+    assert scores_of(results_of({"pld": FAST, "hd": SLOW})).baseline == "pld"
+    with pytest.raises(OptionError, match="baseline is ar, which is not measured here: name one of generate, hd"):
+        scores_of(results, "ar")
+
+
+def test_without_a_plain_method_nothing_is_called_identical() -> None:
+    scores = scores_of(results_of({"pld": FAST, "hd": FAST}))
+    assert scores.reference is None
+    assert scores.tasks[OVERALL]["hd"].identical is None
+    assert "identical: " not in table(results_of({"pld": FAST, "hd": FAST}), scores)
+
+
+def test_sampled_answers_of_the_library_are_not_compared() -> None:
+    scores = scores_of(results_of({"generate": SLOW, "ar": SLOW, "hd": SLOW}, temperature=0.7))
+    assert [score.identical for score in scores.tasks[OVERALL].values()] == [None, 3, 3]
+    assert scores_of(results_of({"generate": SLOW, "hd": SLOW}, temperature=0.7)).reference is None
+
+
+def test_a_category_that_only_sounds_like_mt_bench_stands_for_itself() -> None:
+    own = [answered(1, "math", turn_of([1], 1.0)), answered(2, "edit", turn_of([1], 1.0))]
+    assert list(scores_of(results_of({"ar": own})).tasks) == ["math", "edit", OVERALL]
+
+
+@pytest.mark.parametrize("category", ["", "qa"])
+def test_one_category_or_none_needs_no_table_of_its_own(category: str) -> None:
+    own = [answered(number, category, turn_of([2], 1.0)) for number in range(3)]
+    scores = scores_of(results_of({"ar": own}))
+    assert list(scores.tasks) == [OVERALL]
+    assert scores.tasks[OVERALL]["ar"].questions == 3
+
+
+def test_times_of_drafting_are_told_where_they_are_known() -> None:
+    known: Any = {"draft_seconds": 0.002, "model_seconds": 0.5}
+    own = [answered(1, "qa", turn_of([1, 1], 1.0, **known), turn_of([1, 1], 1.0, **known))]
+    peers = [answered(1, "qa", turn_of([1] * 4, 1.0))]
+    overall = scores_of(results_of({"generate": peers, "hd": own})).tasks[OVERALL]
+    assert overall["hd"].draft_us_per_step == pytest.approx(1000)
+    assert overall["hd"].model_ms_per_step == pytest.approx(250)
+    assert (overall["generate"].draft_us_per_step, overall["generate"].model_ms_per_step) == (None, None)
+
+
+def test_the_table_fits_a_terminal() -> None:
+    fast = [answered(number, "qa", turn_of([9] * 1000, 0.001)) for number in range(480)]
+    results = results_of({"generate-assisted": fast, "hd": fast})
+    shown = table(results, scores_of(results))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "generate-assisted  9000000.0      1.00" in shown

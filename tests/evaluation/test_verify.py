@@ -1,0 +1,234 @@
+"""Verification: silent where nothing is wrong, and finds what is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.errors import ModelError
+from hdtool.data.prompts import read_prompts
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
+from hdtool.runtime.model.kv_cache import StaticRows
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.precision import logits_after, more_precise
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.support.families import VOCABULARY, model_of
+from tests.support.oracle import plain_logits, prompt_of
+from tests.support.trees import LyingDrafter
+
+PROMPT = prompt_of(20)
+MOST = 40
+GREEDY = SamplingConfig()
+DRAWN = SamplingConfig(temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Loaded:
+    return load(ModelConfig())
+
+
+@pytest.fixture
+def small(embedded: Loaded) -> Loaded:
+    """A model that may be spoiled; its tokenizer plays no part."""
+    model: Any = copy.deepcopy(model_of("llama"))
+    return Loaded("small", Target(model), stopless(embedded.tokenizer))
+
+
+def stopless(tokenizer: Any) -> Any:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+def said(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> list[int]:
+    steps = decode(loaded.target, PROMPT, Sampler(sampling, PROMPT), max_new_tokens=MOST)
+    return [token for step in steps for token in step.tokens]
+
+
+def verified(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> tuple[Check, list[Explanation]]:
+    """A small model under drafts that are partly true."""
+    liar = LyingDrafter(len(PROMPT), said(loaded, sampling), VOCABULARY, seed=1)
+    verifier = Verifier(loaded, sampling, liar, MOST)
+    check = verifier.check("it", PROMPT)
+    return check, verifier.explain(check.differences)
+
+
+# Where nothing is wrong ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, SamplingConfig(repetition_penalty=1.2)], ids=str)
+def test_the_hierarchy_over_the_demos_stores_loses_nothing(embedded: Loaded, sampling: SamplingConfig) -> None:
+    shelf = Shelf.for_tokenizer(embedded.tokenizer, ShelfConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX)))
+    verifier = Verifier(embedded, sampling, Hierarchy(shelf.model, shelf.corpus), 48)
+    for prompt in read_prompts(demo.PROMPTS)[:4]:
+        check = verifier.check(prompt.id, encode_conversation(embedded.tokenizer, prompt.messages))
+        assert check.differences == []
+        assert all(check.equals(oracle) for oracle in verifier.oracles)
+        assert check.steps < check.tokens, "nothing was drafted"
+    assert verifier.explain([]) == []
+
+
+def test_generate_has_no_say_where_tokens_are_drawn(small: Loaded) -> None:
+    assert Verifier(small, GREEDY, NoDraft(), MOST).oracles == [Oracle.PLAIN, Oracle.GENERATE]
+    assert Verifier(small, DRAWN, NoDraft(), MOST).oracles == [Oracle.PLAIN]
+
+
+# What is wrong is found ------------------------------------------------------------------------
+
+
+def credulous(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, *, stops: object = (), most: int) -> Accepted:
+    """An acceptance that believes any first child."""
+    choose = sampler.over(logits)
+    first = tree.parents.tolist().index(ROOT) if len(tree) and most > 1 else None
+    tokens = [choose(0)] if first is None else [int(tree.tokens[first]), choose(first + 1)]
+    sampler.context += tokens
+    return Accepted([] if first is None else [first], tokens)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_an_acceptance_that_takes_wrong_tokens_is_found(
+    small: Loaded, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hdtool.runtime.decode.accept", credulous)
+    check, (explanation,) = verified(small, sampling)
+    difference = explanation.difference
+    assert not check.equals(Oracle.PLAIN)
+    assert difference.oracle is Oracle.PLAIN
+    assert not explanation.near_tie
+    plain = said(small, sampling)
+    assert difference.before == plain[: difference.position]
+    assert difference.expected == explanation.chosen == plain[difference.position] != difference.found
+    assert explanation.working and explanation.precise and explanation.rounding is not None
+    assert (explanation.working.dtype, explanation.precise.dtype) == ("float32", "float64")
+    assert explanation.precise.gap > 100 * explanation.rounding
+    if sampling is GREEDY:
+        logits = plain_logits(small.target.model, PROMPT + difference.before)
+        assert explanation.working.expected == pytest.approx(logits[difference.expected].item(), rel=1e-4)
+        assert explanation.working.gap == pytest.approx((logits.max() - logits[difference.found]).item(), rel=1e-3)
+
+
+def test_a_cache_that_keeps_wrong_rows_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(self: StaticRows, fixed: int, path: Sequence[int]) -> None:
+        self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
+
+    monkeypatch.setattr(StaticRows, "keep", keep)
+    check, explained = verified(small)
+    assert [difference.oracle for difference in check.differences] == [Oracle.PLAIN]
+    assert not explained[0].near_tie
+
+
+def test_plain_decoding_that_is_not_generates_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that ignores a setting of the model."""
+    model: Any = small.target.model
+    model.generation_config.suppress_tokens = [said(small)[5]]
+    monkeypatch.setattr(
+        Loaded, "sampler", lambda self, config, prompt, *, max_new_tokens: (Sampler(config, prompt), frozenset())
+    )
+    check, (explanation,) = verified(small)
+    assert check.equals(Oracle.PLAIN)
+    assert not check.equals(Oracle.GENERATE)
+    assert explanation.difference.oracle is Oracle.GENERATE
+    assert explanation.difference.position <= 5
+    assert not explanation.near_tie
+
+
+def test_an_answer_that_ends_early_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    generated = Verifier._generated
+    monkeypatch.setattr(Verifier, "_generated", lambda self, ids: generated(self, ids)[:7])
+    _, (explanation,) = verified(small)
+    assert (explanation.difference.position, explanation.difference.expected) == (7, None)
+    assert explanation.reason == "one of the answers ends here"
+    assert not explanation.near_tie
+
+
+# What rounding explains ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(temperature=1.0, top_k=2)], ids=["greedy", "drawn"])
+def test_a_near_tie_is_told_from_a_mistake(embedded: Loaded, sampling: SamplingConfig) -> None:
+    model: Any = copy.deepcopy(model_of("llama"))
+    model.to(torch.bfloat16)
+    likeliest, second, *_, last = plain_logits(model, PROMPT).argsort(descending=True).tolist()
+    with torch.no_grad():  # twins but for a nudge that is far below bfloat16's step
+        model.lm_head.weight[second] = model.lm_head.weight[likeliest]
+        model.lm_head.weight[second, 0] *= 1 + 2**-7
+    loaded = Loaded("twins", Target(model), stopless(embedded.tokenizer))
+    if not sampling.is_greedy:
+        sampling = between_the_twins(sampling, (likeliest, second))
+    tie = Difference("it", Oracle.PLAIN, PROMPT, [], likeliest, second)
+    mistake = Difference("it", Oracle.PLAIN, PROMPT, [], likeliest, last)
+    near, far = Verifier(loaded, sampling, NoDraft(), MOST).explain([tie, mistake])
+    assert near.near_tie
+    assert not far.near_tie
+    assert near.working and near.precise and near.rounding
+    assert (near.working.dtype, near.precise.dtype) == ("bfloat16", "float32")
+    assert near.precise.gap <= 2 * near.rounding
+    assert near.chosen in (likeliest, second)
+    assert model.dtype == torch.bfloat16
+
+
+def between_the_twins(sampling: SamplingConfig, pair: tuple[int, int]) -> SamplingConfig:
+    """With a seed that gives the two tokens that are left next to the same noise."""
+
+    def apart(seed: int) -> float:
+        noise = Sampler(SamplingConfig(1.0, seed=seed), PROMPT).decisive(torch.zeros(VOCABULARY))
+        return abs(float(noise[pair[0]] - noise[pair[1]]))
+
+    return SamplingConfig(sampling.temperature, top_k=sampling.top_k, seed=min(range(2000), key=apart))
+
+
+def test_what_cannot_be_recomputed_is_no_near_tie(small: Loaded) -> None:
+    model: Any = small.target.model
+    model.to(torch.float64)
+    difference = Difference("it", Oracle.PLAIN, PROMPT, [], 5, 6)
+    (explanation,) = Verifier(small, GREEDY, NoDraft(), MOST).explain([difference])
+    assert "nothing computes more precisely than torch.float64" in explanation.reason
+    assert not explanation.near_tie
+
+
+def test_a_device_without_room_leaves_it_to_the_cpu(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.device] = []
+
+    def cramped(model: Any, device: torch.device) -> Any:
+        tried.append(device)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return more_precise(model, device)
+
+    monkeypatch.setattr("hdtool.runtime.evaluation.verify.more_precise", cramped)
+    difference = Difference("it", Oracle.PLAIN, PROMPT, [], 5, 6)
+    (explanation,) = Verifier(small, GREEDY, NoDraft(), MOST).explain([difference])
+    assert (explanation.reason, len(tried), tried[-1].type) == ("", 2, "cpu")
+
+
+def test_a_model_is_given_back_bit_by_bit(small: Loaded) -> None:
+    model: Any = small.target.model
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    plain = logits_after(model, PROMPT)
+    with pytest.raises(ZeroDivisionError), more_precise(model, torch.device("cpu")):
+        fine = logits_after(model, PROMPT)
+        raise ZeroDivisionError
+    assert fine.dtype == torch.float64
+    assert 0 < (fine - plain).abs().max() < 1e-3 * plain.std()
+    for name, tensor in model.state_dict().items():
+        address, value = before[name]
+        assert tensor.data_ptr() == address
+        assert torch.equal(tensor, value)
+    assert torch.equal(logits_after(model, PROMPT), plain)
+    model.to(torch.float64)
+    with pytest.raises(ModelError), more_precise(model, torch.device("cpu")):
+        pass

@@ -1,0 +1,540 @@
+"""Inside ``model.generate``: what it says, streams and returns is what it says without hdtool."""
+
+from __future__ import annotations
+
+import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, Thread
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SynthIDTextWatermarkingConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    TextIteratorStreamer,
+    WatermarkingConfig,
+)
+from transformers.cache_utils import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampler import Sampler
+from tests.support.families import VOCABULARY, model_of
+from tests.support.oracle import generated, prompt_of
+from tests.support.trees import LyingDrafter
+
+PROMPT = prompt_of(20)
+MOST = 40
+
+
+def ask(model: Any, prompt: list[int] | None = None, **options: Any) -> Any:
+    ids = torch.tensor([prompt or PROMPT])
+    settings = {"do_sample": False, "max_new_tokens": MOST, "attention_mask": torch.ones_like(ids), **options}
+    return model.generate(ids, **settings)
+
+
+def hooked(model: Any, truth: list[int], *, lies: int = 0, **options: Any) -> tuple[Any, LyingDrafter]:
+    """The same call through the hook, with drafts that are partly true; and the drafter that lied."""
+    liar = LyingDrafter(len(PROMPT), truth, VOCABULARY, lies)
+    return ask(model, custom_generate=Generator(liar), **options), liar
+
+
+class Counting(LogitsProcessor):
+    """A user's own processor, with a state, that writes into what it is given."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.lengths.append(input_ids.shape[1])
+        scores[:, len(self.lengths) % VOCABULARY] = torch.inf
+        return scores
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "min_length": {"min_new_tokens": 15, "eos_token_id": list(range(2, 60))},
+    "bad_words": {"bad_words_ids": [[5], [7, 8], [11]]},
+    "sequence_bias": {"sequence_bias": {(3,): 4.0, (3, 9): 10.0}},
+    "suppress": {"suppress_tokens": list(range(0, 90, 3)), "begin_suppress_tokens": [1, 4, 7]},
+    "forced_end": {"forced_eos_token_id": 6, "eos_token_id": 6},
+    "decaying_length": {"exponential_decay_length_penalty": (5, 1.4), "eos_token_id": 6},
+    "prompt_bias": {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
+    "allowed": {"prefix_allowed_tokens_fn": lambda _, ids: [(int(ids[-1]) * 7 + step) % 97 for step in range(5)]},
+    "guidance": {"guidance_scale": 1.5},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=3.0)},
+    "normalized": {"renormalize_logits": True, "remove_invalid_values": True},
+}
+WARPERS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "typical": {"typical_p": 0.5},
+    "epsilon, eta": {"epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3},
+    "top_h": {"top_h": 0.5},
+    "synth_id": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3)},
+    "all": {"temperature": 1.2, "top_k": 30, "top_p": 0.95, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
+}
+
+
+# What it says ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe", "deepseek_v3"])
+def test_greedy_equals_generate(family: str, options: dict[str, Any]) -> None:
+    model: Any = model_of(family)
+    expected = ask(model, **options)
+    truth = expected[0, len(PROMPT) :].tolist()
+    found, liar = hooked(model, truth, **options)
+    assert found.tolist() == expected.tolist()
+    assert found.dtype == expected.dtype
+    assert liar.accepted > 0 or len(truth) < 4
+
+
+@pytest.mark.parametrize("options", WARPERS.values(), ids=WARPERS)
+def test_a_sampled_answer_is_made_from_the_scores_of_generate(options: dict[str, Any]) -> None:
+    """Its own scores, in every step, are those that generate gives to the same context."""
+    model: Any = model_of("llama")
+    told: dict[str, Any] = {"do_sample": True, "top_k": 0, **options}
+    told |= {"return_dict_in_generate": True, "output_scores": True}
+    plain = ask(model, custom_generate=Generator(), seed=5, **told)
+    drafted, liar = hooked(model, plain.sequences[0, len(PROMPT) :].tolist(), seed=5, **told)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert liar.accepted > 0
+
+    class Replay(LogitsProcessor):
+        """Makes generate sample what the hook has sampled, after every warper has had its say."""
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            seen.append(scores.clone())
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, int(plain.sequences[0, input_ids.shape[1]])] = 0
+            return forced  # type: ignore[return-value]
+
+    seen: list[torch.Tensor] = []
+    forced = ask(model, logits_processor=[], **{**told, "custom_generate": replaying(Replay())})
+    assert forced.sequences.tolist() == plain.sequences.tolist()
+    for ours, theirs in zip(plain.scores, seen, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def replaying(processor: LogitsProcessor) -> Any:
+    """generate's own sampling, with one more processor behind its warpers."""
+
+    def sample(model: Any, input_ids: Any, logits_processor: Any, **arguments: Any) -> Any:
+        logits_processor.append(processor)
+        return model._sample(input_ids, logits_processor=logits_processor, **arguments)
+
+    return sample
+
+
+def test_a_processor_with_a_state_sees_each_token_once() -> None:
+    model: Any = model_of("llama")
+    theirs, ours = Counting(), Counting()
+    expected = ask(model, logits_processor=[theirs])
+    told: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+    found, liar = hooked(model, expected[0, len(PROMPT) :].tolist(), logits_processor=[ours], **told)
+    assert found.sequences.tolist() == expected.tolist()
+    assert ours.lengths == theirs.lengths == list(range(len(PROMPT), len(PROMPT) + MOST))
+    assert liar.accepted > 0
+    assert all(logits.isfinite().all() for logits in found.logits), "the processor wrote into the model's logits"
+
+
+def test_the_seed_is_hdtools_own() -> None:
+    """An answer of the hook is that of the loop, and so of the command line, with the same seed."""
+    model: Any = model_of("llama")
+    sampling = SamplingConfig(temperature=0.8, top_k=20, seed=11)
+    target = Generator()._target_for(model)
+    said = [
+        token
+        for step in decode(target, PROMPT, Sampler(sampling, PROMPT), max_new_tokens=MOST)
+        for token in step.tokens
+    ]
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    for found in (
+        ask(model, custom_generate=Generator(seed=11), **settings),
+        ask(model, custom_generate=Generator(seed=3), seed=11, **settings),
+    ):
+        assert found[0, len(PROMPT) :].tolist() == said
+
+
+def test_torchs_seed_reproduces_a_program_but_not_an_answer_within_it() -> None:
+    model: Any = model_of("llama")
+
+    def program() -> list[list[int]]:
+        torch.manual_seed(4)
+        generator = Generator()
+        return [ask(model, custom_generate=generator, do_sample=True)[0].tolist() for _ in range(2)]
+
+    first, again = program(), program()
+    assert first == again
+    assert first[0] != first[1]
+
+
+# Where it ends ---------------------------------------------------------------------------------
+
+
+class Until(StoppingCriteria):
+    """A user's own criterion, which remembers what it was asked, scores included."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.asked: list[tuple[list[int], int]] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.BoolTensor:
+        self.asked.append((input_ids[0].tolist(), 0 if scores is None else len(scores)))
+        return torch.tensor([len(self.asked) >= self.most])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("details", [False, True])
+def test_every_criterion_is_asked_about_each_token_as_generate_asks(details: bool) -> None:
+    model: Any = model_of("llama")
+    told: dict[str, Any] = {"return_dict_in_generate": details, "output_scores": details}
+    truth = ask(model)[0, len(PROMPT) :].tolist()
+    for most in (1, 2, 13):
+        theirs, ours = Until(most), Until(most)
+        expected = ask(model, stopping_criteria=[theirs], **told)
+        found, _ = hooked(model, truth, lies=most, stopping_criteria=[ours], **told)
+        assert ours.asked == theirs.asked
+        if details:
+            expected, found = expected.sequences, found.sequences
+        assert found.tolist() == expected.tolist()
+        assert found.shape[1] == len(PROMPT) + most
+
+
+def test_several_tokens_may_end_an_answer() -> None:
+    model: Any = model_of("llama")
+    truth = ask(model)[0, len(PROMPT) :].tolist()
+    for ends in ([truth[7]], [truth[15], truth[4], 96], truth[20]):
+        expected = ask(model, eos_token_id=ends)
+        for seed in range(4):
+            assert hooked(model, truth, lies=seed, eos_token_id=ends)[0].tolist() == expected.tolist()
+
+
+def test_lengths_of_all_kinds() -> None:
+    model: Any = model_of("llama")
+    truth = ask(model)[0, len(PROMPT) :].tolist()
+    lengths: list[dict[str, Any]] = [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": None, "max_length": 33},
+        {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(25), EosTokenCriteria(truth[3])])},
+        {"stopping_criteria": [MaxLengthCriteria(5)]},
+    ]
+    for options in lengths:
+        expected = ask(model, **options)
+        assert hooked(model, truth, **options)[0].tolist() == expected.tolist()
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Loaded:
+    return load(ModelConfig())
+
+
+def test_stop_strings_end_inside_a_draft(embedded: Loaded) -> None:
+    model: Any = embedded.target.model
+    prompt = embedded.tokenizer("def ")["input_ids"]
+    truth = generated(model, prompt, MOST)
+    text = str(embedded.tokenizer.decode(truth))
+    criterion = StopStringCriteria(embedded.tokenizer, [text[20:23], "never said"])
+    expected = ask(model, prompt, stopping_criteria=[criterion])
+    assert expected.shape[1] < len(prompt) + MOST
+    for seed in range(4):
+        liar = LyingDrafter(len(prompt), truth, 1000, seed)
+        found = ask(model, prompt, stopping_criteria=[criterion], custom_generate=Generator(liar))
+        assert found.tolist() == expected.tolist()
+
+
+def test_a_full_context_ends_the_answer_with_a_warning() -> None:
+    model: Any = model_of("gpt2")
+    prompt = prompt_of(500)
+    with pytest.warns(UserWarning, match="the model's context is full"):
+        found = ask(model, prompt, custom_generate=Generator())
+    assert found.shape[1] == 512
+    with pytest.raises(PromptError, match="context holds 512"):
+        ask(model, prompt_of(512), custom_generate=Generator())
+
+
+# What it returns and streams -------------------------------------------------------------------
+
+
+class Noting(BaseStreamer):
+    def __init__(self) -> None:
+        self.put_in: list[Any] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.put_in.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_streamers_get_what_generate_gives_them() -> None:
+    model: Any = model_of("llama")
+    theirs, ours = Noting(), Noting()
+    expected = ask(model, streamer=theirs)
+    hooked(model, expected[0, len(PROMPT) :].tolist(), streamer=ours)
+    assert ours.put_in == theirs.put_in
+    assert ours.ended == theirs.ended == 1
+
+
+def test_text_can_be_iterated_over_from_another_thread(embedded: Loaded) -> None:
+    streamer: Any = TextIteratorStreamer(embedded.tokenizer, skip_prompt=True, timeout=30)
+    prompt = embedded.tokenizer("def ")["input_ids"]
+    model: Any = embedded.target.model
+    options = {"streamer": streamer, "custom_generate": Generator()}
+    thread = Thread(target=ask, args=(model, prompt), kwargs=options)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == embedded.tokenizer.decode(generated(model, prompt, MOST))
+
+
+def test_scores_and_logits_are_those_of_generate() -> None:
+    model: Any = model_of("llama")
+    told: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    told["repetition_penalty"] = 1.2
+    expected = ask(model, **told)
+    found, liar = hooked(model, expected.sequences[0, len(PROMPT) :].tolist(), **told)
+    assert liar.accepted > 0
+    assert type(found) is type(expected)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for ours, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+        assert not any(kept.is_inference() for kept in ours)
+    bare = ask(model, custom_generate=Generator(), return_dict_in_generate=True)
+    assert (bare.scores, bare.logits) == (None, None)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2, "min_length": 40}])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_padding_on_the_left_is_left_out(family: str, options: dict[str, Any]) -> None:
+    model: Any = model_of(family)
+    padded = [0] * 7 + PROMPT
+    mask = torch.tensor([[0] * 7 + [1] * len(PROMPT)])
+    expected = ask(model, padded, attention_mask=mask, **options)
+    liar = LyingDrafter(len(PROMPT), expected[0, len(padded) :].tolist(), VOCABULARY, seed=1)
+    found = ask(model, padded, attention_mask=mask, custom_generate=Generator(liar), **options)
+    assert found.tolist() == expected.tolist()
+    assert liar.accepted > 0
+
+
+# The model around it ---------------------------------------------------------------------------
+
+
+def test_a_generator_keeps_its_target_and_its_figures() -> None:
+    model: Any = model_of("llama")
+    generator = Generator()
+    ask(model, custom_generate=generator)
+    target = generator._target
+    ask(model, prompt_of(9), custom_generate=generator, max_new_tokens=5)
+    assert generator._target is target is not None
+    assert (generator.stats.tokens, generator.stats.steps) == (5, 5)
+    ask(model_of("gpt2"), custom_generate=generator, max_new_tokens=5)
+    assert generator._target is not target
+
+
+def test_a_model_that_changes_its_type_is_proved_anew() -> None:
+    model: Any = copy.deepcopy(model_of("llama"))
+    made: list[Target] = []
+
+    def make(target: Target) -> NoDraft:
+        made.append(target)
+        return NoDraft()
+
+    generator = Generator(make)
+    ask(model, custom_generate=generator)
+    held = generator._target
+    model.to(torch.float64)
+    assert ask(model, custom_generate=generator).tolist() == ask(model).tolist()
+    assert generator._target is not held
+    assert made == [held, generator._target], "a drafter belongs to its target"
+
+
+def test_threads_that_share_a_generator_take_turns() -> None:
+    model: Any = copy.deepcopy(model_of("llama"))
+    prompts = [prompt_of(8 + turn) for turn in range(6)]
+    expected = [ask(model, prompt)[0].tolist() for prompt in prompts]
+    generator = Generator(LyingDrafter(len(prompts[0]), expected[0][len(prompts[0]) :], VOCABULARY, 0))
+    together, active, most = Barrier(len(prompts)), [0], [0]
+
+    class Counted(LogitsProcessor):
+        """Gives other threads a chance to run in the middle of each call."""
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            active[0] += 1
+            most[0] = max(most[0], active[0])
+            time.sleep(0.0005)
+            active[0] -= 1
+            return scores
+
+    def answer(prompt: list[int]) -> list[int]:
+        together.wait(30)
+        found: list[int] = ask(model, prompt, custom_generate=generator, logits_processor=[Counted()])[0].tolist()
+        return found
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(answer, prompts)) == expected
+    assert most == [1]
+
+
+@pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
+def test_a_call_from_inside_a_call_is_refused(where: str) -> None:
+    model: Any = model_of("llama")
+    generator = Generator()
+
+    def nested() -> None:
+        ask(model, custom_generate=generator)
+
+    class Nesting(Noting, LogitsProcessor, StoppingCriteria):
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            nested()
+
+        def put(self, value: torch.Tensor) -> None:
+            if len(value) == 1 and value.dim() == 1:  # not the prompt, which generate puts in before the call
+                nested()
+
+    option = {"processor": "logits_processor", "criterion": "stopping_criteria", "streamer": "streamer"}[where]
+    given: dict[str, Any] = {option: Nesting() if where == "streamer" else [Nesting()]}
+    with pytest.raises(OptionError, match="called from inside its own call of generate"):
+        ask(model, custom_generate=generator, **given)
+    assert ask(model, custom_generate=generator).tolist() == ask(model).tolist(), "the lock is free again"
+
+
+def test_an_inner_call_with_a_generator_of_its_own_is_answered() -> None:
+    model: Any = model_of("llama")
+    inner = Generator()
+    expected = ask(model).tolist()
+
+    class Nesting(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            assert ask(model, custom_generate=inner).tolist() == expected
+            return scores
+
+    assert ask(model, custom_generate=Generator(), logits_processor=[Nesting()], max_new_tokens=3).shape[1] == 23
+
+
+def test_an_offloaded_model_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = cpu_offload(copy.deepcopy(model_of("llama")), torch.device("cpu"))
+    assert model.device != torch.device("cpu")
+    made: list[Any] = []
+
+    def target(offloaded: Any) -> Target:
+        made.append(offloaded)
+        return Target(offloaded)
+
+    monkeypatch.setattr("hdtool.runtime.integrations.hf_generate.Target", target)
+    generator = Generator()
+    expected = ask(model_of("llama")).tolist()
+    for _ in range(3):
+        assert ask(model, custom_generate=generator).tolist() == expected
+    assert len(made) == 1
+
+
+def test_a_model_in_training_is_given_back_in_training() -> None:
+    model: Any = copy.deepcopy(model_of("gpt2"))
+    expected = ask(model).tolist()
+    model.train()
+    model.transformer.h[0].eval()
+    before = [module.training for module in model.modules()]
+    generator = Generator()
+    for _ in range(2):
+        assert ask(model, custom_generate=generator).tolist() == expected, "dropout must not play a part"
+        assert [module.training for module in model.modules()] == before
+
+
+def test_attention_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With attention that takes no masks of ours the model is asked another way, and then left as it was."""
+    monkeypatch.setattr("hdtool.runtime.model.target.USABLE_ATTENTION", ("sdpa",))
+    model: Any = copy.deepcopy(model_of("llama"))
+    model.set_attn_implementation("eager")
+    expected = ask(model).tolist()
+    generator = Generator()
+    for _ in range(2):
+        assert ask(model, custom_generate=generator).tolist() == expected
+        assert model.config._attn_implementation == "eager"
+
+
+def test_a_call_that_fails_spoils_nothing() -> None:
+    model: Any = model_of("llama")
+    generator = Generator()
+
+    class Failing(Noting):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.put_in) == 5:
+                raise InterruptedError("the reader has gone")
+
+    with pytest.raises(InterruptedError):
+        ask(model, custom_generate=generator, streamer=Failing())
+    assert ask(model, custom_generate=generator).tolist() == ask(model).tolist()
+
+
+def test_it_drafts_by_any_method_from_the_stores_of_that_method(tmp_path: Path) -> None:
+    loaded = load(ModelConfig())
+    model: Any = loaded.target.model
+    prompt = loaded.tokenizer("The built-in `map` takes a function and")["input_ids"]
+    nowhere = ShelfConfig(str(tmp_path), str(tmp_path))
+    for config, shelf in ((DecodeConfig(budget=16), None), (DecodeConfig("pld"), nowhere)):
+        generator = Generator.drafting(loaded.tokenizer, config, shelf)
+        assert ask(model, prompt, custom_generate=generator).tolist() == ask(model, prompt).tolist()
+        assert generator.stats.accepted.sum() > 0
+    with pytest.raises(StoreError, match="holds no store"):
+        Generator.drafting(loaded.tokenizer, DecodeConfig("hd"), nowhere)
+
+
+# What it refuses -------------------------------------------------------------------------------
+
+
+TWO = torch.tensor([PROMPT, PROMPT])
+GAP = torch.tensor([[1] * 5 + [0] + [1] * (len(PROMPT) - 6)])
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 2}, "num_beams is 2"),
+    ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences is 3"),
+    ({"inputs": TWO, "attention_mask": torch.ones_like(TWO)}, "the batch holds 2 prompts"),
+    ({"attention_mask": GAP}, "the attention mask has gaps"),
+    ({"attention_mask": torch.tensor([[1] * (len(PROMPT) - 1) + [0]])}, "the attention mask has gaps"),
+    ({"position_ids": torch.arange(3, 3 + len(PROMPT))[None]}, "position_ids are not 0, 1, 2"),
+    ({"past_key_values": DynamicCache()}, "past_key_values are given"),
+    ({"prompt_lookup_num_tokens": 3}, "the mode is assisted_generation"),
+    ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_attentions or output_hidden"),
+    ({"inputs": None, "inputs_embeds": torch.zeros(1, 4, 32), "attention_mask": None}, "inputs_embeds are given"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSALS, ids=[said for _, said in REFUSALS])
+def test_what_it_cannot_do_is_refused_with_the_reason(options: dict[str, Any], said: str) -> None:
+    model: Any = model_of("llama")
+    ids = torch.tensor([PROMPT])
+    settings = {"inputs": ids, "max_new_tokens": 5, "attention_mask": torch.ones_like(ids), **options}
+    with pytest.raises(OptionError, match=f"cannot take over this call of generate: {said}"):
+        model.generate(**settings, custom_generate=Generator())
+
+
+def test_encoder_decoders_are_refused() -> None:
+    config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    config.decoder_start_token_id = 0
+    model: Any = T5ForConditionalGeneration(config)
+    with pytest.raises(FamilyError, match="encoder-decoder"):
+        model.generate(torch.tensor([PROMPT]), max_new_tokens=5, custom_generate=Generator())

@@ -1,0 +1,80 @@
+"""The number of threads: the fastest, by what passes take, or the one that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hdtool.cli.app import run
+from hdtool.runtime.model import cpu_threads as threads
+from hdtool.runtime.model.cpu_threads import settle_threads
+from hdtool.runtime.model.target import Target
+from tests.support.families import model_of
+
+
+@pytest.fixture(autouse=True)
+def torch_is_left_as_it_was() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(model_of("llama"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "asked"),
+    [
+        ({8: 1.0, 4: 1.5}, 8, [8, 4]),
+        ({8: 1.0, 4: 0.6, 2: 0.5, 1: 0.7}, 2, [8, 4, 2, 1]),
+        ({8: 1.0, 4: 1.0, 2: 1.0, 1: 1.0}, 1, [8, 4, 2, 1]),
+        ({6: 1.0, 3: 0.9, 1: 2.0}, 3, [6, 3, 1]),
+        ({1: 1.0}, 1, []),
+    ],
+)
+def test_fewer_are_tried_until_they_are_slower(
+    seconds: dict[int, float], chosen: int, asked: list[int], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def take(count: int, target: Target) -> float:
+        tried.append(count)
+        return seconds[count]
+
+    monkeypatch.setattr(threads, "_seconds_with", take)
+    torch.set_num_threads(max(seconds))
+    assert settle_threads(target) == torch.get_num_threads() == chosen
+    assert tried == asked
+
+
+def test_a_number_that_was_asked_for_is_not_measured(target: Target) -> None:
+    before = target.passes
+    assert settle_threads(target, 2) == torch.get_num_threads() == 2
+    assert target.passes == before
+
+
+def test_passes_are_timed_with_the_threads_in_question(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def note(self: Target, tree: object, really: object = Target.verify) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        return really(self, tree)  # type: ignore[operator,no-any-return]
+
+    monkeypatch.setattr(Target, "verify", note)
+    torch.set_num_threads(2)
+    assert settle_threads(target) in (1, 2)
+    assert seen == {1, 2}
+
+
+def test_the_command_takes_a_number(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["generate", "--prompt", "What?", "--max-new-tokens", "2", "--method", "ar"]
+    assert run([*asked, "--threads", "2"]) == 0
+    assert torch.get_num_threads() == 2
+    capfd.readouterr()
+    assert run([*asked, "--threads", "0"]) == 2
+    assert "threads is 0: it must be 1 or more" in capfd.readouterr().err

@@ -1,0 +1,151 @@
+"""Tokens that a tokenizer has and the model cannot embed: never verified, and refused in a prompt."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.data.errors import ModelError, PromptError
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import TokenizerMark
+from hdtool.runtime.batch import Request, decode_batch
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, SamplingConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.support.families import VOCABULARY, model_of
+from tests.support.oracle import prompt_of
+from tests.support.trees import path_to, trees
+
+MOST = 24
+PAD = VOCABULARY
+"""Ids that the tokenizer has and the model does not: this one, and the one after it."""
+TOKENIZER = TokenizerMark("0123", VOCABULARY + 2)
+
+
+def answer(target: Target, prompt: list[int], drafter: object = None) -> list[int]:
+    steps = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MOST, drafter=drafter)  # type: ignore[arg-type]
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """Stores in which, after every token that the model says, a token without an embedding is the most frequent."""
+    prompt = prompt_of(20)
+    said = answer(Target(model_of("llama"), never), prompt)
+    text = [*prompt, *said]
+    spoilt = [piece for place in range(1, len(text)) for piece in (*text[max(0, place - 6) : place], PAD, PAD + 1)]
+    documents = [Document(np.array(ids)) for ids in (spoilt, spoilt, text)]
+    folder, source = tmp_path_factory.mktemp("stores"), [Source("answers.jsonl", "ab" * 32)]
+    build_model_store(folder / "model", documents, TOKENIZER, source, once_per_document=False)
+    build_corpus_index(folder / "corpus", documents, TOKENIZER, source)
+    return Shelf(ModelStore(folder / "model"), CorpusIndex(folder / "corpus"))
+
+
+@pytest.mark.parametrize("layout", [never, direct], ids=["usual", "fixed"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in NEED_HEADS])
+def test_no_method_sends_a_token_that_the_model_cannot_embed(method: str, layout: CaptureMaker, shelf: Shelf) -> None:
+    prompt = prompt_of(20)
+    plain = answer(Target(model_of("llama"), never), prompt)
+    target = Target(model_of("llama"), layout)
+    drafter = drafter_within(lambda: FixedBudget(16), DecodeConfig(method=method), shelf, target)
+    for _ in range(2):
+        assert answer(target, prompt, drafter) == plain
+    (both,) = {
+        tuple(
+            token
+            for r, step in decode_batch(target, Asked(prompt, drafter), 1, max_new_tokens=MOST)
+            for token in step.tokens
+        )
+    }
+    assert list(both) == plain
+
+
+class Asked:
+    """One request."""
+
+    def __init__(self, prompt: list[int], drafter: object) -> None:
+        self._requests = [Request(0, prompt, Sampler(SamplingConfig(), prompt), drafter)]  # type: ignore[arg-type]
+
+    def __call__(self) -> Request[int] | None:
+        return self._requests.pop() if self._requests else None
+
+
+@given(trees(2 * VOCABULARY, most=30))
+def test_what_is_left_of_a_tree_are_the_nodes_whose_whole_path_can_be_embedded(tree: DraftTree) -> None:
+    left = tree.embeddable(VOCABULARY)
+    left.check_integrity()
+    wanted = [
+        [int(tree.tokens[above]) for above in path_to(tree, node)]
+        for node in range(len(tree))
+        if all(tree.tokens[above] < VOCABULARY for above in path_to(tree, node))
+    ]
+    assert [[int(left.tokens[above]) for above in path_to(left, node)] for node in range(len(left))] == wanted
+    if len(wanted) == len(tree):
+        assert left is tree, "nothing is copied where all is well"
+
+
+def test_negative_ids_have_no_embedding_either() -> None:
+    tree = DraftTree.of(1, [5, -1, 7, 8], [ROOT, ROOT, 1, 0]).embeddable(VOCABULARY)
+    assert tree.tokens.tolist() == [5, 8] and tree.parents.tolist() == [ROOT, 0]
+
+
+@pytest.mark.parametrize("prompt", [[3, PAD, 4], [2**40], [-1, 5]])
+def test_a_prompt_with_such_a_token_is_refused_by_name(prompt: list[int]) -> None:
+    with pytest.raises(
+        PromptError, match=rf"the prompt holds token .*embeddings for tokens 0 to {VOCABULARY - 1} only"
+    ):
+        answer(Target(model_of("llama"), never), prompt)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        answer(Target(model_of("llama"), never), [])
+
+
+def test_a_conversation_does_not_go_on_after_another_has_begun() -> None:
+    """One target holds one conversation: going on would read the other's rows of the KV cache."""
+    target, prompt = Target(model_of("llama"), never), prompt_of(8)
+    first = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MOST)
+    next(first)
+    plain = answer(target, prompt)
+    with pytest.raises(ModelError, match="another conversation began on this model"):
+        next(first)
+    assert answer(target, prompt) == plain
+
+
+def test_two_threads_in_one_model_get_an_error_and_no_mixed_answer() -> None:
+    target, prompts = Target(model_of("llama"), never), [prompt_of(8), prompt_of(31)]
+    expected = [answer(target, prompt) for prompt in prompts]
+    outcomes: list[tuple[int, list[int] | str]] = []
+
+    def ask(number: int) -> None:
+        for _ in range(10):
+            try:
+                outcomes.append((number, answer(target, prompts[number])))
+            except ModelError as error:
+                outcomes.append((number, str(error)))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 20
+    for number, outcome in outcomes:
+        if isinstance(outcome, str):
+            assert "two threads use one model" in outcome or "another conversation began" in outcome
+        else:
+            assert outcome == expected[number]

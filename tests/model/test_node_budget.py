@@ -1,0 +1,156 @@
+"""The budget: as many nodes as pay by what passes were seen to cost, and none where none pays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.measure_passes import NODES, cost_here, keep_at_home, kept_at_home, seconds_of_trees
+from hdtool.runtime.budget.node_budget import ROWS, FixedBudget, MeasuredBudget, Odds, SharedBudget
+from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.stores.store_set import Shelf
+from tests.support.families import model_of
+
+
+class Clock:
+    """A target that takes as long as it is told to."""
+
+    def __init__(self) -> None:
+        self.passes, self.seconds_in_model, self.length = 0, 0.0, 0
+
+    def step(self, seconds: float) -> None:
+        self.passes += 1
+        self.seconds_in_model += seconds
+
+
+def budget_of(costs: list[float]) -> tuple[MeasuredBudget, Clock]:
+    clock = Clock()
+    return MeasuredBudget(clock, curve_of(costs), around=0.0), clock  # type: ignore[arg-type]
+
+
+def curve_of(*costs: list[float], contexts: tuple[int, ...] = (0,)) -> CostCurve:
+    return CostCurve(NODES, tuple(tuple(1e3 * seconds for seconds in row) for row in costs), contexts)
+
+
+FLAT = [1.0] * len(ROWS)
+STEEP = [1 + (rows - 1) / 2 for rows in ROWS]
+
+
+def test_free_nodes_are_all_sent_and_dear_ones_not() -> None:
+    odds = np.array([0.9, 0.5, 0.3, 0.2, 0.1])
+    assert budget_of(FLAT)[0].nodes(odds) == 5
+    assert budget_of(STEEP)[0].nodes(odds[3:]) == 0
+    assert budget_of([1.0, 1.1, 1.2, *[5.0] * (len(ROWS) - 3)])[0].nodes(odds) == 3, "four rows cost little"
+    assert budget_of(FLAT)[0].nodes(np.empty(0)) == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, LARGEST_BUDGET])
+def test_a_fixed_budget_is_kept(size: int) -> None:
+    assert FixedBudget(size).nodes(np.ones(LARGEST_BUDGET)) == size
+
+
+def test_where_nothing_pays_drafting_rests_ever_longer_and_wakes_up_again() -> None:
+    budget, clock = budget_of(STEEP)
+    asked = []
+    for step in range(400):
+        if budget.most:
+            asked.append(step)
+            assert budget.nodes(np.array([0.1])) == 0
+        clock.step(1.0)
+    assert 3 < len(asked) < 30
+    assert max(np.diff(asked)) > 40
+    while not budget.most:
+        clock.step(1.0)
+    budget.nodes(np.full(20, 0.99))
+    clock.step(1.0)
+    assert budget.most, "what paid once is tried again at once"
+
+
+def test_it_learns_what_passes_cost_here() -> None:
+    """At loading a pass of eight rows seemed as cheap as one; in the conversation it takes three times as long."""
+    budget, clock = budget_of(FLAT)
+    odds = np.full(7, 0.12)
+    assert budget.nodes(odds) == 7
+    sent = 7
+    for _ in range(200):
+        clock.step(3.0 if sent else 1.0)
+        sent = budget.nodes(odds) if budget.most else 0
+    assert sent == 0
+
+
+def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
+    target = Target(model_of("llama"))
+    taken = seconds_of_trees(target, [0, 3, 64], 2, 1.0)
+    assert len(taken) == 3 and (taken > 0).all() and np.isfinite(taken).all()
+    drafter = drafter_for(DecodeConfig("hd"), target, Shelf())
+    assert len(drafter.draft([1, 2, 3])) <= LARGEST_BUDGET
+
+
+def test_what_bench_measured_is_used_and_a_damaged_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    target = Target(model_of("llama"))
+    assert not kept_at_home(target)
+    assert len(cost_here(target).nodes) == len(ROWS)
+    curve = curve_of(FLAT, STEEP, contexts=(64, 256))
+    keep_at_home(target, curve)
+    before = target.passes
+    assert cost_here(target) == curve
+    assert target.passes == before, "nothing is measured that is known"
+    assert cost_here(target, batch=2) != curve, "in a batch passes cost something else"
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text("{}")
+    assert cost_here(target) != curve
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file) in line and "measure it again" in line
+
+
+def test_the_cost_behind_a_longer_context_is_looked_up() -> None:
+    clock = Clock()
+    budget = MeasuredBudget(clock, curve_of(FLAT, STEEP, contexts=(0, 1000)), around=0.0)  # type: ignore[arg-type]
+    assert budget.nodes(np.full(8, 0.3)) == 8
+    clock.length = 1000
+    assert budget.nodes(np.full(8, 0.3)) == 0
+
+
+def shared(costs: list[float], seats: int) -> list[SharedBudget]:
+    clock, together = Clock(), dict[int, Odds]()
+    curve = curve_of(costs)
+    return [SharedBudget(clock, curve, together, seats, around=0.0) for _ in range(seats)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seats", [1, 4])
+def test_drafts_that_take_more_than_they_save_rest_in_a_batch_too(seats: int) -> None:
+    """Nodes are free and bring half a token; plain steps take a second, and each draft 0.4 or 0.6 of the batch's."""
+    for seconds, rests in ((0.4, False), (0.6, True)):
+        budgets = shared([1.0] * len(NODES), seats)
+        awake = 0
+        for _ in range(40):
+            for budget in budgets:
+                if budget.most:
+                    awake += 1
+                    budget.hear_of_draft(seconds / seats)
+                    budget.nodes(np.array([0.5]))
+            budgets[0]._target.step(1.0)  # type: ignore[attr-defined]
+        assert (awake < 20 * seats) is rests
+
+
+def test_in_a_batch_one_size_is_chosen_by_what_all_trees_bring() -> None:
+    """Eight nodes cost half a pass more: one tree out of four that gains a token does not pay for it, three do."""
+    costs = [1.0 if rows == 1 else 1.5 for rows in ROWS]
+    good, poor = np.full(7, 0.15), np.full(7, 0.01)
+    first, *others = shared(costs, 4)
+    assert first.nodes(good) == 7, "as long as nothing is known of the others"
+    for other in others:
+        other.nodes(poor)
+    assert first.nodes(good) == 0
+    for other in others[:2]:
+        other.nodes(good)
+    assert first.nodes(good) == 7
+    assert others[2].nodes(poor[:3]) == 3, "who has fewer sends what there is, which costs nothing more"

@@ -1,0 +1,153 @@
+"""A token that overflows the model changes no answer but its own, whatever the layout of the cache.
+
+Masked rows are multiplied by 0, and 0 times NaN is NaN: a draft that is never accepted, or an earlier conversation,
+could spoil an answer through rows that nothing is meant to read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from hdtool.data.errors import ModelError
+from hdtool.runtime.batch import Request, decode_batch
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.tree import DraftTree
+from tests.support.decoding import SAMPLINGS
+from tests.support.families import VOCABULARY, model_of
+from tests.support.oracle import generated, prompt_of
+from tests.support.trees import LyingDrafter
+
+MOST = 24
+GREEDY = SamplingConfig()
+LAYOUTS: dict[str, CaptureMaker] = {"usual": never, "fixed": direct}
+FAMILIES = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]
+POISON = VOCABULARY - 1
+
+
+@cache
+def poisoned(family: str, token: int = POISON) -> Any:
+    """A model with one token whose embedding is infinite, as in float16 after an overflow."""
+    model = copy.deepcopy(model_of(family))
+    with torch.no_grad():
+        embeddings: Any = model.get_input_embeddings()
+        # Tied weights would spoil the logits of every row.
+        embeddings.weight = torch.nn.Parameter(embeddings.weight.clone())
+        embeddings.weight[token] = torch.inf
+    return model
+
+
+def answer(
+    target: Target, prompt: list[int], sampling: SamplingConfig = GREEDY, drafter: Drafter | None = None
+) -> list[int]:
+    steps = decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MOST, drafter=drafter)
+    return [token for step in steps for token in step.tokens]
+
+
+class Poisoner(LyingDrafter):
+    """Also drafts a token that overflows."""
+
+    def __init__(self, *arguments: Any, poison: int = POISON) -> None:
+        super().__init__(*arguments)
+        self._poison = poison
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        tree = super().draft(context)
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        return DraftTree.of(context[-1], [*tokens, self._poison], [*parents, len(tokens) // 2 - 1])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rejected_draft_that_overflows_changes_nothing(
+    family: str, layout: str, sampling: SamplingConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = prompt_of(20)
+    plain = answer(Target(model_of(family), never), prompt, sampling)
+    never_said = max(set(range(VOCABULARY)) - {*plain, *prompt})
+    target = Target(poisoned(family, never_said), LAYOUTS[layout])
+    assert answer(target, prompt, sampling) == plain and capsys.readouterr().err == ""
+    for seed in range(2):
+        drafter = Poisoner(len(prompt), plain, VOCABULARY - 1, seed, poison=never_said)
+        assert answer(target, prompt, sampling, drafter) == plain
+    assert capsys.readouterr().err.count("overflowed in float32") == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_overflow_spoils_no_later_conversation(family: str, layout: str) -> None:
+    fresh = answer(Target(poisoned(family), never), prompt_of(9))
+    target = Target(poisoned(family), LAYOUTS[layout])
+    drafter = Hierarchy(budget=FixedBudget(16), recycled=True)
+    assert answer(target, prompt_of(9), drafter=drafter) == fresh
+    for length in (30, 5):  # longer and shorter than what comes after it
+        answer(target, [*prompt_of(length), POISON, 3], drafter=drafter)
+        assert answer(target, prompt_of(9), drafter=drafter) == fresh
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_an_overflow_of_the_answer_itself_is_decoded_as_generate_decodes_it(family: str, layout: str) -> None:
+    prompt = prompt_of(20)
+    token = answer(Target(model_of(family), never), prompt)[5]
+    if token in prompt:
+        pytest.skip("the prompt itself would overflow")
+    model = poisoned(family, token)
+    plain = generated(model, prompt, MOST)
+    assert token in plain[:6] and plain[-3:] == [0, 0, 0], "what overflows must be a part of the answer"
+    target = Target(model, LAYOUTS[layout])
+    for seed in range(3):
+        assert answer(target, prompt, drafter=LyingDrafter(len(prompt), plain, VOCABULARY, seed)) == plain
+
+
+def test_a_sampled_answer_that_overflows_itself_is_refused() -> None:
+    with pytest.raises(ModelError, match="not numbers"):
+        answer(Target(poisoned("llama"), direct), [3, POISON, 4], SamplingConfig(temperature=1.0))
+
+
+class Neighbours:
+    """Conversations for one batch after another; the drafts of each contain the truth, lies and the overflow."""
+
+    def __init__(self, prompts: Sequence[list[int]], truths: Sequence[list[int]]) -> None:
+        self._waiting = iter(zip(range(len(prompts)), prompts, truths, strict=True))
+
+    def __call__(self) -> Request[int] | None:
+        for number, prompt, truth in self._waiting:
+            drafter = Poisoner(len(prompt), truth, VOCABULARY - 1, number) if number % 3 else NoDraft()
+            return Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
+        return None
+
+
+def said(steps: Iterator[tuple[Request[int], Step]]) -> dict[int, list[int]]:
+    answers: dict[int, list[int]] = {}
+    for request, step in steps:
+        answers.setdefault(request.key, []).extend(step.tokens)
+    return answers
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neighbours_in_a_batch_do_not_matter(family: str, size: int) -> None:
+    """Conversations that overflow, that have the largest ids and that end early, beside and before all others."""
+    healthy = [prompt_of(length) for length in (7, 40, 12, 25)]
+    others = [[*prompt_of(33), POISON, 2], [VOCABULARY - 2] * 11, [POISON]]
+    order = [healthy[0], others[0], healthy[1], others[1], healthy[2], others[2], healthy[3]]
+    target = Target(poisoned(family), never)
+    alone = [answer(target, prompt) for prompt in order]
+    stop = alone[3][4]  # ends the conversation of the largest ids early, and whoever else says it
+    ends = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in alone]
+    found = said(decode_batch(target, Neighbours(order, ends), size, max_new_tokens=MOST, stops={stop}))
+    assert found == dict(enumerate(ends))

@@ -1,0 +1,203 @@
+"""Quantised weights: what is refused, what is left alone, and rows that must not hear each other."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Linear, Parameter
+
+from hdtool.cli import app
+from hdtool.data import demo
+from hdtool.data.errors import FamilyError, HdtoolError, OptionError
+from hdtool.runtime.batch import Seats
+from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.environment import fingerprint
+from hdtool.runtime.evaluation.model_shapes import load_shape
+from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
+from hdtool.runtime.kernels.small_batch_linear import FewRowsLinear, multiply_few_rows_faster
+from hdtool.runtime.model import quantization as quantising
+from hdtool.runtime.model.cuda_graphs import direct
+from hdtool.runtime.model.llm_int8 import RowByRow
+from hdtool.runtime.model.load import Loaded, load, load_stock
+from hdtool.runtime.model.quantized_layers import quantised_layers
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.tensor_parallel import Ranks
+from hdtool.runtime.tree import DraftTree
+from tests.support.decoding import run, said
+from tests.support.families import model_of
+from tests.support.oracle import prompt_of
+from tests.support.quantized import Int8Layer, LlmInt8, OneScale, ScalePerRow, quantised
+
+PROMPT = prompt_of(20)
+GREEDY = SamplingConfig()
+
+
+def llama(kind: type[Int8Layer]) -> Any:
+    return quantised(copy.deepcopy(model_of("llama")), kind)
+
+
+@pytest.fixture
+def outliers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's layers stand in for themselves; outliers are as common as in no real model."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(nn=SimpleNamespace(Linear8bitLt=LlmInt8)))
+    monkeypatch.setattr(LlmInt8, "threshold", 1.0)
+
+
+def checkpoint(folder: Path, told: dict[str, Any]) -> str:
+    shutil.copytree(demo.MODEL, folder, dirs_exist_ok=True)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": told}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("told", "lacking"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes and accelerate"),
+        ({"load_in_4bit": True}, "bitsandbytes and accelerate"),
+        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "torchao and accelerate"),
+        ({"quant_method": "gptq", "bits": 4}, "accelerate"),
+    ],
+)
+def test_a_library_that_is_not_there(
+    told: dict[str, Any],
+    lacking: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(quantising, "find_spec", lambda name: None)
+    folder = checkpoint(tmp_path, told)
+    assert app.run(["generate", "--model", folder, "--prompt", "x"]) == 1
+    line = capfd.readouterr().err
+    assert line.count("\n") == 1
+    assert f'needs {lacking}, not installed here: pip install "hdtool[quantised]"' in line
+    with pytest.raises(HdtoolError, match=f"is quantised with .* needs {lacking},"):
+        load_stock(ModelConfig(folder))
+
+
+def test_a_library_that_transformers_asks_for(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, {"quant_method": "aqlm"})
+    with pytest.raises(HdtoolError, match=r"cannot be loaded \(its weights\): .*pip install") as error:
+        load(ModelConfig(folder))
+    assert "whole" not in str(error.value), "the folder is not to blame"
+
+
+def test_quantising_on_loading_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="quantise is int9: it must be one of int8, nf4"):
+        ModelConfig(quantise="int9")
+    folder = checkpoint(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.raises(OptionError, match="quantised already, with bitsandbytes: leave it out"):
+        load(ModelConfig(folder, quantise="int8"))
+    with pytest.raises(OptionError, match="quantise is nf4: a shape has"):
+        load_shape("llama-7b", ModelConfig(quantise="nf4"))
+    monkeypatch.setattr(quantising, "find_spec", lambda name: None)
+    with pytest.raises(HdtoolError, match="quantise nf4 needs bitsandbytes and accelerate"):
+        load(ModelConfig(quantise="nf4"))
+    monkeypatch.setattr("hdtool.runtime.model.load.leader", lambda: Ranks.__new__(Ranks))
+    with pytest.raises(OptionError, match="quantise is for one process"):
+        load(ModelConfig(quantise="nf4"))
+
+
+def test_weights_alone_are_quantised(capfd: pytest.CaptureFixture[str]) -> None:
+    model = llama(Int8Layer)
+    assert len(quantised_layers(model)) == 14
+    assert not quantised_layers(model_of("llama"))
+    plain = said(run(Target(model), PROMPT, GREEDY))
+    assert said(run(Target(model), PROMPT, GREEDY, drafter=Hierarchy())) == plain
+    assert said(run(Target(model, direct), PROMPT, GREEDY, drafter=Hierarchy())) == plain
+    assert capfd.readouterr().err == "", "nothing is rounded more than elsewhere"
+
+
+def test_activations_that_share_a_scale_are_refused() -> None:
+    with pytest.raises(FamilyError, match=r"layers\.0\..* scales its input over all tokens of a pass"):
+        Target(llama(OneScale))
+
+
+def test_rounding_is_told_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("hdtool.runtime.model.quantized_layers.HIGH_PRECISION_TOLERANCE", 0.0)
+    target = Target(llama(ScalePerRow))
+    assert len(said(run(target, PROMPT, GREEDY, drafter=Hierarchy()))) == len(said(run(target, PROMPT, GREEDY)))
+    assert capfd.readouterr().err.count("this quantised model rounds its logits by") == 1
+
+
+@pytest.mark.usefixtures("outliers_count")
+def test_outliers_of_a_row_are_its_own() -> None:
+    torch.manual_seed(0)
+    layer: Any = LlmInt8(Linear(64, 48, bias=False))
+    rows = torch.randn(2, 7, 64)
+    alone = torch.stack([torch.stack([layer(row[None, None])[0, 0] for row in batch]) for batch in rows])
+    shared = layer(rows)
+    apart = RowByRow(torch.nn.ModuleList([layer]))
+    torch.testing.assert_close(layer(rows), shared, rtol=0, atol=0)
+    with apart.on():
+        torch.testing.assert_close(layer(rows), alone, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(shared, alone, rtol=1e-3, atol=1e-3), "or there would be nothing to mend"
+    apart.release()
+    with apart.on():
+        torch.testing.assert_close(layer(rows), shared, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("outliers_count")
+def test_a_tree_is_checked_row_by_row(capfd: pytest.CaptureFixture[str]) -> None:
+    """The same draft alone and among others: rounding aside, its logits are the same, in one seat or several."""
+    model = llama(LlmInt8)
+    target = Target(model, direct)
+    assert not target.captures
+    assert "not captured as CUDA graphs: its 8-bit layers look for outliers in each pass" in capfd.readouterr().err
+    target.prefill(PROMPT)
+    target.keep([])
+    (few, many) = (DraftTree.of(5, list(range(9, 9 + nodes)), [-1] * nodes) for nodes in (0, 30))
+    alone = target.verify(few)[0].clone()
+    beside = target.verify(many)[0]
+    seats = Seats(target, 2)
+    for seat in range(2):
+        seats.prefill(seat, PROMPT, 0)
+        seats.keep(seat, [])
+    seated = seats.verify([few, many])[0][0]
+    for found in (beside, seated):
+        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    held = len(model.model.layers[0].mlp.down_proj._forward_pre_hooks)
+    del target, seats
+    assert len(model.model.layers[0].mlp.down_proj._forward_pre_hooks) == held - 1, "the model is as it was"
+
+
+def test_differences_are_explained_without_more_precise_weights() -> None:
+    loaded = Loaded("small", Target(llama(ScalePerRow)), load(ModelConfig()).tokenizer)
+    verifier = Verifier(loaded, GREEDY, NoDraft(), 4)
+    steps = [token for step in run(loaded.target, PROMPT, GREEDY) for token in step.tokens]
+    right, wrong = steps[3], (steps[3] + 1) % 100
+    (found,) = verifier.explain([Difference("p", Oracle.PLAIN, PROMPT, steps[:3], right, wrong)])
+    assert found.chosen == right
+    assert not found.near_tie
+    assert found.precise is not None
+    assert found.precise.dtype == "float32, token by token"
+
+
+def test_quantised_layers_multiply_as_their_library_does() -> None:
+    class Packed(Parameter):
+        """As libraries have them: a class that knows few operations."""
+
+        def t(self) -> Any:
+            raise NotImplementedError
+
+    model: Any = torch.nn.ModuleList([Linear(64, 64, bias=False), Linear(64, 64, bias=False)])
+    model[0].weight = Packed(model[0].weight.detach())
+    multiply_few_rows_faster(model)
+    assert type(model[0].weight) is Packed
+    assert [type(layer) for layer in model] == [Linear, FewRowsLinear]
+
+
+def test_the_fingerprint_tells_quantised_from_not() -> None:
+    told = {fingerprint(model) for model in (model_of("llama"), llama(Int8Layer))}
+    assert len(told) == 2

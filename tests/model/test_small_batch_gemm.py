@@ -1,0 +1,212 @@
+"""Products of few rows: right for all shapes, chosen by what is faster, and the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import Linear
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
+
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.kernels import small_batch_linear as layers
+from hdtool.runtime.kernels.small_batch_gemm import WHOLE
+from hdtool.runtime.kernels.small_batch_linear import (
+    SAMPLED,
+    TRIED,
+    Choice,
+    FewRowsLinear,
+    has_own_products,
+    multiply_few_rows_faster,
+    own_linear,
+    share_weights,
+)
+from hdtool.runtime.model.target import Target
+from tests.support.decoding import run, said
+from tests.support.families import SHAPE, VOCABULARY
+from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
+from tests.support.trees import LyingDrafter
+
+MOST = TRIED[-1]
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def own_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Our own product is taken wherever it may be; how many rows it was given."""
+    seen: list[int] = []
+
+    def noted(input: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(input.numel() // input.shape[-1])
+        return own_linear(input, *others)
+
+    monkeypatch.setattr(Choice, "own", lambda choice, rows: rows <= MOST)
+    monkeypatch.setattr(layers, "own_linear", noted)
+    return seen
+
+
+def wide() -> Any:
+    """A model whose layers our own product fits."""
+    wider = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**{**SHAPE, **wider}))
+    return model.eval()
+
+
+def layer_of(columns: int = WHOLE, outs: int = 5, *, bias: bool = True) -> Linear:
+    layer = Linear(columns, outs, bias=bias)
+    multiply_few_rows_faster(torch.nn.ModuleList([layer]))
+    return layer
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
+@settings(deadline=None)
+def test_it_multiplies_as_numbers_do(rows: int, outs: int, wholes: int, bias: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    columns = wholes * WHOLE
+    numbers, matrix = torch.randn(rows, columns), torch.randn(outs, columns)
+    added = torch.randn(outs) if bias else torch.zeros(outs)
+    found = own_linear(numbers, matrix, added if bias else None).numpy()
+    exact = numbers.numpy().astype(np.float64) @ matrix.numpy().astype(np.float64).T + added.numpy()
+    magnitude = numbers.abs().numpy() @ matrix.abs().numpy().T + added.abs().numpy()
+    assert (np.abs(found - exact) <= columns * np.finfo(np.float32).eps * magnitude).all()
+
+
+@given(st.integers(1, 12), st.integers(1, 9), st.data())
+@settings(deadline=None)
+def test_what_is_no_number_stays_none_and_in_its_row(rows: int, outs: int, data: st.DataObject) -> None:
+    numbers, matrix = torch.ones(rows, WHOLE), torch.ones(outs, WHOLE)
+    row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, WHOLE - 1))
+    numbers[row, column] = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+    matrix[data.draw(st.integers(0, outs - 1)), column] = data.draw(st.sampled_from([0.0, 1.0, -1.0]))
+    torch.testing.assert_close(own_linear(numbers, matrix), linear(numbers, matrix), equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_row_is_the_same_beside_others(own_rows: list[int]) -> None:
+    layer, numbers = layer_of(256, 30), torch.randn(MOST, 256)
+    with torch.inference_mode():
+        alone = torch.cat([layer(row) for row in numbers.split(1)])
+        for rows in range(1, MOST + 1):
+            torch.testing.assert_close(layer(numbers[:rows]), alone[:rows], rtol=1e-5, atol=1e-5)
+    assert own_rows == [1] * MOST + list(range(1, MOST + 1))
+
+
+@pytest.mark.parametrize("shape", [(WHOLE,), (1, WHOLE), (2, 3, WHOLE), (0, WHOLE), (1, MOST, WHOLE)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, own_rows: list[int]) -> None:
+    layer, numbers = layer_of(bias=bias), torch.randn(shape)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(numbers), linear(numbers, layer.weight, layer.bias))
+    assert len(own_rows) == 1
+
+
+@pytest.mark.parametrize("numbers", [torch.randn(MOST + 1, WHOLE), torch.randn(WHOLE, 3).t()], ids=["many", "gaps"])
+def test_other_inputs_are_multiplied_as_ever(numbers: torch.Tensor, own_rows: list[int]) -> None:
+    layer = layer_of()
+    with torch.inference_mode():
+        assert torch.equal(layer(numbers), linear(numbers, layer.weight, layer.bias))
+    assert own_rows == []
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+def test_a_program_may_have_another_type_by_default(default: torch.dtype, own_rows: list[int]) -> None:
+    layer, numbers = layer_of(), torch.randn(3, WHOLE)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with torch.inference_mode():
+            found = layer(numbers)
+            Choice([layer.weight])._own_is_faster(1)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found, linear(numbers, layer.weight, layer.bias))
+    assert own_rows[0] == 3
+
+
+def test_layers_still_learn_and_change_their_type(own_rows: list[int]) -> None:
+    layer = layer_of()
+    layer(torch.ones(2, WHOLE)).sum().backward()
+    assert layer.weight.grad is not None
+    layer.to(torch.float64)
+    with torch.inference_mode():
+        assert layer(torch.ones(2, WHOLE, dtype=torch.float64)).dtype == torch.float64
+        with pytest.raises(RuntimeError):
+            layer(torch.ones(2, WHOLE))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            layer.to(torch.float32)(torch.ones(1, 2 * WHOLE))
+    assert own_rows == []
+
+
+def test_layers_that_it_does_not_fit_are_left_alone() -> None:
+    odd = Linear(WHOLE + 1, 3)
+    transposed, half, fit = (Linear(WHOLE, WHOLE) for _ in range(3))
+    transposed.weight.data = transposed.weight.data.t()
+    half.to(torch.bfloat16)
+    multiply_few_rows_faster(torch.nn.ModuleList([odd, transposed, half]))
+    assert not has_own_products(torch.nn.ModuleList([odd, transposed, half]))
+    multiply_few_rows_faster(torch.nn.ModuleList([odd, fit]))
+    assert [type(layer) for layer in (odd, fit)] == [Linear, FewRowsLinear]
+
+
+def test_the_faster_product_is_chosen_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower_by: dict[int, float] = {1: 2.0, 4: 1.5, 16: 0.5, 64: 2.0}
+    timed: list[tuple[int, int]] = []
+
+    def seconds(product: Any, numbers: torch.Tensor, weights: list[torch.Tensor]) -> float:
+        timed.append((len(numbers), len(weights)))
+        return slower_by[len(numbers)] if product is linear else 1.0
+
+    monkeypatch.setattr(layers, "_seconds", seconds)
+    threads = torch.get_num_threads()
+    choice = Choice([torch.ones(3, WHOLE)] * (SAMPLED + 1))
+    own = [choice.own(rows) for rows in range(MOST + 2)]
+    assert own == [True] * 5 + [False] * 12 + [True] * 48 + [False]
+    assert {layers for _, layers in timed} == {SAMPLED}
+    tried = len(timed)
+    try:
+        torch.set_num_threads(threads + 1)
+        slower_by[1] = 0.5
+        assert not choice.own(1)
+        assert len(timed) == 2 * tried
+    finally:
+        torch.set_num_threads(threads)
+    assert choice.own(1)
+
+
+def test_a_model_says_the_same_whatever_is_drafted(own_rows: list[int]) -> None:
+    stock, model = wide(), wide()
+    multiply_few_rows_faster(model)
+    prompt = prompt_of(20)
+    assert_same_logits(plain_logits(model, prompt), plain_logits(stock, prompt))
+    plain = said(run(Target(model), prompt, SamplingConfig()))
+    assert plain == generated(stock, prompt, len(plain))
+    liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=1)
+    assert said(run(Target(model), prompt, SamplingConfig(), drafter=liar)) == plain
+    assert liar.accepted > 0
+    assert {1, 20} < set(own_rows)
+
+
+def test_one_copy_of_weights_serves_two_models() -> None:
+    stock, model = wide(), wide()
+    multiply_few_rows_faster(model)
+    share_weights(stock, model)
+    shared = {name for name, weight in model.named_parameters() if weight.data_ptr() == _address(stock, name)}
+    assert shared == {f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, FewRowsLinear)}
+    assert not has_own_products(stock)
+
+
+def _address(model: Any, name: str) -> int:
+    found: int = model.get_parameter(name).data_ptr()
+    return found

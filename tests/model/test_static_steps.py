@@ -1,0 +1,278 @@
+"""Steps of fixed shape: what a graph would repeat is called directly here, and says what plain decoding says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.runtime.budget.node_budget import ROWS, FixedBudget
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import Finish
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.kernels.topk import Logits, argmax_at, likeliest
+from hdtool.runtime.model.attention_masks import FULL, Reach, Sheet, device_mask, tree_mask
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, Direct, Run, direct, never
+from hdtool.runtime.model.static_steps import StaticSteps
+from hdtool.runtime.model.step_input import MOVES, StepInput
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import FAMILIES, VOCABULARY, model_of
+from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
+from tests.support.rehearsed import Rehearsed
+from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
+
+CPU = torch.device("cpu")
+
+
+def tree_of(size: int) -> DraftTree:
+    """A bush with long branches: every node hangs below the one three before it."""
+    return DraftTree.of(
+        5, [(7 * node + 2) % VOCABULARY for node in range(size)], [max(ROOT, node - 3) for node in range(size)]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: str) -> None:
+    model = model_of(family)
+    target = Target(model, lambda device: Rehearsed())
+    assert target._steps
+
+    @settings(max_examples=6)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        context = prompt_of(data.draw(st.integers(1, 60)))
+        target.prefill(context, room=64)
+        target.keep([])
+        for _ in range(3):
+            tree = data.draw(trees(VOCABULARY))
+            logits = target.verify(tree)
+            assert logits.shape == (len(tree) + 1, VOCABULARY)
+            for node in range(ROOT, len(tree)):
+                assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
+            assert likeliest(logits).tolist() == logits.argmax(-1).tolist()
+            node = data.draw(st.integers(ROOT, len(tree) - 1))
+            target.keep(path_to(tree, node))
+            context += tokens_to(tree, node)
+            assert target.length == len(context)
+
+    check()
+
+
+@pytest.mark.parametrize("size", sorted({0, 1, 3, 4, 63, 64} | {rows - 1 for rows in ROWS} | set(ROWS[:-1])))
+def test_sizes_at_the_borders_of_the_fixed_ones(size: int) -> None:
+    model = model_of("mistral")
+    target = Target(model, direct)
+    context, tree = prompt_of(30), tree_of(size)
+    target.prefill(context, room=64)
+    target.keep([])
+    logits = target.verify(tree)
+    for node in {ROOT, 0, size // 2, size - 1} & set(range(ROOT, size)):
+        assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
+
+
+@pytest.mark.parametrize("length", [MOVES - 1, MOVES, MOVES + 1, 20])
+def test_paths_longer_than_a_step_moves(length: int) -> None:
+    model = model_of("llama")
+    target = Target(model, direct)
+    context = prompt_of(9)
+    tree = DraftTree.of(5, range(3, 3 + 2 * length), [max(ROOT, node - 2) for node in range(2 * length)])
+    target.prefill(context, room=64)
+    target.keep([])
+    target.verify(tree)
+    path = path_to(tree, 2 * length - 1)
+    assert len(path) == length
+    target.keep(path)
+    context += tokens_to(tree, path[-1])
+    assert_same_logits(target.verify(DraftTree.bare(7))[0], plain_logits(model, [*context, 7]))
+
+
+@given(st.lists(st.tuples(trees(VOCABULARY), st.integers(1, 300)), min_size=2, max_size=8))
+def test_masks_on_one_sheet_are_those_on_sheets_of_their_own(turns: list[tuple[DraftTree, int]]) -> None:
+    """Contexts that grow, and others that begin anew: nothing of an earlier mask is left."""
+    sheet, reaches, hidden_at = Sheet(), [Reach(FULL)], torch.finfo(torch.float32).min
+    for tree, length in turns:
+        found = tree_mask(tree, length, reaches, torch.float32, CPU, sheet)
+        if not len(tree):
+            assert found is None
+            continue
+        visible = np.concatenate([np.ones((len(tree) + 1, length), np.bool_), tree.lineage], axis=1)
+        assert isinstance(found, torch.Tensor) and found.shape[:2] == (1, 1)
+        np.testing.assert_array_equal(found[0, 0], np.where(visible, np.float32(0), np.float32(hidden_at)))
+
+
+@given(trees(VOCABULARY, most=64), st.integers(1, 90), st.integers(1, 40))
+def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length: int, size: int) -> None:
+    reaches = [Reach(FULL), Reach("sliding_attention", window=size), Reach("chunked_attention", chunk=size)]
+    rows, own = next(rows for rows in ROWS if rows > len(tree)), len(tree) + 1
+    told = StepInput(CPU)
+    told.fill(tree, rows, length)
+    told.send(rows)
+    sent = told.tensors(rows)
+    assert sent.tokens[0, :own].tolist() == tree.all_tokens
+    assert sent.positions[0, :own].tolist() == (length + tree.depths).tolist()
+    found = device_mask(sent.lineage, sent.positions[0], sent.length, 192, reaches, torch.float32)
+    host = [Reach(reach.kind, reach.window, reach.chunk) for reach in reaches]
+    expected = tree_mask(tree, length, host, torch.float32, CPU)
+    assert isinstance(found, dict)
+    for reach in reaches:
+        mask = found[reach.kind][0, 0]
+        wanted = expected[reach.kind][0, 0] if isinstance(expected, dict) else torch.zeros(1, length + 1)
+        assert torch.equal(mask[:own, : length + own], wanted)
+        assert (mask[:own, length + own :] < -1e30).all(), "rows behind the tree hold whatever was there before"
+        assert (mask == 0).any(dim=-1).all(), "who sees nothing has no number for an answer"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe", "llama4"])
+def test_what_is_said_is_what_the_usual_steps_say(family: str, sampling: SamplingConfig) -> None:
+    model = model_of(family)
+    usual, fixed = Target(model), Target(model, lambda device: Rehearsed())
+    prompt = prompt_of(20)
+    plain = said(run(usual, prompt, sampling))
+    assert said(run(fixed, prompt, sampling)) == plain
+    liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
+    assert said(run(fixed, prompt, sampling, drafter=liar)) == plain
+    assert liar.accepted > 0
+    drafter = Hierarchy(budget=FixedBudget(24), recycled=True)
+    for _ in range(2):  # the second time it knows what to draft
+        steps = run(fixed, prompt, sampling, drafter=drafter)
+        assert said(steps) == plain
+    assert fixed._steps, "it must not have gone back to the usual steps"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_a_full_context_ends_the_answer(family: str) -> None:
+    model = model_of(family)
+    prompt = prompt_of(500)
+    plain = said(run(Target(model), prompt, SamplingConfig(), 100))
+    target = Target(model, direct)
+    liar = LyingDrafter(len(prompt), plain * 2, VOCABULARY, seed=5, most=30)
+    steps = run(target, prompt, SamplingConfig(), 100, drafter=liar)
+    assert said(steps) == plain
+    assert steps[-1].finish is Finish.CONTEXT
+    assert target._rows.capacity == -(-(512 + ROWS[-1]) // 64) * 64
+
+
+def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
+    capture = Rehearsed()
+    target = Target(model_of("llama"), lambda device: capture)
+    steps = target._steps
+    assert steps
+
+    def talk(length: int) -> list[int]:
+        prompt = prompt_of(length)
+        run(target, prompt, SamplingConfig(), 60, drafter=Hierarchy(budget=FixedBudget(20)))
+        buffers = [*target._rows.memory.tensors, steps._logits, steps._likeliest, steps._said]
+        told = [steps._input._host, steps._input._device]
+        return [tensor.data_ptr() for tensor in (*buffers, *told)]
+
+    first = talk(50)
+    recorded = capture.recorded
+    assert talk(50) == first
+    assert capture.recorded == recorded, "the same conversation has no shapes that are new"
+    assert talk(9) == talk(200) == first
+    assert capture.recorded <= len(ROWS) + recorded
+
+
+def test_a_longer_conversation_reads_more_of_the_cache() -> None:
+    """Llama's context of 512 tokens has one extent; without an end there are several."""
+    assert StaticSteps.capacity_for(600, 512) == 600
+    assert StaticSteps.capacity_for(300, 4096) == 512
+    assert StaticSteps.capacity_for(3000, 3100) == 3100 + ROWS[-1]
+    assert StaticSteps.capacity_for(3000, None) == 4096
+    target = Target(model_of("llama"), direct)
+    assert target._steps
+    target._rows = target.rows(2048)
+    target.prefill(prompt_of(440))
+    target.keep([])
+    target.verify(tree_of(63))
+    target.keep([0])
+    assert target.length == 442
+    target.verify(tree_of(63))
+    assert {extent for _, extent in target._steps._steps} == {512}
+    long = [place % VOCABULARY for place in range(470)]
+    target.prefill(long)
+    target.keep([])
+    logits = target.verify(tree_of(63))
+    assert {extent for _, extent in target._steps._steps} == {512, 1024}
+    assert_same_logits(logits[1], plain_logits(target.model, [*long, 5, 2]))
+
+
+class Failing(Direct):
+    """Records some steps and then, like a graph of a model that looks at its own numbers, none."""
+
+    def __init__(self, good: int) -> None:
+        self._left = good
+
+    def record(self, run: Run) -> Run:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("operation not permitted when stream is capturing\nand a long story")
+        return run
+
+
+@pytest.mark.parametrize("good", [0, 1, 2, 3])
+def test_a_step_that_cannot_be_recorded_is_a_usual_one_from_then_on(
+    good: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, prompt = model_of("llama"), prompt_of(20)
+    plain = said(run(Target(model), prompt, SamplingConfig()))
+    target = Target(model, lambda device: Failing(good))
+    for seed in range(3):
+        liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
+        assert said(run(target, prompt, SamplingConfig(), drafter=liar)) == plain
+    assert target._steps is None
+    said_aloud = capsys.readouterr().err
+    assert said_aloud.count("\n") == 1
+    assert "not captured as CUDA graphs: operation not permitted when stream is capturing" in said_aloud
+
+
+class Stale(Direct):
+    """What a graph does to a model that takes something of its first step, such as a length, for every step's."""
+
+    def record(self, run: Run) -> Run:
+        run()
+        return lambda: None
+
+
+def test_a_recording_that_says_something_else_is_found_out(capsys: pytest.CaptureFixture[str]) -> None:
+    target = Target(model_of("llama"), lambda device: Stale())
+    assert target._steps is None
+    assert "its logits would be off by" in capsys.readouterr().err
+
+
+def test_known_likeliest_tokens_are_not_looked_for_again() -> None:
+    rows = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    known = Logits.of(rows, np.array([2, 2]))
+    assert likeliest(known).tolist() == [2, 2]
+    assert [argmax_at(known)(row) for row in range(2)] == [(2, True), (2, True)]
+    assert known.data_ptr() == rows.data_ptr()
+    assert type(known[1:]) is torch.Tensor
+    assert likeliest(known[1:]).tolist() == [0]
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell resident memory so")
+@pytest.mark.parametrize("capture", [direct, never])
+def test_memory_stays_where_it_was_over_500_answers(capture: CaptureMaker) -> None:
+    target = Target(model_of("llama"), capture)
+    drafter = Hierarchy(budget=FixedBudget(12))
+
+    def answers(many: int) -> None:
+        for number in range(many):
+            run(target, prompt_of(1 + number % 40), SamplingConfig(), 3, drafter=drafter)
+
+    answers(60)
+    before = resident()
+    answers(500)
+    assert resident() < 1.01 * before

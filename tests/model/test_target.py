@@ -1,0 +1,190 @@
+"""The target: a tree's logits are plain decoding's, on every family; others are refused with a reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hdtool.data.errors import FamilyError
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.model.families import context_limit
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.tree import DraftTree
+from tests.support.families import FAMILIES, IN_DOUBLE, SHAPE, VOCABULARY, model_of
+from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
+from tests.support.trees import path_to, tokens_to, trees
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [1, 7, 300])
+def test_plain_decoding_equals_generate(family: str, length: int) -> None:
+    model = model_of(family)
+    prompt = prompt_of(length)
+    expected = generated(model, prompt, 40)
+    steps = list(decode(Target(model), prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=40))
+    assert [token for step in steps for token in step.tokens] == expected
+    assert len(steps) == 40
+
+
+IN_FLOAT32 = [(family, torch.float32) for family in FAMILIES]
+IN_FLOAT64 = [(family, torch.float64) for family in IN_DOUBLE]
+
+
+@pytest.mark.parametrize(("family", "dtype"), IN_FLOAT32 + IN_FLOAT64)
+def test_a_tree_gets_the_logits_of_its_plain_paths(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    target = Target(model)
+
+    @settings(max_examples=8)
+    @given(trees(VOCABULARY), st.integers(1, 60))
+    def check(tree: DraftTree, length: int) -> None:
+        context = [*prompt_of(length), tree.root]
+        target.prefill(context[:-1], room=1)
+        target.keep([])
+        logits = target.verify(tree)
+        assert logits.shape == (len(tree) + 1, VOCABULARY)
+        for node in range(-1, len(tree)):
+            expected = plain_logits(model, context[:-1] + (tokens_to(tree, node) if node >= 0 else [tree.root]))
+            assert_same_logits(logits[node + 1], expected)
+
+    check()
+
+
+@pytest.mark.parametrize(("family", "dtype"), IN_FLOAT32 + IN_FLOAT64)
+def test_a_kept_path_is_the_context_of_the_next_step(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    target = Target(model)
+
+    @settings(max_examples=6)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        context = prompt_of(data.draw(st.integers(1, 40)))
+        target.prefill(context, room=64)
+        target.keep([])
+        for _ in range(2):
+            tree = data.draw(trees(VOCABULARY, most=10))
+            target.verify(tree)
+            node = data.draw(st.integers(-1, len(tree) - 1))
+            path = path_to(tree, node)
+            target.keep(path)
+            context += tokens_to(tree, node)
+            assert target.length == len(context)
+        last = DraftTree.bare(5)
+        assert_same_logits(target.verify(last)[0], plain_logits(model, [*context, 5]))
+
+    check()
+
+
+def test_the_cache_is_one_tensor_and_serves_the_next_conversation() -> None:
+    target = Target(model_of("llama"))
+    target.prefill(prompt_of(50), room=20)
+    tensors = target._rows.memory.tensors
+    assert len(tensors) == 1
+    assert tensors[0].shape == (2 * 2, 1, 2, target._rows.capacity, 8)
+    target.prefill(prompt_of(9), room=20)
+    assert target._rows.memory.tensors[0] is tensors[0]
+
+
+def test_layers_of_different_shape_share_a_tensor_each() -> None:
+    """DeepSeek keeps a latent vector and, apart from it, what is turned by the position."""
+    target = Target(model_of("deepseek_v3"))
+    assert sorted(tensor.shape[-1] for tensor in target._rows.memory.tensors) == [8, 16]
+
+
+def tiny(name: str, **changes: Any) -> PreTrainedModel:
+    kept = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    config = getattr(transformers, f"{name}Config")(**{**kept, **changes})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("Mamba", {"state_size": 4}, "cannot step back"),
+        ("RwkvConfig".removesuffix("Config"), {"attention_hidden_size": 32}, "recurrent state"),
+        ("Qwen3Next", {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}, "linear_attention layers"),
+        ("Bloom", {"n_head": 4, "n_layer": 2}, "ALiBi"),
+        ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "ALiBi"),
+        ("Falcon", {"alibi": True}, "ALiBi"),
+        ("XLNet", {"d_model": 32, "n_head": 4, "n_layer": 2, "d_inner": 48}, "takes no position ids"),
+    ],
+)
+def test_families_that_cannot_work_are_refused_with_the_reason(name: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FamilyError, match=reason) as refusal:
+        Target(tiny(name, **changes))
+    assert "\n" not in str(refusal.value)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    config = transformers.T5Config(vocab_size=97, d_model=32, num_layers=2, num_heads=4, d_ff=48, d_kv=8)
+    with pytest.raises(FamilyError, match="encoder-decoder"):
+        Target(transformers.T5ForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "gemma2", "qwen3_moe", "gpt_neox"])
+def test_a_model_that_ignores_what_trees_need_is_found_out(
+    family: str, ignored: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(model_of(family)).to(dtype)  # type: ignore[arg-type]
+    Target(model)
+    honest = model.forward
+
+    def careless(
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **rest: Any,
+    ) -> Any:
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return honest(input_ids=input_ids, past_key_values=past_key_values, **{**given, ignored: None}, **rest)
+
+    monkeypatch.setattr(model, "forward", careless)
+    with pytest.raises(FamilyError, match="does not follow tree masks"):
+        Target(model)
+
+
+def test_a_model_whose_code_fails_is_refused_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+
+    def broken(
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **rest: Any,
+    ) -> Any:
+        raise RuntimeError("no kernel for this\nand a long story")
+
+    monkeypatch.setattr(model, "forward", broken)
+    with pytest.raises(FamilyError, match=r"no kernel for this\)"):
+        Target(model)
+
+
+def test_a_longrope_conversation_stays_on_its_side_of_the_switch() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    shape = {**SHAPE, "max_position_embeddings": 128, "original_max_position_embeddings": 64}
+    config = transformers.Phi3Config(
+        **shape, rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    )
+    assert context_limit(config, prompt_length=64) == 64
+    assert context_limit(config, prompt_length=65) == 128
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for length, room in ((40, 24), (70, 30)):
+        prompt = prompt_of(length)
+        expected = generated(model, prompt, room)
+        steps = decode(Target(model), prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=room)
+        assert [token for step in steps for token in step.tokens] == expected

@@ -1,0 +1,92 @@
+"""The house rules: what each folder may import, how large it is, and what every file must have."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.project import FILES, FOLDERS, ROOT
+
+MAY_IMPORT = {
+    "data": {"data"},
+    "runtime": {"data", "runtime"},
+    "builders": {"data", "runtime", "builders"},
+    "cli": {"data", "runtime", "builders", "cli"},
+}
+LARGEST_FOLDER = 17
+"""Files beside subfolders, without ``__init__`` and ``__main__``."""
+NOT_FOR = {
+    "runtime/kernels": {"runtime/model", "runtime/stores", "runtime/drafters", "runtime/evaluation"},
+    "runtime/stores": {"runtime/model", "runtime/drafters", "runtime/evaluation", "runtime/integrations"},
+    "runtime/model": {"runtime/drafters", "runtime/evaluation", "runtime/integrations"},
+    "runtime/budget": {"runtime/drafters", "runtime/evaluation", "runtime/integrations"},
+    "runtime/drafters": {"runtime/evaluation", "runtime/integrations"},
+    "runtime/integrations": {"runtime/evaluation"},
+    "runtime/evaluation": {"runtime/integrations"},
+    "data/files": {"data/stores"},
+}
+"""What a folder must not import, beside what its top-level folder must not."""
+
+
+def module_of(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return f"hdtool.{name}".removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imports(path: Path, *, when_loaded: bool = False) -> Iterator[str]:
+    """The modules of ours that a file imports: anywhere in it, or only when it is loaded."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body if when_loaded else ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hdtool"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module
+
+
+def folder_of(module: str) -> str:
+    path = MODULES[module]
+    return str(path.parent.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_says_what_it_is_and_imports_only_what_its_folder_may(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), "a module starts with what it is"
+    folder = str(path.parent.relative_to(ROOT))
+    found = {folder_of(name) for name in imports(path)}
+    assert {name.split("/")[0] for name in found} <= MAY_IMPORT[folder.split("/")[0]]
+    for own, forbidden in NOT_FOR.items():
+        if f"{folder}/".startswith(f"{own}/"):
+            assert not {name for name in found for other in forbidden if f"{name}/".startswith(f"{other}/")}
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    graph = {name: set(imports(path, when_loaded=True)) & MODULES.keys() for name, path in MODULES.items()}
+    while free := {name for name, needed in graph.items() if not needed}:
+        graph = {name: needed - free for name, needed in graph.items() if name not in free}
+    assert not graph, f"these import each other: {sorted(graph)}"
+
+
+@pytest.mark.parametrize("folder", sorted({str(path.parent.relative_to(ROOT)) for path in FILES}))
+def test_a_folder_is_small_and_introduces_itself(folder: str) -> None:
+    files = [path for path in (ROOT / folder).glob("*.py") if not path.name.startswith("__")]
+    assert len(files) <= LARGEST_FOLDER
+    introduction = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
+    assert introduction and len(introduction.split()) > 10
+
+
+def test_the_top_level_holds_the_four_folders_alone() -> None:
+    assert {path.parts[-2] for path in ROOT.glob("*/py.typed")} == set(FOLDERS)
+
+
+def test_tests_do_not_import_tests() -> None:
+    """What several of them need is in ``tests/support``."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert ".test_" not in f".{node.module}", f"{path.relative_to(ROOT)} imports {node.module}"

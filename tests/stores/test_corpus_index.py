@@ -1,0 +1,142 @@
+"""The corpus index against a brute-force reading of the documents."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.shards import suffix_array
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import TokenizerMark, damaged
+from hdtool.runtime.stores.corpus_index import DEPTH, LONGEST_CONTEXT, MATCHES_READ, CorpusIndex
+from tests.support.stores import Documents, index_of
+
+
+def brute_force(documents: Documents, context: list[int]) -> tuple[int, Counter[tuple[int, ...]]]:
+    """The longest suffix that occurs, and how often each continuation follows it."""
+    for length in range(min(len(context), LONGEST_CONTEXT), 0, -1):
+        suffix = context[-length:]
+        places = [
+            (ids, at + length)
+            for ids in documents
+            for at in range(len(ids) - length + 1)
+            if ids[at : at + length] == suffix
+        ]
+        if places:
+            follows: Counter[tuple[int, ...]] = Counter()
+            for ids, at in places:
+                for depth in range(1, DEPTH + 1):
+                    if at + depth <= len(ids):
+                        follows[tuple(ids[at : at + depth])] += 1
+            return length, follows
+    return 0, Counter()
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 120])
+@pytest.mark.parametrize("vocabulary", [4, 60_000, 65_535, 65_536, 200_000])
+def test_continuations_are_those_of_the_documents(
+    vocabulary: int, shard_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Small alphabets at the top of the vocabulary: many repeats, and every byte width."""
+    token = st.integers(vocabulary - 4, vocabulary - 1)
+
+    @settings(max_examples=60)
+    @given(st.lists(st.lists(token, max_size=12), min_size=1, max_size=8), st.lists(token, max_size=20))
+    def check(documents: Documents, context: list[int]) -> None:
+        if not any(documents):
+            return
+        index = index_of(tmp_path_factory.mktemp("index"), documents, vocabulary, shard_bytes)
+        found = index.after(context, most=10_000)
+        matched, follows = brute_force(documents, context)
+        assert found.matched == matched
+        paths: dict[int, tuple[int, ...]] = {-1: ()}
+        seen = {}
+        for node, (token, parent) in enumerate(zip(found.tokens.tolist(), found.parents.tolist(), strict=True)):
+            assert parent < node
+            paths[node] = (*paths[parent], token)
+            seen[paths[node]] = int(found.counts[node])
+        assert seen == dict(follows)
+        assert list(found.counts) == sorted(found.counts, reverse=True)
+        short = index.after(context, most=3)
+        assert list(short.tokens) == list(found.tokens[:3])
+
+    check()
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
+def test_the_suffix_array_sorts_what_follows(ids: list[int]) -> None:
+    for width in (np.uint16, np.uint32):
+        tokens = np.array([token + np.iinfo(width).max - 5 for token in ids], width)
+        assert suffix_array(tokens).tolist() == sorted(range(len(ids)), key=lambda at: ids[at:])
+
+
+def test_more_matches_than_are_read_are_sampled_over_their_whole_range(tmp_path: Path) -> None:
+    """Half of the continuations start with a high token: reading the first in order would miss them."""
+    documents = [[9, 2 + place % 2, place % 7] for place in range(4 * MATCHES_READ)]
+    for shard_bytes in (1 << 20, 1 << 9):
+        index = index_of(tmp_path / str(shard_bytes), documents, 10, shard_bytes)
+        found = index.after([9])
+        assert found.found == len(documents)
+        first = {int(token): int(count) for token, count in zip(found.tokens[:2], found.counts[:2], strict=True)}
+        assert first == {2: len(documents) // 2, 3: len(documents) // 2}
+
+
+@pytest.mark.parametrize("part", ["documents", "suffixes", "heads", "signposts", "shards"])
+def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
+    """Flipped bytes are for `inspect --verify` to find; a look-up on them must stay within its files."""
+    rng = random.Random(part)
+    documents = [[rng.randrange(50) for _ in range(30)] for _ in range(40)]
+    index = index_of(tmp_path, documents, 50, 600)
+    path = tmp_path / index.manifest.files[part].name
+    whole = path.read_bytes()
+    for _ in range(60):
+        spoiled = bytearray(whole)
+        for _ in range(rng.randrange(1, 4)):
+            spoiled[rng.randrange(len(spoiled))] ^= 1 << rng.randrange(8)
+        path.write_bytes(spoiled)
+        assert damaged(tmp_path, index.manifest) == [path.name]
+        try:
+            found = CorpusIndex(tmp_path)
+        except StoreError:
+            assert part == "shards"
+            continue
+        for ids in documents:
+            drafts = found.after(ids[:10])
+            assert ((drafts.tokens >= 0) & (drafts.tokens < 50)).all()
+            assert (drafts.parents < np.arange(len(drafts.parents))).all()
+
+
+def test_several_workers_sort_what_one_does(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    documents = [Document([rng.randrange(9) for _ in range(50)]) for _ in range(20)]
+    mark = TokenizerMark("test", 9)
+    whole = []
+    for workers in (1, 2):
+        manifest = build_corpus_index(
+            tmp_path / str(workers), documents, mark, [Source("a", "0")], shard_bytes=600, engine=LocalEngine(workers)
+        )
+        assert manifest.counts["shards"] > 2
+        whole.append({part: file.sha256 for part, file in manifest.files.items()})
+    assert whole[0] == whole[1]
+
+
+def test_an_empty_corpus_builds_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no text at all"):
+        build_corpus_index(tmp_path, [Document([])], TokenizerMark("test", 9), [Source("a", "0")])
+    with pytest.raises(StoreError, match="holds no store"):
+        CorpusIndex(tmp_path)
+
+
+def test_contexts_that_are_nowhere(tmp_path: Path) -> None:
+    index = index_of(tmp_path, [[1, 2, 3]], 9)
+    for context in ([], [8], [9], [-5], [10**12], [3]):
+        assert len(index.after(context).tokens) == 0

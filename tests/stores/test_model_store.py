@@ -1,0 +1,316 @@
+"""The model store against a brute-force counting of the documents."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import lmdb
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.builders.stores import engine
+from hdtool.builders.stores import sequences as counting
+from hdtool.builders.stores.build_model_store import DOUBLINGS, _table, build_model_store
+from hdtool.builders.stores.sequences import table_size
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source, stored_documents, token_type
+from hdtool.data.stores.store import Manifest, TokenizerMark, damaged
+from hdtool.runtime.drafters.hierarchy.sources.model_evidence import MODEL, known_as
+from hdtool.runtime.stores.model_store import (
+    KEY_WIDTH,
+    LONGEST_PREFIX,
+    LONGEST_PROBE,
+    PHRASE,
+    TOTAL,
+    ModelStore,
+    find,
+    halves,
+    mixed,
+    slot_of,
+)
+from tests.support.stores import build
+
+Documents = list[list[int]]
+Sequences = Counter[tuple[int, ...]]
+Rows = list[tuple[tuple[int, ...], int]]
+Found = dict[int, tuple[int, int, Rows]]
+"""By the length of the prefix: its total, how many different tokens follow, and those kept with their counts."""
+
+VOCABULARIES = [4, 65_535, 65_536, 200_000]
+FLAT = ["slots", "keys", "rows", "heads", "phrases"]
+
+
+def sequences(documents: Documents, length: int, once: bool) -> Sequences:
+    """How often each sequence of a length is counted."""
+    counts: Sequences = Counter()
+    for ids in documents:
+        inside = [tuple(ids[at : at + length]) for at in range(len(ids) - length + 1)]
+        counts.update(set(inside) if once else inside)
+    return counts
+
+
+class Oracle:
+    """What a store of these documents should answer, by counting without any cleverness."""
+
+    def __init__(self, documents: Documents, *, top_k: int, per_key: int, once_per_document: bool) -> None:
+        self.per_key = per_key
+        self.all = [sequences(documents, length, once_per_document) for length in range(2, LONGEST_PREFIX + 2)]
+        self.kept = [dict(sorted(all.items(), key=lambda item: (-item[1], item[0]))[:top_k]) for all in self.all]
+
+    def after(self, context: list[int]) -> Found:
+        found: Found = {}
+        for prefix in range(min(len(context), LONGEST_PREFIX), 0, -1):
+            tail = tuple(context[-prefix:])
+            rows = self.rows(self.kept[prefix - 1], tail)
+            follows = [count for ids, count in self.all[prefix - 1].items() if ids[:prefix] == tail]
+            if rows:
+                found[prefix] = sum(follows), len(follows), rows[: self.per_key]
+        return found
+
+    def phrases(self, token: int) -> Rows:
+        return self.rows(self.kept[PHRASE - 1], (token,))[: self.per_key]
+
+    def rows(self, kept: dict[tuple[int, ...], int], head: tuple[int, ...]) -> Rows:
+        return [(ids[len(head) :], count) for ids, count in kept.items() if ids[: len(head)] == head]
+
+    @property
+    def prefixes(self) -> set[tuple[int, ...]]:
+        return {ids[:prefix] for prefix, kept in enumerate(self.kept, 1) for ids in kept}
+
+
+def found_by(store: ModelStore, context: Any, most: int = 64) -> Found:
+    levels = store.after(context, most)
+    pairs = zip(levels.tokens.tolist(), levels.counts.tolist(), strict=True)
+    rows: Rows = [((token,), count) for token, count in pairs]
+    bounds = zip(*(field.tolist() for field in levels[:5]), strict=True)
+    found: Found = {length: (total, distinct, rows[start:stop]) for length, total, distinct, start, stop in bounds}
+    assert list(found) == sorted(found, reverse=True)
+    assert sum(len(rows) for *_, rows in found.values()) == len(rows)
+    return found
+
+
+def phrases_of(store: ModelStore, token: int) -> Rows:
+    return [(tuple(ids), count) for ids, count in zip(*map(np.ndarray.tolist, store.phrases_after(token)), strict=True)]
+
+
+def entries_of(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int, Rows]], dict[int, Rows]]:
+    """What the LMDB file holds: prefixes, and phrases."""
+    path = store.folder / store.manifest.files["entries"].name
+    prefixes, phrases = {}, {}
+    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as environment, environment.begin() as read:
+        for key, value in read.cursor():
+            tokens = tuple(np.frombuffer(key[1:], ">u4").tolist())
+            total, distinct, found = msgpack.unpackb(value)
+            rows = [(tuple(ids), count) for ids, count in found]
+            if key[0] > LONGEST_PREFIX:
+                phrases[tokens[0]] = rows
+            else:
+                assert len(tokens) == key[0]
+                prefixes[tokens] = total, distinct, rows
+    return prefixes, phrases
+
+
+@pytest.mark.parametrize("slots", [1 << 21, 8])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_look_ups_equal_counting(
+    vocabulary: int, slots: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small alphabets at the top of the vocabulary, counted in one part and in many."""
+    monkeypatch.setattr(counting, "TABLE_SLOTS", slots)
+    token = st.integers(vocabulary - 3, vocabulary - 1)
+    documents = st.lists(st.lists(token, max_size=16), min_size=1, max_size=6).filter(
+        lambda documents: max(map(len, documents)) > PHRASE
+    )
+
+    @settings(max_examples=50)
+    @given(documents, st.lists(token, max_size=7), st.integers(1, 40), st.integers(1, 4), st.booleans())
+    def check(documents: Documents, context: list[int], top_k: int, per_key: int, once: bool) -> None:
+        options: dict[str, Any] = {"top_k": top_k, "per_key": per_key, "once_per_document": once}
+        folder = tmp_path_factory.mktemp("store")
+        manifest = build(folder, documents, vocabulary, **options)
+        store, oracle = ModelStore(folder, manifest.tokenizer), Oracle(documents, **options)
+        for known in [*oracle.prefixes, tuple(context), ()]:
+            assert found_by(store, list(known)) == oracle.after(list(known))
+        first = {length: (*totals, rows[:1]) for length, (*totals, rows) in oracle.after(context).items()}
+        assert found_by(store, context, most=1) == first
+        prefixes, phrases = entries_of(store)
+        assert prefixes == {known: oracle.after(list(known))[len(known)] for known in oracle.prefixes}
+        words = range(vocabulary - 3, vocabulary)
+        assert phrases == {token: rows for token in words if (rows := oracle.phrases(token))}
+        for token in range(vocabulary - 4, vocabulary + 1):
+            assert phrases_of(store, token) == oracle.phrases(token)
+        assert manifest.counts["keys"] == len(prefixes)
+        assert manifest.counts["continuations"] == sum(len(rows) for *_, rows in prefixes.values())
+        assert manifest.counts["phrases"] == sum(map(len, phrases.values()))
+
+    check()
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_the_documents_are_kept_with_their_sources(vocabulary: int, tmp_path: Path) -> None:
+    top = vocabulary - 1
+    documents = [Document([top] * 6), Document([]), Document([0, top], 2), Document(np.array([1, 2, 3, top]), 2)]
+    sources = [Source("a", "1"), Source("b", "2"), Source("c", "3")]
+    manifest = build_model_store(tmp_path, documents, TokenizerMark("test", vocabulary), sources)
+    assert [(share.name, share.sha256, share.records, share.tokens) for share in manifest.sources] == [
+        ("a", "1", 1, 6),
+        ("b", "2", 0, 0),
+        ("c", "3", 2, 6),
+    ]
+    tokens = np.fromfile(tmp_path / manifest.files["documents"].name, token_type(vocabulary))
+    assert [ids.tolist() for ids in stored_documents(tokens, vocabulary)] == [[top] * 6, [0, top], [1, 2, 3, top]]
+
+
+def parts_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
+    return {part: (folder / file.name).read_bytes() for part, file in manifest.files.items()}
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=8, max_size=14), min_size=2, max_size=5), st.randoms())
+@settings(max_examples=30)
+def test_the_same_documents_give_the_same_store(
+    tmp_path_factory: pytest.TempPathFactory, documents: Documents, random: Random
+) -> None:
+    """Byte for byte; of documents in another order all is the same but the documents."""
+    shuffled = random.sample(documents, len(documents))
+    folders = [tmp_path_factory.mktemp("store") for _ in range(3)]
+    first, again, other = (
+        parts_of(folder, build(folder, ids, 3, top_k=10, per_key=2))
+        for folder, ids in zip(folders, [documents, documents, shuffled], strict=True)
+    )
+    del first["entries"], again["entries"]  # LMDB lays its pages out as it likes
+    assert again == first
+    assert {part: other[part] for part in FLAT} == {part: first[part] for part in FLAT}
+
+
+def test_any_context_is_taken(tmp_path: Path) -> None:
+    store = ModelStore(tmp_path, build(tmp_path, [[5, 6, 7, 8, 9, 5, 6]], 10).tokenizer)
+    known = {1: (1, 1, [((6,), 1)])}
+    for context in ([5], (5,), np.array([5], np.uint16), [4, 3, 2, 1, 5], [2**40, -1, 5]):
+        assert found_by(store, context) == known
+    for unknown in ([], [5, 4], [-1], [10], [2**40], np.empty(0, np.int64)):
+        assert found_by(store, unknown) == {}
+    assert found_by(store, [5], most=0) == {1: (1, 1, [])}
+    assert phrases_of(store, 5) == [((6, 7, 8, 9), 1)]
+    for token in (4, -1, 10, 2**40):
+        assert phrases_of(store, token) == []
+
+
+def test_only_the_files_of_the_store_are_left(tmp_path: Path) -> None:
+    manifest = build(tmp_path, [[1, 2, 3, 4, 5]], 10)
+    names = {file.name for file in manifest.files.values()}
+    assert {path.name for path in tmp_path.iterdir()} - {".lock"} == names | {"manifest.json"}
+    assert manifest.files["entries"].bytes <= 1 << 17, "a store of one entry needs a few pages"
+
+
+@pytest.mark.parametrize(("documents", "found"), [([[]], "no text at all"), ([[1, 2, 3, 4]], "has 4 tokens")])
+def test_what_says_nothing_is_refused(documents: Documents, found: str, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=found):
+        build(tmp_path, documents, 10)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "TABLE_SLOTS", 1 << 12)
+    monkeypatch.setattr(engine, "LENGTHS_AT_ONCE", 1)  # which lengths meet in memory would be a matter of chance
+    mark, source = TokenizerMark("test", 1000), Source("test", "")
+
+    def documents(number: int) -> Iterator[Document]:
+        rng = np.random.default_rng(0)
+        return (Document(rng.integers(0, 1000, 100)) for _ in range(number))
+
+    def peak(number: int) -> int:
+        tracemalloc.start()
+        build_model_store(tmp_path, documents(number), mark, [source], top_k=100)
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    peak(10)  # what compiling takes
+    # Counted whole, the larger would take 19 MB more; the checksums' buffers come and go as it happens.
+    assert peak(4800) < peak(150) + (2 << 20)
+
+
+@pytest.mark.parametrize("part", FLAT)
+def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
+    """Flipped bytes are for `inspect --verify` to find; a look-up on them must stay within its files."""
+    random = Random(part)
+    documents = [[random.randrange(30) for _ in range(30)] for _ in range(30)]
+    manifest = build(tmp_path, documents, 30)
+    path = tmp_path / manifest.files[part].name
+    whole = path.read_bytes()
+    for _ in range(60):
+        spoiled = bytearray(whole)
+        for _ in range(random.randrange(1, 40)):
+            spoiled[random.randrange(len(spoiled))] ^= 1 << random.randrange(8)
+        path.write_bytes(spoiled)
+        assert damaged(tmp_path, manifest) == [path.name]
+        store = ModelStore(tmp_path)
+        for ids in documents:
+            tokens = store.after(ids[:10]).tokens
+            assert ((tokens >= 0) & (tokens < 30)).all()
+            phrases, _ = store.phrases_after(ids[0])
+            assert ((phrases >= 0) & (phrases < 30)).all()
+
+
+def hash_of(token: int) -> np.uint64:
+    """The hash of a prefix of one token; compiled code returns it as a plain integer."""
+    return np.uint64(mixed(np.uint64(0), token))
+
+
+def crowded(count: int, bits: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Tokens, a row each, whose search begins in the same slot in all tables of up to ``2**bits`` slots."""
+    found = [token for token in range(count << (bits + 1)) if slot_of(hash_of(token), (1 << bits) - 1) == 5]
+    return np.array(found[:count], np.int64)[:, None]
+
+
+def test_a_table_grows_until_every_search_is_short() -> None:
+    heads = crowded(LONGEST_PROBE + 50, 10)
+    keys = np.zeros((len(heads), KEY_WIDTH), np.int32)
+    assert table_size(len(heads)) <= 1 << 10
+    slots = _table(keys, [heads[:40], heads[40:]])
+    assert table_size(len(heads)) < len(slots) <= table_size(len(heads)) << DOUBLINGS
+    for number, (token,) in enumerate(heads.tolist()):
+        assert find(slots, keys, hash_of(token)) == number
+
+
+def test_equal_hashes_do_not_grow_a_table_for_ever() -> None:
+    heads = np.full((2 * LONGEST_PROBE, 1), 7)
+    keys = np.zeros((len(heads), KEY_WIDTH), np.int32)
+    slots = _table(keys, [heads])
+    assert len(slots) == table_size(len(heads)) << DOUBLINGS
+    assert np.count_nonzero(slots >= 0) == LONGEST_PROBE
+    assert find(slots, keys, hash_of(7)) == 0
+
+
+def test_a_full_table_is_not_read_to_its_end() -> None:
+    """In a table without a free slot, a key is found as far as a search goes, and not after that."""
+    mark = hash_of(7)
+    keys = np.zeros((2, KEY_WIDTH), np.int32)
+    keys[1, :2] = halves(mark)
+    start, mask = slot_of(mark, (1 << 12) - 1), (1 << 12) - 1
+    for distance, found in ((0, 1), (LONGEST_PROBE - 1, 1), (LONGEST_PROBE, -1), (mask, -1)):
+        slots = np.zeros(1 << 12, np.int32)
+        slots[(start + distance) & mask] = 1
+        assert find(slots, keys, mark) == found
+        record = np.zeros(1, MODEL)
+        record["slots"], record["keys"] = (slots.ctypes.data, len(slots)), (keys.ctypes.data, len(keys))
+        keys[1, [TOTAL]] = 3
+        assert known_as(record[0], mark)[2] == (3 if found > 0 else 0)
+
+
+def test_phrases_stay_within_their_limit_whatever_the_heads_hold(tmp_path: Path) -> None:
+    manifest = build(tmp_path, [[token, 1, 2, 3, 4] for token in range(5, 10)], 10)
+    path = tmp_path / manifest.files["heads"].name
+    heads = np.fromfile(path, np.int32)
+    for start, stop in ((0, -1), (-9, 99), (3, 1), (2**31 - 1, -(2**31))):
+        heads[5:7] = start, stop
+        heads.tofile(path)
+        assert len(ModelStore(tmp_path).phrases_after(5, 2)[0]) <= 2

@@ -1,0 +1,36 @@
+"""Decoding in tests: ways to choose tokens, and whole answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampler import Sampler
+
+SAMPLINGS = {
+    "greedy": SamplingConfig(),
+    "greedy, penalised": SamplingConfig(repetition_penalty=1.2),
+    "T 0.7": SamplingConfig(temperature=0.7, seed=1),
+    "T 1, top-p 0.9": SamplingConfig(temperature=1.0, top_p=0.9, seed=2),
+    "T 1, top-k 5, penalised": SamplingConfig(temperature=1.0, top_k=5, repetition_penalty=1.2, seed=3),
+}
+
+
+def run(
+    target: Target,
+    prompt: list[int],
+    sampling: SamplingConfig,
+    most: int = 48,
+    *,
+    stops: Collection[int] = (),
+    drafter: Drafter | None = None,
+) -> list[Step]:
+    sampler = Sampler(sampling, prompt)
+    return list(decode(target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
+
+
+def said(steps: list[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
