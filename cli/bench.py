@@ -24,7 +24,7 @@ from hdtool.runtime.config import (
     ModelConfig,
     SamplingConfig,
     ShapeConfig,
-    ShelfConfig,
+    StoresConfig,
 )
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def bench(
     assistant: Annotated[
         str | None, typer.Option(help="The draft model of generate-assisted: a folder or a hub name.")
     ] = BenchConfig.assistant,
-    model_db: options.ModelDb = ShelfConfig.model_db,
-    corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
+    model_db: options.ModelDb = StoresConfig.model_db,
+    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
     budget: options.Budget = DecodeConfig.budget,
     heads: options.Heads = None,
     tree: options.Tree = DecodeConfig.tree,
@@ -137,7 +137,7 @@ def bench(
             questions=questions, baseline=baseline, assistant=assistant, report=report, temperatures=temperatures
         )
         timed = ShapeConfig(shape, chosen or ShapeConfig.methods, limit)
-        stores = ShelfConfig(model_db, corpus_db)
+        stores = StoresConfig(model_db, corpus_db)
         return bench_shape(timed, traces, replace(loading, threads=threads), decoding, stores, quiet, as_json)
     if traces is not None:
         raise OptionError("--traces belongs to --shape: give both")
@@ -154,7 +154,7 @@ def bench(
     from hdtool.runtime.evaluation.scores import scores_of
 
     quiet_libraries()
-    plan = Plan(asked, settings, loading, decoding, sampling, ShelfConfig(model_db, corpus_db), chat)
+    plan = Plan(asked, settings, loading, decoding, sampling, StoresConfig(model_db, corpus_db), chat)
     plans = (plan, *map(plan.at, hotter))
     # What is in the way is refused before anything is measured.
     for one in plans:

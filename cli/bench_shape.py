@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.traces import read_traces
-from hdtool.runtime.config import DecodeConfig, ModelConfig, ShapeConfig, ShelfConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, ShapeConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.runtime.evaluation.recorded_model import Teller, Timed
     from hdtool.runtime.model.load import Loaded
-    from hdtool.runtime.stores.store_set import Shelf
+    from hdtool.runtime.stores.store_set import StoreSet
 
 
 def bench_shape(
@@ -24,7 +24,7 @@ def bench_shape(
     traces: Path | None,
     model: ModelConfig,
     decoding: DecodeConfig,
-    shelf: ShelfConfig,
+    store_set: StoresConfig,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -40,7 +40,7 @@ def bench_shape(
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
     from hdtool.runtime.model.cpu_threads import settle_threads
     from hdtool.runtime.model.load import load_stops
-    from hdtool.runtime.stores.store_set import Shelf
+    from hdtool.runtime.stores.store_set import StoreSet
 
     quiet_libraries()
     loaded = load_shape(shape.shape, model)
@@ -54,7 +54,7 @@ def bench_shape(
     if len(turns) < len(every):
         left_out = len(every) - len(turns)
         print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
-    race = Race(_tellers(shape.methods, loaded, Shelf.for_tokenizer(tokenizer, shelf), decoding))
+    race = Race(_tellers(shape.methods, loaded, StoreSet.for_tokenizer(tokenizer, store_set), decoding))
     with bar(len(turns), "answers", quiet=quiet) as shown:
         for done in race.run(turns):
             shown.to(done)
@@ -62,7 +62,7 @@ def bench_shape(
     print(json.dumps(found, ensure_ascii=False) if as_json else table(found))
 
 
-def _tellers(methods: Sequence[str], loaded: Loaded, shelf: Shelf, decoding: DecodeConfig) -> dict[str, Teller]:
+def _tellers(methods: Sequence[str], loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig) -> dict[str, Teller]:
     from hdtool.runtime.drafters.methods import drafter_for
     from hdtool.runtime.evaluation.recorded_model import ours, theirs
 
@@ -71,7 +71,7 @@ def _tellers(methods: Sequence[str], loaded: Loaded, shelf: Shelf, decoding: Dec
     return {
         name: theirs(target, **peers[name])
         if name in peers
-        else ours(target, drafter_for(replace(decoding, method=name), target, shelf))
+        else ours(target, drafter_for(replace(decoding, method=name), target, store_set))
         for name in methods
     }
 

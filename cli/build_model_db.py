@@ -40,7 +40,7 @@ def build_model_db(
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import engine_for, reading, report
     from hdtool.data.stores.home import store_at_home
-    from hdtool.data.stores.store import TokenizerMark, check_destination
+    from hdtool.data.stores.store import TokenizerFingerprint, check_destination
     from hdtool.runtime.model.load import load_tokenizer
     from hdtool.runtime.stores.model_store import KIND
 
@@ -48,7 +48,7 @@ def build_model_db(
         check_destination(out)
     quiet_libraries()
     tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
-    mark = TokenizerMark.of(tokenizer)
+    mark = TokenizerFingerprint.of(tokenizer)
     folder = out or store_at_home(KIND, mark, namespace)
     with (
         engine_for(config, quiet=quiet) as who,

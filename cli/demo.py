@@ -8,7 +8,7 @@ import typer
 
 from hdtool.cli import options
 from hdtool.cli.options import INTERRUPTED
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.runtime.stats import Stats
@@ -34,9 +34,9 @@ def demo(
     from hdtool.runtime.stats import Stats
 
     quiet_libraries()
-    shelf = ShelfConfig(str(embedded.MODEL_STORE), str(embedded.CORPUS_INDEX))
+    store_set = StoresConfig(str(embedded.MODEL_STORE), str(embedded.CORPUS_INDEX))
     plain, drafting = (
-        Answerer(ModelConfig(device=device), DecodeConfig(name, max_new_tokens), SamplingConfig(), shelf=shelf)
+        Answerer(ModelConfig(device=device), DecodeConfig(name, max_new_tokens), SamplingConfig(), store_set=store_set)
         for name in ("ar", decoding.method)
     )
     every = read_prompts(embedded.PROMPTS)

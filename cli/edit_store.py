@@ -46,7 +46,7 @@ def add(
     from hdtool.builders.stores.engine import LocalEngine
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import reading, report
-    from hdtool.data.stores.store import TokenizerMark, read_manifest
+    from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
     from hdtool.runtime.model.load import load_tokenizer
     from hdtool.runtime.stores.model_store import KIND as MODEL
 
@@ -58,7 +58,7 @@ def add(
         read,
         documents,
     ):
-        manifest = rework.add(store, documents, read.sources, TokenizerMark.of(tokenizer), kind)
+        manifest = rework.add(store, documents, read.sources, TokenizerFingerprint.of(tokenizer), kind)
     report(store, manifest, as_json=as_json)
 
 

@@ -12,7 +12,7 @@ from hdtool.cli import options
 from hdtool.cli.options import INTERRUPTED
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 
 def generate(
@@ -20,8 +20,8 @@ def generate(
     prompts: options.Prompts = None,
     model: options.Model = ModelConfig.model,
     method: options.Method = DecodeConfig.method,
-    model_db: options.ModelDb = ShelfConfig.model_db,
-    corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
+    model_db: options.ModelDb = StoresConfig.model_db,
+    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
     budget: options.Budget = DecodeConfig.budget,
     use: options.Use = DecodeConfig.use,
     order: options.Order = DecodeConfig.order,
@@ -72,11 +72,11 @@ def generate(
     from hdtool.runtime.answerer import Answerer
 
     quiet_libraries()
-    shelf = ShelfConfig(model_db, corpus_db)
+    store_set = StoresConfig(model_db, corpus_db)
     asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, device_map, quantise, generation_config)
-    answerer = Answerer(asked_for, decoding, sampling, chat, shelf)
+    answerer = Answerer(asked_for, decoding, sampling, chat, store_set)
     answerer.check(asked)
-    tell_sources(answerer.shelf)
+    tell_sources(answerer.store_set)
     if color:
         print(LEGEND, file=sys.stderr)
     started, tokens, interrupted = time.perf_counter(), 0, False

@@ -62,13 +62,13 @@ def inspect(
 
 def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, Any]]:
     from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.data.stores.store import TokenizerMark, require
+    from hdtool.data.stores.store import TokenizerFingerprint, require
     from hdtool.runtime.model.load import load_tokenizer
     from hdtool.runtime.stores.inspect_store import continuations
 
     quiet_libraries()
     tokenizer = load_tokenizer(config)
-    require(store.manifest, store.folder, store.manifest.kind, TokenizerMark.of(tokenizer))
+    require(store.manifest, store.folder, store.manifest.kind, TokenizerFingerprint.of(tokenizer))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise OptionError(f"--after {text!r} has no token in this model's tokenizer: give another text")
@@ -79,7 +79,7 @@ def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, An
 
 
 def _in_words(shown: dict[str, Any]) -> str:
-    from hdtool.data.stores.store import SourceShare
+    from hdtool.data.stores.store import InputShare
     from hdtool.data.stores.store_files import printable
 
     lines = [
@@ -90,7 +90,7 @@ def _in_words(shown: dict[str, Any]) -> str:
         "options    " + ", ".join(f"{name} {printable(str(value))}" for name, value in shown["options"].items()),
     ]
     for row in shown["sources"]:
-        share = SourceShare(**row)
+        share = InputShare(**row)
         lines.append(f"source     {share.label}: {share.records:,} documents, {share.tokens:,} tokens")
     if "verified" in shown:
         lines.append(f"verified   all {shown['verified']} files are as they were written")

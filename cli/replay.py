@@ -11,7 +11,7 @@ import typer
 
 from hdtool.cli import options
 from hdtool.data.errors import RecordError
-from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET, ModelConfig, ReplayConfig, ShelfConfig
+from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET, ModelConfig, ReplayConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.data.files.atomic_write import OutputFile
@@ -51,8 +51,8 @@ def replay(
         list[str] | None,
         typer.Option(help="Methods, separated by commas. Default: all that need no logits and find their stores."),
     ] = None,
-    model_db: options.ModelDb = ShelfConfig.model_db,
-    corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
+    model_db: options.ModelDb = StoresConfig.model_db,
+    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
     budget: Annotated[
         int | None,
         typer.Option(
@@ -105,7 +105,7 @@ def replay(
     from hdtool.runtime.evaluation.report.write import prepare
     from hdtool.runtime.evaluation.worker_pool import replay as replayed
     from hdtool.runtime.model.load import load_stops, load_tokenizer
-    from hdtool.runtime.stores.store_set import Shelf
+    from hdtool.runtime.stores.store_set import StoreSet
 
     curve = CostCurve.given(cost) if cost is not None else None
     if steps:
@@ -116,21 +116,21 @@ def replay(
         prepare(report)
     asked = ModelConfig(model, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(asked)
-    shelf = Shelf.for_tokenizer(tokenizer, ShelfConfig(model_db, corpus_db))
-    chosen = config.methods_with(corpus=shelf.corpus is not None)
-    print(f"drafting from {shelf}", file=sys.stderr)
+    store_set = StoreSet.for_tokenizer(tokenizer, StoresConfig(model_db, corpus_db))
+    chosen = config.methods_with(corpus=store_set.corpus is not None)
+    print(f"drafting from {store_set}", file=sys.stderr)
     if "hd-paper" in chosen:
         print(NO_LOOKAHEAD, file=sys.stderr)
     reader = TurnReader(tokenizer, load_stops(asked, tokenizer), tokenizer.eos_token_id, chat)
     conversations = _turns(reader, recorded, quiet)
     contenders = [Contender(name, config.decoding(name), curve) for name in chosen]
     with bar(len(chosen) * sum(map(len, conversations)), "turns", quiet=quiet) as shown:
-        played = replayed(contenders, conversations, shelf, workers=config.workers, told=shown.to)
+        played = replayed(contenders, conversations, store_set, workers=config.workers, told=shown.to)
     if steps:
         _write_steps(steps, played)
     print(json.dumps(record(played, curve), ensure_ascii=False) if as_json else in_words(played, curve))
     if report:
-        study = Study(conversations, shelf, config.budget, config.workers)
+        study = Study(conversations, store_set, config.budget, config.workers)
         report_replay(report, study, recorded, tokenizer, played, curve, quiet=quiet)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from hdtool.cli import options
 from hdtool.data.errors import OptionError, ServeError
-from hdtool.runtime.config import ServeConfig, ShelfConfig
+from hdtool.runtime.config import ServeConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.runtime.integrations.vllm.launch import Launch
@@ -31,12 +31,12 @@ def serve(
     draft_tokens: Annotated[
         int, typer.Option(help="Tokens drafted for each request in a step, at most.")
     ] = ServeConfig.draft_tokens,
-    model_db: options.ModelDb = ShelfConfig.model_db,
-    corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
+    model_db: options.ModelDb = StoresConfig.model_db,
+    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
     namespace: Annotated[
         str | None,
         typer.Option(help="Whose stores to use. Default: those of the name under which the model is served, if any."),
-    ] = ShelfConfig.namespace,
+    ] = StoresConfig.namespace,
     worth: Annotated[
         float | None,
         typer.Option(help="Send drafts from these odds on, 0 to 1. Default: those that pay, by what passes take."),
@@ -68,8 +68,8 @@ def serve(
     from hdtool.runtime.integrations.vllm.launch import Launch
 
     quiet_libraries()
-    launch = Launch(model or str(demo.MODEL), passed_on, serving, ShelfConfig(model_db, corpus_db, namespace))
-    tell_sources(launch.shelf)
+    launch = Launch(model or str(demo.MODEL), passed_on, serving, StoresConfig(model_db, corpus_db, namespace))
+    tell_sources(launch.store_set)
     _show(launch, dry_run=dry_run)
     if not dry_run:
         launch.run()

@@ -11,7 +11,7 @@ import typer
 from hdtool.cli import options
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig, VerifyConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig, VerifyConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,8 +29,8 @@ def verify(
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts to answer at most, the first of the file.")] = VerifyConfig.limit,
     method: options.Method = DecodeConfig.method,
-    model_db: options.ModelDb = ShelfConfig.model_db,
-    corpus_db: options.CorpusDb = ShelfConfig.corpus_db,
+    model_db: options.ModelDb = StoresConfig.model_db,
+    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
     budget: options.Budget = DecodeConfig.budget,
     heads: options.Heads = None,
     tree: options.Tree = DecodeConfig.tree,
@@ -66,7 +66,7 @@ def verify(
     from hdtool.runtime.evaluation.verify import Verifier
     from hdtool.runtime.model.cpu_threads import settle_threads
     from hdtool.runtime.model.load import load
-    from hdtool.runtime.stores.store_set import Shelf
+    from hdtool.runtime.stores.store_set import StoreSet
 
     asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
     quiet_libraries()
@@ -76,9 +76,9 @@ def verify(
         )
     )
     settle_threads(loaded.target, threads)
-    shelf = Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig(model_db, corpus_db), decoding.databases)
-    verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, shelf), size.max_new_tokens)
-    tell_sources(shelf)
+    store_set = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig(model_db, corpus_db), decoding.databases)
+    verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, store_set), size.max_new_tokens)
+    tell_sources(store_set)
     checks = _checked(verifier, loaded, asked, chat, quiet)
     explained = verifier.explain([difference for check in checks for difference in check.differences])
     report = _report(loaded, method, verifier.oracles, checks, explained)

@@ -10,7 +10,7 @@ from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answer import Answer, CollectedAnswer, Conversation
 from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.batched_answers import Seated, SideBySide
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import Step, decode, room_for
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafters_for
@@ -18,7 +18,7 @@ from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.model.cpu_threads import settle_threads
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.tensor_parallel import check_decoding
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 
 class Answerer:
@@ -30,14 +30,14 @@ class Answerer:
         decoding: DecodeConfig,
         sampling: SamplingConfig,
         chat: bool | None = None,
-        shelf: ShelfConfig | None = None,
+        store_set: StoresConfig | None = None,
     ) -> None:
         check_decoding(decoding)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
         settle_threads(self.loaded.target, model.threads)
-        self.shelf = Shelf.for_tokenizer(self.loaded.tokenizer, shelf or ShelfConfig(), decoding.databases)
-        self._drafters = drafters_for(decoding, self.loaded.target, self.shelf)
+        self.store_set = StoreSet.for_tokenizer(self.loaded.tokenizer, store_set or StoresConfig(), decoding.databases)
+        self._drafters = drafters_for(decoding, self.loaded.target, self.store_set)
         self._decoding = decoding
         self._sampling = sampling
         self._chat = chat

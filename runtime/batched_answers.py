@@ -12,14 +12,14 @@ from hdtool.runtime.batch import Request
 from hdtool.runtime.decode import Step
 from hdtool.runtime.drafter import Drafter
 
-Seated = tuple["Talk", CollectedAnswer]
+Seated = tuple["BatchedConversation", CollectedAnswer]
 Start = Callable[[Conversation, Drafter], Request[CollectedAnswer]]
 """Makes a request of what a conversation has come to; refuses one that cannot be answered."""
 Decode = Callable[[Callable[[], Request[Seated] | None]], Iterator[tuple[Request[Seated], Step]]]
 """Answers requests, as many at once as it likes, until there are none."""
 
 
-class Talk(Conversation):
+class BatchedConversation(Conversation):
     """A conversation that others are waiting with."""
 
     def __init__(self, prompt: Prompt) -> None:
@@ -41,7 +41,7 @@ class SideBySide:
         """There must be a drafter for each conversation that is answered at once."""
         self._start = start
         self._free = list(drafters)
-        self._untold = deque(Talk(prompt) for prompt in prompts)
+        self._untold = deque(BatchedConversation(prompt) for prompt in prompts)
         self._waiting = deque(self._untold)
 
     def answers(self, decode: Decode) -> Iterator[Answer]:
@@ -72,7 +72,7 @@ class SideBySide:
             return Request((talk, request.key), request.prompt, request.sampler, request.drafter, request.stops)
         return None
 
-    def _add(self, talk: Talk, answer: CollectedAnswer, step: Step) -> None:
+    def _add(self, talk: BatchedConversation, answer: CollectedAnswer, step: Step) -> None:
         answer.add(step)
         if step.finish:
             self._free.append(answer.drafter)

@@ -51,7 +51,7 @@ class Step:
         return [*(SourceName(source) for source in self.tree.sources[self.path].tolist()), SourceName.NONE]
 
 
-class Turn:
+class DecodeState:
     """One answer while it is made: what is decided between two passes of the target."""
 
     def __init__(
@@ -122,13 +122,13 @@ def decode(
     drafter: Drafter | None = None,
 ) -> Iterator[Step]:
     """Answer a prompt, one step after another."""
-    turn = Turn(target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
+    turn = DecodeState(target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
     begins = True
     while True:
         with target.held_by(turn, begins=begins):
             logits = target.prefill(turn.begin(), turn.room) if begins else target.verify(turn.draft())
             accepted, logits = turn.accept(logits, target.recompute)
-            target.keep(accepted.path)
+            target.commit(accepted.path)
             step = turn.observe(accepted, logits)
         yield step
         if step.finish:

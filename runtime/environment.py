@@ -17,7 +17,7 @@ from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.quantization import library_of
 from hdtool.runtime.model.quantized_layers import parts_of
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ SAMPLED = 16
 """Numbers of each parameter that go into a model's fingerprint."""
 
 
-def surroundings(loaded: Loaded, shelf: Shelf) -> dict[str, Any]:
+def surroundings(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
     """All that a reader of figures needs to place them; the same twice only where figures may be compared."""
     target = loaded.target
     return {
@@ -45,7 +45,7 @@ def surroundings(loaded: Loaded, shelf: Shelf) -> dict[str, Any]:
                 "tokens": store.manifest.counts["tokens"],
                 "sha256": checksum(store.folder / MANIFEST),
             }
-            for store in (shelf.model, shelf.corpus)
+            for store in (store_set.model, store_set.corpus)
             if store
         },
     }

@@ -50,9 +50,9 @@ class DraftTree:
         return [self.root, *self.tokens.tolist()] if len(self) else [self.root]
 
     @cached_property
-    def lineage(self) -> npt.NDArray[np.bool_]:
+    def ancestor_mask(self) -> npt.NDArray[np.bool_]:
         """Row by row, which rows each one descends from, itself included; row 0 is the root."""
-        return _lineage(self.parents)
+        return _ancestor_mask(self.parents)
 
     @cached_property
     def depths(self) -> npt.NDArray[np.int64]:
@@ -114,7 +114,7 @@ def _embeddable(
 
 
 @njit(cache=True, nogil=True)
-def _lineage(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+def _ancestor_mask(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     rows = len(parents) + 1
     related = np.zeros((rows, rows), np.bool_)
     related[0, 0] = True

@@ -29,7 +29,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.data.records import Reading
 from hdtool.data.stores.documents import Document as Tokenized
 from hdtool.data.stores.documents import Source
-from hdtool.data.stores.store import Manifest, TokenizerMark, check_destination
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, check_destination
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.model.load import load_tokenizer
@@ -77,7 +77,7 @@ def corpus(everything: Sequence[Document], tokenizer: Any, of_each: int = TOKENS
 
 def build(out: Path, answers: Path, chosen: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Path, Manifest]]:
     """Both stores; in their manifests the sources have neutral names, wherever they lay."""
-    mark = TokenizerMark.of(tokenizer)
+    mark = TokenizerFingerprint.of(tokenizer)
     said, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
     yield out / "model", build_model_store(out / "model", said, mark, sources, top_k=SEQUENCES)
     with TemporaryDirectory() as scratch:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hdtool.builders.heads.examples import Lesson
+from hdtool.builders.heads.examples import Example
 from hdtool.runtime.config import TrainConfig
 
 SORTED_BATCHES = 16
 """Lessons of so many steps are sorted by length, so that those of a step need little filling up."""
 
 
-class Curriculum:
+class BatchSampler:
     """Lessons to learn from, and those that the heads are judged on."""
 
-    def __init__(self, lessons: Sequence[Lesson], config: TrainConfig) -> None:
+    def __init__(self, lessons: Sequence[Example], config: TrainConfig) -> None:
         order = np.random.default_rng((config.seed, len(lessons))).permutation(len(lessons))
         count = min(max(1, round(config.held_out * len(lessons))), len(lessons) - 1)
         self.held_out = [lessons[place] for place in sorted(order[:count])] or list(lessons)
@@ -32,7 +32,7 @@ class Curriculum:
         """Read in one round."""
         return sum(len(lesson.ids) for lesson in self.learned)
 
-    def step(self, number: int) -> list[Lesson]:
+    def step(self, number: int) -> list[Example]:
         """Always as many lessons; the last step of a round takes some of its first ones once more."""
         number_of_round, place = divmod(number, self._a_round)
         if number_of_round != self._round:

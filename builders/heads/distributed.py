@@ -11,7 +11,7 @@ import torch
 from hdtool.data.errors import HeadsError
 
 
-class Alone:
+class SingleProcess:
     """One process."""
 
     rank, size = 0, 1
@@ -31,7 +31,7 @@ class Alone:
         pass
 
 
-class Several(Alone):
+class Distributed(SingleProcess):
     """As many as ``accelerate launch`` has started."""
 
     def __init__(self, accelerator: Any) -> None:
@@ -59,10 +59,10 @@ def started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def crew(*, on_cpu: bool) -> Alone:
+def crew(*, on_cpu: bool) -> SingleProcess:
     """The processes that a launcher has started, or this one alone."""
     if started() == 1:
-        return Alone()
+        return SingleProcess()
     try:
         from accelerate import Accelerator
     except ImportError:
@@ -70,4 +70,4 @@ def crew(*, on_cpu: bool) -> Alone:
             "several processes were started, and training together needs accelerate: pip install accelerate, or start "
             "one process"
         ) from None
-    return Several(Accelerator(cpu=on_cpu))
+    return Distributed(Accelerator(cpu=on_cpu))

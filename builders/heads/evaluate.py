@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.builders.heads.examples import Lesson
-from hdtool.builders.heads.frozen_target import Teacher
+from hdtool.builders.heads.examples import Example
+from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.loss import Batch, head_labels, head_logits, places_of
 from hdtool.runtime.config import LARGEST_BUDGET
 from hdtool.runtime.drafters.heads.calibration import BUCKETS, bucket_of, centre_of
-from hdtool.runtime.drafters.heads.checkpoint import Judged
+from hdtool.runtime.drafters.heads.checkpoint import EvalResult
 from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import BEST
 
@@ -23,14 +23,14 @@ AT_ONCE = 8
 DOUBT = 1.0
 """Tokens of odds that a calibrated value is held back by where little was seen."""
 
-Ranks = npt.NDArray[np.int64]
+ProcessGroup = npt.NDArray[np.int64]
 
 
 @torch.inference_mode()
-def judge(heads: Heads, teacher: Teacher, held_out: list[Lesson]) -> Judged:
+def judge(heads: Heads, teacher: FrozenTarget, held_out: list[Example]) -> EvalResult:
     """Read all held-out lessons and see what the heads would have drafted."""
     number = heads.config.heads
-    ranks: list[Ranks] = []
+    ranks: list[ProcessGroup] = []
     seen = np.zeros((2, number, BUCKETS))
     ordered = sorted(held_out, key=lambda lesson: len(lesson.ids))
     for start in range(0, len(ordered), AT_ONCE):
@@ -48,17 +48,17 @@ def judge(heads: Heads, teacher: Teacher, held_out: list[Lesson]) -> Judged:
     }
     tree, gains = best_tree(every)
     odds = (seen[1] + DOUBT * centre_of(np.arange(BUCKETS))) / (seen[0] + DOUBT)
-    return Judged(top, int(known[0]), tree, gains, [[round(float(each), 4) for each in row] for row in odds])
+    return EvalResult(top, int(known[0]), tree, gains, [[round(float(each), 4) for each in row] for row in odds])
 
 
-def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> Ranks:
+def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> ProcessGroup:
     """Which of a head's best the token was that came, ``[heads, places]``; -1 where none is known."""
     label_logits = logits.gather(-1, labels[..., None])
     ranks = (logits > label_logits).sum(dim=-1)
     return ranks.masked_fill(~known, -1).cpu().numpy().astype(np.int64)
 
 
-def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ranks) -> None:
+def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: ProcessGroup) -> None:
     """Add, for each head and likelihood, how many of its best tokens were offered, and how many came."""
     best = logits.log_softmax(dim=-1).topk(min(BEST, logits.shape[-1])).values.cpu().numpy()
     right = np.ones(ranks.shape[1], np.bool_)
@@ -72,7 +72,7 @@ def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ranks) ->
         right &= (ranks[head] >= 0) & (ranks[head] < best.shape[-1])
 
 
-def best_tree(ranks: Ranks, most: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
+def best_tree(ranks: ProcessGroup, most: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
     """The nodes that would have been taken most often: adding the best one, again and again.
 
     A path is never taken more often than its start, so these are the commonest beginnings of the ranks that
@@ -89,7 +89,7 @@ def best_tree(ranks: Ranks, most: int = LARGEST_BUDGET) -> tuple[list[list[int]]
     return [list(path) for path, _ in chosen], [round(count / len(whole), 6) for _, count in chosen]
 
 
-def told(judged: Judged) -> Iterable[str]:
+def told(judged: EvalResult) -> Iterable[str]:
     """Head by head, in words."""
     for head, shares in enumerate(zip(*judged.top.values(), strict=True), start=1):
         yield f"head {head}: " + ", ".join(

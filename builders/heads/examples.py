@@ -25,7 +25,7 @@ FEWEST_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Lesson:
+class Example:
     """A text within the window."""
 
     ids: npt.NDArray[np.int64]
@@ -35,9 +35,9 @@ class Lesson:
 
 def lessons(
     reading: Reading, tokenizer: PreTrainedTokenizerBase, turns: TurnReader, window: int, shown: Bar
-) -> list[Lesson]:
+) -> list[Example]:
     """All lessons of some inputs; an error if there is nothing long enough to learn from."""
-    found: list[Lesson] = []
+    found: list[Example] = []
     longest = 0
     for record in reading:
         for whole in _lessons_of(record, tokenizer, turns):
@@ -52,11 +52,11 @@ def lessons(
     return found
 
 
-def _lessons_of(record: Record, tokenizer: PreTrainedTokenizerBase, turns: TurnReader) -> Iterator[Lesson]:
+def _lessons_of(record: Record, tokenizer: PreTrainedTokenizerBase, turns: TurnReader) -> Iterator[Example]:
     if all(part.by_model for part in record.said):
         for part in record.said:
             ids = part.ids or encode_text(tokenizer, part.text, special=True)
-            yield Lesson(np.array(ids, np.int64), np.ones(len(ids), np.bool_))
+            yield Example(np.array(ids, np.int64), np.ones(len(ids), np.bool_))
         return
     messages = tuple(_message(part) for part in record.said)
     answers = [
@@ -72,29 +72,29 @@ def _lessons_of(record: Record, tokenizer: PreTrainedTokenizerBase, turns: TurnR
         # Templates refuse what does not go to and fro; the texts are still worth reading.
         for part in record.said:
             ids = encode_text(tokenizer, part.text, special=True)
-            yield Lesson(np.array(ids, np.int64), np.full(len(ids), part.by_model))
+            yield Example(np.array(ids, np.int64), np.full(len(ids), part.by_model))
 
 
 def _message(part: Said) -> Message:
     return {"role": "assistant" if part.by_model else part.role, "content": part.text}
 
 
-def _of_conversation(trace: Trace, turns: TurnReader) -> Iterator[Lesson]:
+def _of_conversation(trace: Trace, turns: TurnReader) -> Iterator[Example]:
     """One lesson for answers whose contexts begin with each other, so that no text is read twice."""
     ids: list[int] = []
     drafted: list[bool] = []
     for turn in turns.turns(trace):
         if turn.prompt[: len(ids)] != ids:
-            yield Lesson(np.array(ids, np.int64), np.array(drafted, np.bool_))
+            yield Example(np.array(ids, np.int64), np.array(drafted, np.bool_))
             ids, drafted = [], []
         drafted += [False] * (len(turn.prompt) - len(ids)) + [True] * len(turn.answer)
         ids = turn.prompt + turn.answer
     if ids:
-        yield Lesson(np.array(ids, np.int64), np.array(drafted, np.bool_))
+        yield Example(np.array(ids, np.int64), np.array(drafted, np.bool_))
 
 
-def _cut(lesson: Lesson, window: int) -> Iterator[Lesson]:
+def _cut(lesson: Example, window: int) -> Iterator[Example]:
     for start in range(0, len(lesson.ids), window):
         ids, drafted = lesson.ids[start : start + window], lesson.drafted[start : start + window]
         if len(ids) >= FEWEST_TOKENS and drafted[2:].any():
-            yield Lesson(ids, drafted)
+            yield Example(ids, drafted)

@@ -22,7 +22,7 @@ class Taught(NamedTuple):
     """The tokens behind each, embedded; at the last column, any."""
 
 
-class Teacher:
+class FrozenTarget:
     """A target whose hidden states are watched."""
 
     def __init__(self, target: Target) -> None:

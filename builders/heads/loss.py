@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from hdtool.builders.heads.examples import Lesson
+from hdtool.builders.heads.examples import Example
 from hdtool.runtime.drafters.heads.modules import Heads
 
 
@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     """Which of the tokens are worth drafting."""
 
     @classmethod
-    def of(cls, lessons: Sequence[Lesson], device: torch.device) -> Batch:
+    def of(cls, lessons: Sequence[Example], device: torch.device) -> Batch:
         longest = max(len(lesson.ids) for lesson in lessons)
         ids = np.zeros((len(lessons), longest), np.int64)
         drafted = np.zeros((len(lessons), longest), np.bool_)
@@ -81,9 +81,9 @@ class HeadsLoss(torch.nn.Module):
         last = target.shape[1] - 1
         for head, (said, known) in enumerate(zip(logits, places.known, strict=True)):
             told, label = said[known].float(), labels[head][known]
-            odds = target[places.rows, (places.columns + head + 1).clamp_max(last)][known].float().softmax(-1)
+            probs = target[places.rows, (places.columns + head + 1).clamp_max(last)][known].float().softmax(-1)
             logs = told.log_softmax(-1)
-            total = total - (odds * logs).sum()
+            total = total - (probs * logs).sum()
             if self._lm_weight:
                 total = total - self._lm_weight * logs.gather(-1, label[:, None]).sum()
             hits.append((told.detach().argmax(-1) == label).sum())

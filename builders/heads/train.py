@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from hdtool.builders.heads.batch_sampler import Curriculum
+from hdtool.builders.heads.batch_sampler import BatchSampler
 from hdtool.builders.heads.distributed import crew, started
 from hdtool.builders.heads.evaluate import judge, told
-from hdtool.builders.heads.examples import Lesson, lessons
-from hdtool.builders.heads.frozen_target import Teacher
+from hdtool.builders.heads.examples import Example, lessons
+from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.training import Training, checkpoint_file
 from hdtool.builders.heads.training_curve import curve_file, draw_training
 from hdtool.data import demo
@@ -50,10 +50,10 @@ def train(
     target = Target(load_stock(model))
     texts, left_out = _texts(inputs, model, target, config, chat, quiet)
     yield from left_out if together.rank == 0 else ()
-    teacher = Teacher(target)
+    teacher = FrozenTarget(target)
     torch.manual_seed(config.seed)
     made = new_heads(target.model, teacher.hidden_width, teacher.vocabulary, heads)
-    curriculum = Curriculum(texts, config)
+    curriculum = BatchSampler(texts, config)
     training = Training(made, teacher, curriculum, config, out, together)
     settings = {
         **asdict(config),
@@ -94,7 +94,7 @@ def train(
 
 def _texts(
     inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None, quiet: bool
-) -> tuple[list[Lesson], list[str]]:
+) -> tuple[list[Example], list[str]]:
     """What there is to learn from, and what was left out."""
     reading = Reading(find_inputs(inputs), tolerance=config.tolerate)
     tokenizer = load_tokenizer(model)
@@ -105,7 +105,7 @@ def _texts(
     return found, reading.tally.left_out()
 
 
-def _digest(texts: Sequence[Lesson]) -> str:
+def _digest(texts: Sequence[Example]) -> str:
     found = hashlib.sha256()
     for lesson in texts:
         found.update(lesson.ids.tobytes() + lesson.drafted.tobytes())

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hdtool.builders.heads.batch_sampler import Curriculum
-from hdtool.builders.heads.distributed import Alone
-from hdtool.builders.heads.frozen_target import Teacher
+from hdtool.builders.heads.batch_sampler import BatchSampler
+from hdtool.builders.heads.distributed import SingleProcess
+from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
 from hdtool.data.errors import HeadsError, OptionError, reason_of
 from hdtool.data.files.atomic_write import OutputFile
@@ -40,7 +40,13 @@ class Training:
     """One training, from its first step or from where a killed one was."""
 
     def __init__(
-        self, heads: Heads, teacher: Teacher, curriculum: Curriculum, config: TrainConfig, out: Path, crew: Alone
+        self,
+        heads: Heads,
+        teacher: FrozenTarget,
+        curriculum: BatchSampler,
+        config: TrainConfig,
+        out: Path,
+        crew: SingleProcess,
     ) -> None:
         self.heads = heads
         self.history = History()

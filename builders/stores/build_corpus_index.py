@@ -16,7 +16,7 @@ from hdtool.builders.stores.engine import Engine, LocalEngine
 from hdtool.builders.stores.shards import ShardFiles
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, token_type
-from hdtool.data.stores.store import Manifest, TokenizerMark, building
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.stores.corpus_index import KIND
 from hdtool.runtime.stores.suffix_search import ShardPlace, signposts_in
@@ -28,7 +28,7 @@ LEAST_TOKENS = 2
 def build_corpus_index(
     folder: Path,
     documents: Iterable[Document],
-    tokenizer: TokenizerMark,
+    tokenizer: TokenizerFingerprint,
     sources: Sequence[Source],
     *,
     shard_bytes: int = BuildConfig.shard_bytes,

@@ -19,7 +19,7 @@ from hdtool.builders.stores.lmdb_entries import Group, write_entries
 from hdtool.builders.stores.sequences import Answers, table_size
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, token_type
-from hdtool.data.stores.store import Manifest, TokenizerMark, building
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.stores.model_store import (
     DISTINCT,
@@ -46,7 +46,7 @@ DOUBLINGS = 3
 def build_model_store(
     folder: Path,
     documents: Iterable[Document],
-    tokenizer: TokenizerMark,
+    tokenizer: TokenizerFingerprint,
     sources: Sequence[Source],
     *,
     top_k: int = BuildConfig.top_k,

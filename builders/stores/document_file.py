@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hdtool.data.stores.documents import Source, Tokens, token_type
-from hdtool.data.stores.store import SourceShare, shares_of
+from hdtool.data.stores.store import InputShare, shares_of
 
 
 class DocumentFile:
@@ -43,6 +43,6 @@ class DocumentFile:
         self.longest = max(self.longest, length)
         self._counted[source] += (1, length)
 
-    def shares(self) -> tuple[SourceShare, ...]:
+    def shares(self) -> tuple[InputShare, ...]:
         """What each source brought."""
         return shares_of(self._sources, self._counted)

@@ -17,9 +17,9 @@ from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, Tokens, stored_documents, with_sources
 from hdtool.data.stores.store import (
+    InputShare,
     Manifest,
-    SourceShare,
-    TokenizerMark,
+    TokenizerFingerprint,
     check_destination,
     read_store,
     recorded_name,
@@ -61,7 +61,7 @@ class Dropped(NamedTuple):
     """What ``drop`` did."""
 
     manifest: Manifest
-    removed: tuple[SourceShare, ...]
+    removed: tuple[InputShare, ...]
 
 
 def merge(folders: Sequence[Path], out: Path) -> Manifest:
@@ -95,7 +95,7 @@ def add(
     folder: Path,
     documents: Iterable[Document],
     sources: Sequence[Source],
-    tokenizer: TokenizerMark,
+    tokenizer: TokenizerFingerprint,
     kind: str | None = None,
 ) -> Manifest:
     """The store with more documents after those it has; they were read for a store of ``kind``, if it is given."""
@@ -132,7 +132,7 @@ def drop(folder: Path, name: str) -> Dropped:
     return Dropped(manifest, removed)
 
 
-def _selected(folder: Path, shares: Sequence[SourceShare], name: str) -> tuple[SourceShare, ...]:
+def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[InputShare, ...]:
     """The shares of the source that ``name`` selects; several only if their names and hashes are equal."""
     recorded = recorded_name(name)
     found = [share for share in shares if share.name == recorded]

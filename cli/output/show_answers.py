@@ -12,7 +12,7 @@ from hdtool.runtime.answer import Answer
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stats import Stats
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 COLORS = {
     SourceName.CONTEXT: 32,
@@ -33,10 +33,10 @@ def painted(text: str, source: SourceName) -> str:
 LEGEND = "drafted by: " + ", ".join(painted(str(source), source) for source in COLORS) + "; the model's own: plain"
 
 
-def tell_sources(shelf: Shelf) -> None:
+def tell_sources(store_set: StoreSet) -> None:
     """Say what is drafted from, if anything is."""
-    if shelf.databases:
-        print(f"drafting from {shelf}", file=sys.stderr)
+    if store_set.databases:
+        print(f"drafting from {store_set}", file=sys.stderr)
 
 
 def run(answer: Answer, *, show: bool = True, color: bool = False) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hdtool.data.stores.documents import Document, Source
-    from hdtool.data.stores.store import TokenizerMark
+    from hdtool.data.stores.store import TokenizerFingerprint
     from hdtool.data.traces import Trace
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.evaluation.bench_plan import Plan
@@ -46,21 +46,21 @@ def report_bench(folder: Path, plan: Plan, measured: Measured, *, quiet: bool) -
     from hdtool.runtime.evaluation.report.pages import page_of_bench
     from hdtool.runtime.evaluation.report.recordings import shown_by, traces_of
     from hdtool.runtime.model.load import load_stops, load_tokenizer
-    from hdtool.runtime.stores.store_set import Shelf
+    from hdtool.runtime.stores.store_set import StoreSet
 
     answers = measured.results.answers
     replayed = measured.scores.reference or next(iter(answers))
     tokenizer = load_tokenizer(plan.model)
     reader = TurnReader(tokenizer, load_stops(plan.model, tokenizer), tokenizer.eos_token_id, plan.chat)
     traces = traces_of(plan.questions, answers[replayed])
-    shelf = Shelf.for_tokenizer(tokenizer, plan.shelf)
-    study = Study([reader.turns(trace) for trace in traces], shelf, plan.decoding.budget)
+    store_set = StoreSet.for_tokenizer(tokenizer, plan.store_set)
+    study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.budget)
     shown = shown_by(study, traces, tokenizer, build=_build_alone, quiet=quiet)
     _write(folder, page_of_bench(_command(), measured, study, shown, replayed))
 
 
 def _build_alone(
-    folder: Path, documents: Iterable[Document], tokenizer: TokenizerMark, sources: Sequence[Source]
+    folder: Path, documents: Iterable[Document], tokenizer: TokenizerFingerprint, sources: Sequence[Source]
 ) -> None:
     """Build a corpus index in this process alone."""
     from hdtool.builders.stores.build_corpus_index import build_corpus_index

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hdtool.data.errors import OptionError
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 
 LONGEST_FOLDER = 200
 """Characters of a namespace's folder name: file systems allow 255, and some of them fewer."""
@@ -40,7 +40,7 @@ def product_choice_at_home(words: Iterable[str]) -> Path:
     return home() / "costs" / "products" / f"{name}.json"
 
 
-def store_at_home(kind: str, tokenizer: TokenizerMark, namespace: str | None = None) -> Path:
+def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
     """The place of a tokenizer's store: models with the same tokenizer find the same one, tenants only their own."""
     return (home() / "stores" if namespace is None else _namespace(namespace)) / tokenizer.fingerprint / kind
 

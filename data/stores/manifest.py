@@ -25,14 +25,14 @@ SHOWN_DIGITS = 12
 
 
 @dataclass(frozen=True)
-class TokenizerMark:
+class TokenizerFingerprint:
     """What tells whether two tokenizers give the same ids."""
 
     fingerprint: str
     vocab_size: int
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerMark:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerFingerprint:
         vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
         # The vocabulary alone would not tell apart tokenizers that cut the same text differently.
         cut = tokenizer("Hello, world! 12345\n\tdéjà vu 世界", add_special_tokens=False)["input_ids"]
@@ -41,7 +41,7 @@ class TokenizerMark:
 
 
 @dataclass(frozen=True)
-class SourceShare:
+class InputShare:
     """What one input contributed."""
 
     name: str
@@ -55,10 +55,10 @@ class SourceShare:
         return f"{printable(self.name)} (sha256 {printable(self.sha256[:SHOWN_DIGITS])})"
 
 
-def shares_of(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[SourceShare, ...]:
+def shares_of(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
     """The shares of sources whose documents and tokens were counted while they were written."""
     return tuple(
-        SourceShare(source.name, source.sha256, int(records), int(tokens))
+        InputShare(source.name, source.sha256, int(records), int(tokens))
         for source, (records, tokens) in zip(sources, counted, strict=True)
     )
 
@@ -75,10 +75,10 @@ class Manifest:
     """All that is known of a store without opening its files."""
 
     kind: str
-    tokenizer: TokenizerMark
+    tokenizer: TokenizerFingerprint
     counts: dict[str, int]
     options: dict[str, Any]
-    sources: tuple[SourceShare, ...]
+    sources: tuple[InputShare, ...]
     files: dict[str, StoredFile] = field(default_factory=dict)
     """By the part that each plays; the name on disk changes with every build."""
     format: int = FORMAT
@@ -103,7 +103,7 @@ class Manifest:
             raise ValueError("its count of documents is not the sum over its sources")
         return cls(
             kind=kind,
-            tokenizer=TokenizerMark(text_of(tokenizer, "fingerprint"), vocab_size),
+            tokenizer=TokenizerFingerprint(text_of(tokenizer, "fingerprint"), vocab_size),
             counts=counts,
             options=_options_of(row),
             sources=sources,
@@ -136,9 +136,9 @@ def _counts_of(row: Any) -> dict[str, int]:
     return counts
 
 
-def _share_of(row: Any) -> SourceShare:
+def _share_of(row: Any) -> InputShare:
     name, sha256 = text_of(row, "name"), text_of(row, "sha256")
-    return SourceShare(name, sha256, number_of(row, "records"), number_of(row, "tokens"))
+    return InputShare(name, sha256, number_of(row, "records"), number_of(row, "tokens"))
 
 
 def _files_of(row: Any, parts: Iterable[str]) -> dict[str, StoredFile]:

@@ -24,7 +24,7 @@ from typing import BinaryIO, TypeVar
 
 from hdtool.data.errors import StoreError
 from hdtool.data.files.locking import exclusive
-from hdtool.data.stores.manifest import FORMAT, Manifest, SourceShare, StoredFile, TokenizerMark, shares_of
+from hdtool.data.stores.manifest import FORMAT, InputShare, Manifest, StoredFile, TokenizerFingerprint, shares_of
 from hdtool.data.stores.store_files import (
     LOCK,
     MANIFEST,
@@ -38,11 +38,11 @@ from hdtool.data.stores.store_files import (
 
 __all__ = [
     "MANIFEST",
+    "InputShare",
     "Manifest",
-    "SourceShare",
     "StoreBuild",
     "StoredFile",
-    "TokenizerMark",
+    "TokenizerFingerprint",
     "building",
     "check_destination",
     "checksum",
@@ -211,7 +211,7 @@ def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
         raise StoreError(f"{path} {state}: build the store again with {BUILD_COMMANDS[kind]}")
 
 
-def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerMark | None = None) -> None:
+def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFingerprint | None = None) -> None:
     """Raise unless a store is of this kind and, if told, of this tokenizer."""
     if manifest.kind != kind:
         raise StoreError(f"{folder} is a {manifest.kind} store, a {kind} store is needed: name another folder")

@@ -12,7 +12,7 @@ import torch
 
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.stores.home import cost_at_home
-from hdtool.runtime.batch import Seats
+from hdtool.runtime.batch import BatchSlots
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file
 from hdtool.runtime.budget.node_budget import ROWS
 from hdtool.runtime.config import CostConfig
@@ -96,13 +96,13 @@ def seconds_of_trees(
 def _checking(target: Target, context: Sequence[int], room: int, batch: int) -> Callable[[DraftTree], object]:
     if batch == 1:
         target.prefill(context, room)
-        target.keep([])
+        target.commit([])
         return target.verify
-    seats = Seats(target, batch)
-    for seat in range(batch):
-        seats.prefill(seat, context, room)
-        seats.keep(seat, [])
-    return lambda tree: seats.verify([tree] * batch)
+    slots = BatchSlots(target, batch)
+    for slot in range(batch):
+        slots.prefill(slot, context, room)
+        slots.commit(slot, [])
+    return lambda tree: slots.verify([tree] * batch)
 
 
 def cost_here(target: Target, batch: int = 1) -> CostCurve:

@@ -34,7 +34,7 @@ TRYING = 0.01
 SIZE_OF = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
 """For each number of nodes, which of these sizes it costs."""
 
-Odds = npt.NDArray[np.floating[Any]]
+Probs = npt.NDArray[np.floating[Any]]
 Costs = npt.NDArray[np.float64]
 
 
@@ -46,7 +46,7 @@ class Budget(Protocol):
         """Nodes that no tree needs to exceed; 0 means that drafting is not worth its time now."""
         ...
 
-    def nodes(self, odds: Odds) -> int:
+    def nodes(self, probs: Probs) -> int:
         """How many of the best nodes to send."""
         ...
 
@@ -61,8 +61,8 @@ class FixedBudget:
 
     most: int = FIXED_BUDGET
 
-    def nodes(self, odds: Odds) -> int:
-        return min(len(odds), self.most)
+    def nodes(self, probs: Probs) -> int:
+        return min(len(probs), self.most)
 
     def hear_of_draft(self, seconds: float) -> None:
         pass
@@ -90,8 +90,8 @@ class CostBudget:
     def most(self) -> int:
         return self._choice.most(self._steps)
 
-    def nodes(self, odds: Odds) -> int:
-        return self._choice.nodes(gains(odds), self._costs, self._steps)
+    def nodes(self, probs: Probs) -> int:
+        return self._choice.nodes(gains(probs), self._costs, self._steps)
 
     def hear_of_draft(self, seconds: float) -> None:
         self._choice.drafting = seconds
@@ -114,11 +114,11 @@ class MeasuredBudget:
     def most(self) -> int:
         return self._choice.most(self._target.passes)
 
-    def nodes(self, odds: Odds) -> int:
+    def nodes(self, probs: Probs) -> int:
         self._learn()
         if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= MOVED:
             self._stand_at(self._target.length)
-        self._sent = self._choice.nodes(gains(odds), (self._costs * self._off)[SIZE_OF], self._target.passes)
+        self._sent = self._choice.nodes(gains(probs), (self._costs * self._off)[SIZE_OF], self._target.passes)
         return self._sent
 
     def _stand_at(self, context: int) -> None:
@@ -147,7 +147,7 @@ class SharedBudget:
     """
 
     def __init__(
-        self, target: Target, curve: CostCurve, together: dict[int, Odds], batch: int, around: float = AROUND
+        self, target: Target, curve: CostCurve, together: dict[int, Probs], batch: int, around: float = AROUND
     ) -> None:
         """``together`` is shared by the budgets of a batch; ``curve`` is of passes with such a tree in every seat."""
         self._target = target
@@ -159,20 +159,20 @@ class SharedBudget:
     def most(self) -> int:
         return self._choice.most(self._target.passes)
 
-    def nodes(self, odds: Odds) -> int:
-        mine = gains(odds)
+    def nodes(self, probs: Probs) -> int:
+        mine = gains(probs)
         self._together[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
         in_all = np.sum(list(self._together.values()), axis=0)
-        return min(len(odds), self._choice.nodes(in_all, self._costs, self._target.passes))
+        return min(len(probs), self._choice.nodes(in_all, self._costs, self._target.passes))
 
     def hear_of_draft(self, seconds: float) -> None:
         # All conversations draft before the pass that they share.
         self._choice.drafting = seconds * max(1, len(self._together))
 
 
-def gains(odds: Odds) -> Odds:
+def gains(probs: Probs) -> Probs:
     """The tokens that trees of 0, 1, 2 … of these nodes bring on average: one, and the sum of their odds."""
-    return np.concatenate([[1.0], 1.0 + np.cumsum(odds[:LARGEST_BUDGET])])
+    return np.concatenate([[1.0], 1.0 + np.cumsum(probs[:LARGEST_BUDGET])])
 
 
 class _Choice:
@@ -196,7 +196,7 @@ class _Choice:
     def most(self, step: int) -> int:
         return 0 if step < self._asleep_until else self._most
 
-    def nodes(self, gain: Odds, costs: Costs, step: int) -> int:
+    def nodes(self, gain: Probs, costs: Costs, step: int) -> int:
         """The best number of nodes, by what 0, 1, 2 … of them bring and the seconds of such passes."""
         rate = gain / (costs[: len(gain)] + self._around)
         best = int(rate.argmax())

@@ -4,7 +4,7 @@ The command line and the docs read them from these classes, so nothing heavy is 
 """
 
 from hdtool.runtime.config.building import ENGINES, BuildConfig
-from hdtool.runtime.config.decoding import TREES, DecodeConfig, PaperConfig, ReplayConfig, ShelfConfig, VerifyConfig
+from hdtool.runtime.config.decoding import TREES, DecodeConfig, PaperConfig, ReplayConfig, StoresConfig, VerifyConfig
 from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
 from hdtool.runtime.config.measuring import PEERS, SHAPE_PEERS, SHAPES, BenchConfig, CostConfig, ShapeConfig
 from hdtool.runtime.config.methods import (
@@ -59,7 +59,7 @@ __all__ = [
     "SamplingConfig",
     "ServeConfig",
     "ShapeConfig",
-    "ShelfConfig",
+    "StoresConfig",
     "TrainConfig",
     "VerifyConfig",
 ]

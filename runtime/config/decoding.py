@@ -59,7 +59,7 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
-class ShelfConfig:
+class StoresConfig:
     """Which stores are drafted from: a folder, ``none``, or, if None, whatever fits the model's tokenizer."""
 
     model_db: str | None = None

@@ -58,7 +58,7 @@ class LogitSpec:
         self._depths = np.array([DEPTHS[group][1] for group in groups], np.int64)
         self._kinds = np.array([CANDIDATE_KINDS + group for group in groups], np.int64)
         self._ranks = np.empty(0, np.int64)
-        self._odds = NodeOdds(RATES)
+        self._probs = NodeOdds(RATES)
         self._sent = NO_KINDS, DraftTree.bare(0)
         """What the target was last asked about, and the kinds of its nodes."""
         self._compile()
@@ -86,8 +86,8 @@ class LogitSpec:
         tokens, parents, sources = self._trie.nodes()
         kinds = kinds_of(tokens, parents, sources == SourceName.CONTEXT, matched - 1, self._candidates, self._kinds)
         whole = DraftTree(context[-1], tokens, parents, sources)
-        order, odds = self._odds.likeliest_first(kinds, whole)
-        order = order[: self.budget.nodes(odds)]
+        order, probs = self._probs.likeliest_first(kinds, whole)
+        order = order[: self.budget.nodes(probs)]
         tree = whole.picked(order)
         self._sent = kinds[order], tree
         self.seconds[SourceName.LAST] += time.perf_counter() - started
@@ -97,7 +97,7 @@ class LogitSpec:
         started = time.perf_counter()
         kinds, tree = self._sent
         if len(logits) == len(tree) + 1:  # else the tree was clipped, and its nodes are others
-            self._odds.learn(kinds, tree, accepted.path)
+            self._probs.learn(kinds, tree, accepted.path)
         self._candidates = self._candidates[:0]
         if len(logits) and self.budget.most:
             end = accepted.path[-1] + 1 if accepted.path else 0

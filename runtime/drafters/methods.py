@@ -11,36 +11,36 @@ from threading import Timer
 from hdtool.data.errors import StoreError
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Odds, SharedBudget
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Probs, SharedBudget
 from hdtool.runtime.config import NEED_HEADS, DecodeConfig, PaperConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
 from hdtool.runtime.drafters.heads.select_heads import heads_for
-from hdtool.runtime.drafters.heads.state import Session
+from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 PATIENCE = 2.0
 """Seconds after which a user is told what takes so long."""
 
 BudgetMaker = Callable[[], Budget]
-Maker = Callable[[DecodeConfig, Shelf, BudgetMaker, Target | None], Drafter]
+Maker = Callable[[DecodeConfig, StoreSet, BudgetMaker, Target | None], Drafter]
 
 
-def drafter_for(config: DecodeConfig, target: Target, shelf: Shelf) -> Drafter:
+def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Drafter:
     """The drafter of a method; it may be kept for as long as the target, and learns over conversations."""
-    return drafters_for(replace(config, batch_size=1), target, shelf)[0]
+    return drafters_for(replace(config, batch_size=1), target, store_set)[0]
 
 
-def drafters_for(config: DecodeConfig, target: Target, shelf: Shelf) -> list[Drafter]:
+def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> list[Drafter]:
     """One for each of the conversations that are answered at once; passes are timed once for all of them."""
     batch = config.batch_size
-    together: dict[int, Odds] = {}
+    together: dict[int, Probs] = {}
 
     @cache
     def curve() -> CostCurve:
@@ -51,10 +51,12 @@ def drafters_for(config: DecodeConfig, target: Target, shelf: Shelf) -> list[Dra
             return FixedBudget(config.budget)
         return MeasuredBudget(target, curve()) if batch == 1 else SharedBudget(target, curve(), together, batch)
 
-    return [drafter_within(budget, config, shelf, target) for _ in range(batch)]
+    return [drafter_within(budget, config, store_set, target) for _ in range(batch)]
 
 
-def drafter_within(budget: BudgetMaker, config: DecodeConfig, shelf: Shelf, target: Target | None = None) -> Drafter:
+def drafter_within(
+    budget: BudgetMaker, config: DecodeConfig, store_set: StoreSet, target: Target | None = None
+) -> Drafter:
     """The drafter of a method with a budget of somebody's own, which is made only if the method takes one.
 
     Without a target there are no drafts from what it computes.
@@ -65,46 +67,46 @@ def drafter_within(budget: BudgetMaker, config: DecodeConfig, shelf: Shelf, targ
     note = Timer(PATIENCE, print, [told], {"file": sys.stderr})
     note.start()
     try:
-        return MAKERS[config.method](config, shelf, budget, target)
+        return MAKERS[config.method](config, store_set, budget, target)
     finally:
         note.cancel()
 
 
-def _plain(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _plain(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     return NoDraft()
 
 
-def _prompt_lookup(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _prompt_lookup(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     return PromptLookup()
 
 
-def _lookahead(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _lookahead(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     return lookahead_decoding()
 
 
-def _corpus(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
-    if not shelf.corpus:
+def _corpus(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+    if not store_set.corpus:
         raise StoreError(
             "method rest drafts from a corpus index, and there is none for this model's tokenizer: "
             "build one with hdtool build-corpus-db, or name one with --corpus-db"
         )
-    return CorpusDrafter(shelf.corpus, budget())
+    return CorpusDrafter(store_set.corpus, budget())
 
 
-def _paper(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _paper(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     order = "".join(letter for letter in config.order if letter in config.use)
     settings = PaperConfig(order=order, lookahead=config.lookahead)
-    return PaperDrafter(settings, model_store=shelf.model, corpus_index=shelf.corpus)
+    return PaperDrafter(settings, model_store=store_set.model, corpus_index=store_set.corpus)
 
 
-def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     heads = None
     if config.method in NEED_HEADS:
         assert target is not None
-        heads = Session(heads_for(config.method, config.heads, target.model), target)
+        heads = HeadsState(heads_for(config.method, config.heads, target.model), target)
     return Hierarchy(
-        shelf.model if "M" in config.sources else None,
-        shelf.corpus if "S" in config.sources else None,
+        store_set.model if "M" in config.sources else None,
+        store_set.corpus if "S" in config.sources else None,
         context="C" in config.sources,
         budget=budget(),
         last="L" in config.sources,
@@ -114,11 +116,11 @@ def _hierarchy(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: 
     )
 
 
-def _logitspec(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _logitspec(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     return LogitSpec(budget())
 
 
-def _heads(config: DecodeConfig, shelf: Shelf, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _heads(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     assert target is not None
     saved = heads_for(config.method, config.heads, target.model)
     return HeadsDrafter(saved, target, budget(), static=config.tree == "static")

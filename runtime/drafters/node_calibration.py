@@ -17,7 +17,7 @@ MEMORY = 200.0
 """Observations that are remembered: what a model says changes with what it is asked."""
 
 Ints = npt.NDArray[Any]
-Odds = npt.NDArray[np.float64]
+Probs = npt.NDArray[np.float64]
 
 
 class NodeOdds:
@@ -32,7 +32,7 @@ class NodeOdds:
         self.likeliest_first(none, bare)
         self.learn(none, bare, ())
 
-    def likeliest_first(self, kinds: Ints, tree: DraftTree) -> tuple[Ints, Odds]:
+    def likeliest_first(self, kinds: Ints, tree: DraftTree) -> tuple[Ints, Probs]:
         """The order of nodes by the odds that the target takes the whole path to them, and these odds."""
         return _likeliest_first(kinds, tree.parents, tree.depths, self._taken, self._asked)
 
@@ -44,21 +44,21 @@ class NodeOdds:
 
 
 @njit(cache=True, nogil=True)
-def _likeliest_first(kinds: Ints, parents: Ints, depths: Ints, taken: Odds, asked: Odds) -> tuple[Ints, Odds]:
-    odds = np.ones(len(kinds))
+def _likeliest_first(kinds: Ints, parents: Ints, depths: Ints, taken: Probs, asked: Probs) -> tuple[Ints, Probs]:
+    probs = np.ones(len(kinds))
     for node in range(len(kinds)):
         kind, depth = kinds[node], depths[node + 1] - 1
         above = parents[node]
-        odds[node] = taken[kind, depth] / asked[kind, depth]
+        probs[node] = taken[kind, depth] / asked[kind, depth]
         if above != ROOT:
-            odds[node] *= odds[above]
+            probs[node] *= probs[above]
     # Stable, so that of equals the parent stays before its child.
-    order = np.argsort(-odds, kind="mergesort")
-    return order, odds[order]
+    order = np.argsort(-probs, kind="mergesort")
+    return order, probs[order]
 
 
 @njit(cache=True, nogil=True)
-def _learn(kinds: Ints, parents: Ints, depths: Ints, path: Ints, taken: Odds, asked: Odds) -> None:
+def _learn(kinds: Ints, parents: Ints, depths: Ints, path: Ints, taken: Probs, asked: Probs) -> None:
     for node in range(len(kinds)):
         above = parents[node]
         if above == ROOT or path[above]:

@@ -11,14 +11,14 @@ from typing import Any
 from hdtool.data.bench_results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
 from hdtool.data.prompts import Prompt
 from hdtool.data.spec_bench import question_id
-from hdtool.runtime.config import METHODS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import METHODS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafters.heads.select_heads import methods_with_heads
 from hdtool.runtime.environment import compute_with, surroundings
 from hdtool.runtime.evaluation.bench import Bench, hash_of
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.evaluation.scores import baseline_of
 from hdtool.runtime.model.load import load
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 FREE = ("method", "out", "baseline", "limit", "trust_remote_code")
 """Settings that change no answer and no time; what the limit leaves of the questions counts as the questions."""
@@ -33,12 +33,12 @@ class Plan:
     model: ModelConfig = field(default_factory=ModelConfig)
     decoding: DecodeConfig = field(default_factory=DecodeConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    shelf: ShelfConfig = field(default_factory=ShelfConfig)
+    store_set: StoresConfig = field(default_factory=StoresConfig)
     chat: bool | None = None
 
     def options(self) -> dict[str, Any]:
         """As they are written down, to tell whether results go on or are others."""
-        parts = (self.model, self.decoding, self.sampling, self.shelf, self.bench)  # the bench's threads count
+        parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)  # the bench's threads count
         named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
         methods = list(self.bench.methods) if self.bench.methods else None
         heads = list(self.decoding.heads)
@@ -71,21 +71,21 @@ class Plan:
     def _measure(self, folder: Path, told: Callable[[int], None]) -> None:
         compute_with(self.bench.threads)
         loaded = load(self.model)
-        shelf = Shelf.for_tokenizer(loaded.tokenizer, self.shelf, self._databases())
+        store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, self._databases())
         heads = methods_with_heads(self.decoding.heads, loaded.target.model)
-        methods = self.bench.chosen(has_corpus=shelf.corpus is not None, heads=heads)
+        methods = self.bench.chosen(has_corpus=store_set.corpus is not None, heads=heads)
         baseline_of(methods, self.bench.baseline)
         run = Run(
             self.options(),
             methods,
             len(self.questions),
-            surroundings(loaded, shelf),
+            surroundings(loaded, store_set),
             datetime.now(UTC).isoformat(timespec="seconds"),
         )
         ids = [question_id(question.id) for question in self.questions]
         results = ResultFolder(folder, run, ids)
         told(results.answered)
-        lineup = Lineup(loaded, shelf, self.model, self.decoding, self.sampling)
+        lineup = Lineup(loaded, store_set, self.model, self.decoding, self.sampling)
         bench = Bench(
             loaded,
             lineup.contenders(methods, self.bench.assistant),

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.errors import ModelError
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.config import PEERS, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.evaluation.contenders import Contender, Drafting, Generating
 from hdtool.runtime.kernels.small_batch_linear import has_own_products, share_weights
 from hdtool.runtime.model.load import Loaded, load_stock, load_tokenizer
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,10 +32,10 @@ class Lineup:
     """
 
     def __init__(
-        self, loaded: Loaded, shelf: Shelf, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig
+        self, loaded: Loaded, store_set: StoreSet, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig
     ) -> None:
         self._loaded = loaded
-        self._shelf = shelf
+        self._shelf = store_set
         self._config = replace(model, device=str(loaded.target.device), dtype=dtype_name(loaded.target.dtype))
         self._decoding = decoding
         self._sampling = sampling
@@ -73,7 +73,7 @@ class Lineup:
 
     def _assisting(self, stock: PreTrainedModel, config: ModelConfig) -> dict[str, Any]:
         tokenizer = load_tokenizer(config)
-        ours, theirs = TokenizerMark.of(self._loaded.tokenizer), TokenizerMark.of(tokenizer)
+        ours, theirs = TokenizerFingerprint.of(self._loaded.tokenizer), TokenizerFingerprint.of(tokenizer)
         if ours != theirs:
             raise ModelError(
                 f"{config.model} cannot assist {self._loaded.name}: its tokenizer is another one "

@@ -26,7 +26,7 @@ COPIED_ELSEWHERE = 1 << 27
 COPIES = 5
 
 
-class OnRecord(Sampler):
+class RecordedSampler(Sampler):
     """Chooses what was said, whatever the logits say."""
 
     def __init__(self, turn: RecordedTurn) -> None:
@@ -60,7 +60,7 @@ Teller = Callable[[RecordedTurn], Timed]
 
 def ours(target: Target, drafter: Drafter) -> Teller:
     def tell(turn: RecordedTurn) -> Timed:
-        steps = decode(target, turn.prompt, OnRecord(turn), max_new_tokens=len(turn.answer), drafter=drafter)
+        steps = decode(target, turn.prompt, RecordedSampler(turn), max_new_tokens=len(turn.answer), drafter=drafter)
         made, seconds = timed(target.device, lambda: list(steps))
         stats = _added(made)
         return Timed(stats.tokens, seconds, stats, _added(made[1:]))

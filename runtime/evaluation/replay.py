@@ -21,15 +21,15 @@ from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay_results import Played, PlayedTurn
-from hdtool.runtime.model.attention_masks import FULL, Reach, Sheet, tree_mask
+from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, tree_mask
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 
 WARM_UP = 1000
 """Tokens, about, that are played once in vain, so that what is compiled or loaded at first use is in no time."""
 NO_LOGITS = torch.empty(0)
-REACHES, CPU = [Reach(FULL)], torch.device("cpu")
+REACHES, CPU = [AttentionWindow(FULL)], torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Contender:
 
 
 def play(
-    contender: Contender, turns: Sequence[RecordedTurn], shelf: Shelf, told: Callable[[], None] | None = None
+    contender: Contender, turns: Sequence[RecordedTurn], store_set: StoreSet, told: Callable[[], None] | None = None
 ) -> Played:
     """Let a fresh drafter guess at recorded answers, one after another; ``told`` is called after each."""
-    for _ in _played(contender, _start(turns), shelf)[0]:
+    for _ in _played(contender, _start(turns), store_set)[0]:
         pass
-    playing, drafter = _played(contender, turns, shelf)
+    playing, drafter = _played(contender, turns, store_set)
     done = []
     for turn in playing:
         done.append(turn)
@@ -72,15 +72,17 @@ def _start(turns: Sequence[RecordedTurn]) -> Iterator[RecordedTurn]:
         tokens += len(turn.answer)
 
 
-def _played(contender: Contender, turns: Iterable[RecordedTurn], shelf: Shelf) -> tuple[Iterator[PlayedTurn], Drafter]:
+def _played(
+    contender: Contender, turns: Iterable[RecordedTurn], store_set: StoreSet
+) -> tuple[Iterator[PlayedTurn], Drafter]:
     budget = contender.budget()
-    drafter = drafter_within(lambda: budget, contender.config, shelf)
+    drafter = drafter_within(lambda: budget, contender.config, store_set)
     hear = budget.hear if isinstance(budget, CostBudget) else lambda context: None
     return (_play_turn(drafter, turn, hear) for turn in turns), drafter
 
 
 def _play_turn(drafter: Drafter, turn: RecordedTurn, hear: Callable[[int], None]) -> PlayedTurn:
-    clock, truth, sheet = time.perf_counter, turn.answer, Sheet()
+    clock, truth, sheet = time.perf_counter, turn.answer, MaskBuffer()
     drafter.begin(turn.prompt)
     context = [*turn.prompt, truth[0]]
     drafter.observe(Accepted([], truth[:1]), NO_LOGITS)

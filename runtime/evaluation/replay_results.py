@@ -49,7 +49,7 @@ class PlayedTurn:
 
 
 @dataclass(frozen=True)
-class SourceShare:
+class InputShare:
     """What one source brought."""
 
     drafted: int
@@ -137,7 +137,7 @@ class Played:
             name: Played(self.method, tuple(turn for turn in self.turns if turn.category == name), {}) for name in names
         }
 
-    def by_source(self) -> dict[SourceName, SourceShare]:
+    def by_source(self) -> dict[SourceName, InputShare]:
         """Of each source that drafted anything or took any time."""
         drafted = sum((turn.drafted for turn in self.turns), np.zeros(len(SourceName), np.int64))
         hits = sum((turn.hits for turn in self.turns), np.zeros(len(SourceName), np.int64))
@@ -148,7 +148,7 @@ class Played:
             seconds = self.source_seconds.get(source, 0.0)
             if source and (drafted[source] or seconds):
                 taken = tokens[origins == source]
-                shares[source] = SourceShare(
+                shares[source] = InputShare(
                     int(drafted[source]), len(taken), int(hits[source]), len(np.unique(taken)), seconds
                 )
         return shares

@@ -25,7 +25,7 @@ from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.evaluation.replay_results import Played
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 PART = 128
 """Conversations that one drafter lives through."""
@@ -47,7 +47,7 @@ class Job:
 def replay(
     contenders: Sequence[Contender],
     conversations: Sequence[Conversation],
-    shelf: Shelf,
+    store_set: StoreSet,
     *,
     workers: int | None = None,
     told: Advance | None = None,
@@ -57,9 +57,9 @@ def replay(
     parts = [list(chain.from_iterable(conversations[start : start + PART])) for start in starts]
     jobs = [Job(contender, part) for contender in contenders for part in parts]
     for contender in contenders:  # what has to be compiled is compiled once, and what is lacking said here
-        drafter_within(contender.budget, contender.config, shelf)
+        drafter_within(contender.budget, contender.config, store_set)
     count = min(len(jobs), _worthwhile(jobs) if workers is None else workers)
-    done = _alone(jobs, shelf, told) if count == 1 else _together(jobs, shelf, count, told)
+    done = _alone(jobs, store_set, told) if count == 1 else _together(jobs, store_set, count, told)
     names = [contender.name for contender in contenders]
     return {name: Played.joined([part for part in done if part.method == name]) for name in names}
 
@@ -69,7 +69,7 @@ def _worthwhile(jobs: Sequence[Job]) -> int:
     return (os.cpu_count() or 1) if work > WORTH_A_CREW else 1
 
 
-def _alone(jobs: Sequence[Job], shelf: Shelf, told: Advance | None) -> list[Played]:
+def _alone(jobs: Sequence[Job], store_set: StoreSet, told: Advance | None) -> list[Played]:
     count = 0
 
     def hear() -> None:
@@ -78,14 +78,14 @@ def _alone(jobs: Sequence[Job], shelf: Shelf, told: Advance | None) -> list[Play
         if told:
             told(count)
 
-    return [play(job.contender, job.turns, shelf, hear) for job in jobs]
+    return [play(job.contender, job.turns, store_set, hear) for job in jobs]
 
 
-def _together(jobs: Sequence[Job], shelf: Shelf, count: int, told: Advance | None) -> list[Played]:
+def _together(jobs: Sequence[Job], store_set: StoreSet, count: int, told: Advance | None) -> list[Played]:
     context = get_context("spawn")  # a fork would copy the locks of torch's threads
     played = context.Value("q", 0)
     others = set(active_children())
-    pool = ProcessPoolExecutor(count, context, _join, (shelf, played))
+    pool = ProcessPoolExecutor(count, context, _join, (store_set, played))
     try:
         with _deaf():
             futures = [pool.submit(_work, job) for job in jobs]
@@ -126,9 +126,9 @@ def _deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _join(shelf: Shelf, played: Any) -> None:
+def _join(store_set: StoreSet, played: Any) -> None:
     torch.set_num_threads(1)
-    _worker.update(shelf=shelf, played=played)
+    _worker.update(store_set=store_set, played=played)
 
 
 def _work(job: Job) -> Played:

@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from hdtool.runtime.config import DecodeConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import Finish, decode
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
@@ -28,7 +28,7 @@ from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, use_masked_attention
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
     from transformers import (
@@ -76,13 +76,13 @@ class Generator:
         cls,
         tokenizer: PreTrainedTokenizerBase,
         decoding: DecodeConfig | None = None,
-        shelf: ShelfConfig | None = None,
+        store_set: StoresConfig | None = None,
         *,
         seed: int | None = None,
     ) -> Generator:
         """One that drafts as ``hdtool generate`` does: by a method, from the stores that fit the tokenizer."""
         config = decoding or DecodeConfig()
-        stores = Shelf.for_tokenizer(tokenizer, shelf or ShelfConfig(), config.databases)
+        stores = StoreSet.for_tokenizer(tokenizer, store_set or StoresConfig(), config.databases)
         return cls(lambda target: drafter_for(config, target, stores), seed=seed)
 
     def __call__(

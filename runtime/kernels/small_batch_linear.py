@@ -59,7 +59,7 @@ class Choice:
         return seconds[1] < seconds[0]
 
 
-class FewRowsLinear(Linear):
+class SmallBatchLinear(Linear):
     """A layer of torch's with its own weights, to which only another way to multiply was given."""
 
     choice: Choice
@@ -96,7 +96,7 @@ def own_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return found
 
 
-def multiply_few_rows_faster(model: torch.nn.Module) -> None:
+def use_small_batch_products(model: torch.nn.Module) -> None:
     """Give a CPU model's layers the product of ``small_batch_gemm.py``; weights stay as and where they are."""
     choices: dict[torch.Size, list[torch.Tensor]] = {}
     fit = [module for module in model.modules() if type(module) is Linear and _fits(module)]
@@ -104,19 +104,19 @@ def multiply_few_rows_faster(model: torch.nn.Module) -> None:
         choices.setdefault(layer.weight.shape, []).append(layer.weight)
     made = {shape: Choice(weights) for shape, weights in choices.items()}
     for layer in fit:
-        layer.__class__ = FewRowsLinear
-        cast(FewRowsLinear, layer).choice = made[layer.weight.shape]
+        layer.__class__ = SmallBatchLinear
+        cast(SmallBatchLinear, layer).choice = made[layer.weight.shape]
 
 
 def has_own_products(model: torch.nn.Module) -> bool:
     """Whether any layer multiplies otherwise than the library would."""
-    return any(isinstance(module, FewRowsLinear) for module in model.modules())
+    return any(isinstance(module, SmallBatchLinear) for module in model.modules())
 
 
 def share_weights(stock: torch.nn.Module, own: torch.nn.Module) -> None:
     """Let a model that was loaded once more keep none of the weights that ours has already; it multiplies as before."""
     for name, layer in own.named_modules():
-        if isinstance(layer, FewRowsLinear):
+        if isinstance(layer, SmallBatchLinear):
             other = stock.get_submodule(name)
             assert isinstance(other, Linear)
             other.weight.data = layer.weight.data

@@ -17,7 +17,7 @@ Mask = torch.Tensor | dict[str, torch.Tensor] | None
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionWindow:
     """How far back the layers of one kind look."""
 
     kind: str
@@ -45,21 +45,21 @@ class Reach:
 FULL = "full_attention"
 
 
-def reaches_of(config: Any) -> list[Reach]:
+def windows_of(config: Any) -> list[AttentionWindow]:
     """The kinds of layers that a model has, from its configuration."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds:
-        return [Reach("sliding_attention", window=window) if window else Reach(FULL)]
+        return [AttentionWindow("sliding_attention", window=window) if window else AttentionWindow(FULL)]
     sizes = {
-        FULL: Reach(FULL),
-        "sliding_attention": Reach("sliding_attention", window=window),
-        "chunked_attention": Reach("chunked_attention", chunk=getattr(config, "attention_chunk_size", None)),
+        FULL: AttentionWindow(FULL),
+        "sliding_attention": AttentionWindow("sliding_attention", window=window),
+        "chunked_attention": AttentionWindow("chunked_attention", chunk=getattr(config, "attention_chunk_size", None)),
     }
     return [sizes[kind] for kind in dict.fromkeys(kinds)]
 
 
-class Sheet:
+class MaskBuffer:
     """Masks in float32, written one over the other: of a context that is seen whole, nothing is written anew."""
 
     def __init__(self) -> None:
@@ -82,25 +82,29 @@ class Sheet:
 def tree_mask(
     tree: DraftTree,
     length: int,
-    reaches: list[Reach],
+    windows: list[AttentionWindow],
     dtype: torch.dtype,
     device: torch.device,
-    sheet: Sheet | None = None,
+    sheet: MaskBuffer | None = None,
 ) -> Mask:
     """The additive mask ``[1, 1, rows, length + rows]`` for the root and the nodes of a tree.
 
     One mask serves a model with one kind of layer; a model that mixes kinds takes one for each. It may be written
     on a ``sheet``, and then stands until the next one is.
     """
-    sheet = sheet or Sheet()
-    if not len(tree) and all(reach.sees_all(length + 1) for reach in reaches):
-        return {reach.kind: _nothing_hidden(length, dtype, device) for reach in reaches} if len(reaches) > 1 else None
-    masks = {reach.kind: _additive(tree, length, reach, dtype, device, sheet) for reach in reaches}
+    sheet = sheet or MaskBuffer()
+    if not len(tree) and all(reach.sees_all(length + 1) for reach in windows):
+        return {reach.kind: _nothing_hidden(length, dtype, device) for reach in windows} if len(windows) > 1 else None
+    masks = {reach.kind: _additive(tree, length, reach, dtype, device, sheet) for reach in windows}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def seated_mask(
-    trees: Sequence[DraftTree], lengths: Sequence[int], reaches: list[Reach], dtype: torch.dtype, device: torch.device
+def batch_mask(
+    trees: Sequence[DraftTree],
+    lengths: Sequence[int],
+    windows: list[AttentionWindow],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Mask:
     """The mask ``[trees, 1, rows, longest + rows]`` for trees behind contexts of different ``lengths``.
 
@@ -109,23 +113,23 @@ def seated_mask(
     """
     rows = max(map(len, trees)) + 1
     hidden_at = torch.finfo(dtype).min
-    masks, sheet = {}, Sheet()
-    for reach in reaches:
+    masks, sheet = {}, MaskBuffer()
+    for reach in windows:
         mask = torch.full((len(trees), 1, rows, max(lengths) + rows), hidden_at, dtype=dtype, device=device)
         mask[..., 0] = 0.0
-        for seat, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
+        for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
             own = len(tree) + 1
-            mask[seat, :, :own, : length + own] = _additive(tree, length, reach, dtype, device, sheet)[0]
+            mask[slot, :, :own, : length + own] = _additive(tree, length, reach, dtype, device, sheet)[0]
         masks[reach.kind] = mask
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def device_mask(
-    lineage: torch.Tensor,
+    ancestor_mask: torch.Tensor,
     positions: torch.Tensor,
     length: torch.Tensor,
     extent: int,
-    reaches: list[Reach],
+    windows: list[AttentionWindow],
     dtype: torch.dtype,
 ) -> Mask:
     """The mask ``[1, 1, rows, extent]``, computed where the tensors are, from a tree's lineage as bits of its nodes.
@@ -135,13 +139,13 @@ def device_mask(
     """
     columns = torch.arange(extent, device=length.device)
     place = columns - length
-    nodes = (lineage[:, None] >> (place - 1).clamp(0, LARGEST_TREE - 1)) & 1
+    nodes = (ancestor_mask[:, None] >> (place - 1).clamp(0, LARGEST_TREE - 1)) & 1
     related = (place <= 0) | ((nodes == 1) & (place <= LARGEST_TREE))
-    rows = len(lineage)
+    rows = len(ancestor_mask)
     stands_at = torch.where(place < 0, columns, positions[place.clamp(0, rows - 1)])
     hidden_at = torch.finfo(dtype).min
     masks = {}
-    for reach in reaches:
+    for reach in windows:
         visible = related
         if reach.window is not None:
             visible = visible & (stands_at > positions[:, None] - reach.window)
@@ -153,12 +157,12 @@ def device_mask(
 
 
 def _additive(
-    tree: DraftTree, length: int, reach: Reach, dtype: torch.dtype, device: torch.device, sheet: Sheet
+    tree: DraftTree, length: int, reach: AttentionWindow, dtype: torch.dtype, device: torch.device, sheet: MaskBuffer
 ) -> torch.Tensor:
     rows, hidden_at = len(tree) + 1, torch.finfo(dtype).min
     if not reach.sees_all(length + rows):
         visible = np.ones((rows, length + rows), np.bool_)
-        visible[:, length:] = tree.lineage
+        visible[:, length:] = tree.ancestor_mask
         positions = length + tree.depths
         visible &= reach.allows(positions, np.concatenate([np.arange(length), positions]))
         hidden = torch.from_numpy(~visible).to(device)
@@ -167,7 +171,7 @@ def _additive(
         return sheet.mask(tree.parents, length, hidden_at)
     # Of the context all is seen: only what the tree hides is sent to the device.
     mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
-    mask.narrow(3, length, rows).masked_fill_(torch.from_numpy(~tree.lineage).to(device), hidden_at)
+    mask.narrow(3, length, rows).masked_fill_(torch.from_numpy(~tree.ancestor_mask).to(device), hidden_at)
     return mask
 
 

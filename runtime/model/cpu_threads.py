@@ -45,7 +45,7 @@ def _seconds_with(threads: int, target: Target) -> float:
     """Of a pass of each size in turn: the mean, since what a busy machine costs is in the slow ones."""
     torch.set_num_threads(threads)
     target.prefill(some_context(4, target.config.vocab_size), max(NODES))
-    target.keep([])
+    target.commit([])
     trees = [DraftTree.of(0, [1] * size, [-1] * size) for size in NODES]
     taken: list[float] = []
     began = time.perf_counter()

@@ -15,7 +15,7 @@ def hidden_in(returned: object) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) and found.dim() == 3 else None
 
 
-def giver_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object]) -> torch.nn.Module:
+def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object]) -> torch.nn.Module:
     """The part of the model that gives them to the output layer; ``run`` has the model make a pass."""
     given: list[torch.nn.Module] = []
 

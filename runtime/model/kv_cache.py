@@ -50,7 +50,7 @@ class StaticLayer(CacheLayerMixin):
     is_sliding = False  # old rows stay; sliding windows are applied in the masks
     supports_early_init = False
 
-    def __init__(self, cache: StaticRows | SeatedRows | IndexedRows, index: int) -> None:
+    def __init__(self, cache: StaticKVCache | SlotKVCache | IndexedKVCache, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._index = index
@@ -102,21 +102,21 @@ class Memory:
         views = [(next(free[layer[0]]), next(free[layer[1]])) if layer else (nothing, nothing) for layer in shapes]
         return cls(list(tensors.values()), views, capacity)
 
-    def of_seat(self, seat: int) -> Memory:
+    def of_slot(self, slot: int) -> Memory:
         """The part of one conversation of the batch."""
 
         def part(view: torch.Tensor) -> torch.Tensor:
-            return view.narrow(0, seat, 1) if view.numel() else view
+            return view.narrow(0, slot, 1) if view.numel() else view
 
         views = [(part(keys), part(values)) for keys, values in self.layers]
-        return Memory([tensor.narrow(1, seat, 1) for tensor in self.tensors], views, self.capacity)
+        return Memory([tensor.narrow(1, slot, 1) for tensor in self.tensors], views, self.capacity)
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-class StaticRows(Cache):
+class StaticKVCache(Cache):
     """The ``transformers`` cache of one conversation, over memory that is laid out once."""
 
     def __init__(self, memory: Memory) -> None:
@@ -152,7 +152,7 @@ class StaticRows(Cache):
         values.narrow(2, self.length, new).copy_(value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
-    def keep(self, fixed: int, path: Sequence[int]) -> None:
+    def commit(self, fixed: int, path: Sequence[int]) -> None:
         """Accept the first ``fixed`` new rows and, behind them, those at ``path`` (offsets past ``fixed``)."""
         start = self.length + fixed
         if must_move(path):
@@ -166,7 +166,7 @@ class StaticRows(Cache):
             chosen = tensor.index_select(3, torch.tensor(rows, device=tensor.device))
             tensor.narrow(3, start, len(path)).copy_(chosen)
 
-    def copy_from(self, other: StaticRows) -> None:
+    def copy_from(self, other: StaticKVCache) -> None:
         """Become another conversation, of the same memory or of one that was too small."""
         self.length = other.length
         for mine, theirs in zip(self.memory.tensors, other.memory.tensors, strict=True):
@@ -180,7 +180,7 @@ def must_move(path: Sequence[int]) -> bool:
     return any(offset != place for place, offset in enumerate(path))
 
 
-class IndexedRows(Cache):
+class IndexedKVCache(Cache):
     """The cache of a step whose shapes never change.
 
     New rows are written where a tensor says, and ``extent`` rows are read whatever the length: what
@@ -202,7 +202,7 @@ class IndexedRows(Cache):
         return keys.narrow(2, 0, self._extent), values.narrow(2, 0, self._extent)
 
 
-class SeatedRows(Cache):
+class SlotKVCache(Cache):
     """The cache of several conversations at once: row by row of a batch, each behind its own context."""
 
     def __init__(self, memory: Memory, lengths: Sequence[int], rows: int) -> None:
@@ -211,7 +211,7 @@ class SeatedRows(Cache):
         self.capacity = memory.capacity
         self.length = max(lengths)
         self._memory = memory
-        self._seats = torch.arange(len(lengths))[:, None]
+        self._slots = torch.arange(len(lengths))[:, None]
         self._places = torch.tensor(lengths)[:, None] + torch.arange(rows)
 
     def update(
@@ -220,6 +220,6 @@ class SeatedRows(Cache):
         keys, values = self._memory.layers[layer_idx]
         end = self.length + key_states.shape[2]
         for rows, new in ((keys, key_states), (values, value_states)):
-            seats, places = self._seats.to(rows.device), self._places.to(rows.device)
-            rows[seats, :, places] = new.transpose(1, 2)
-        return keys[: len(self._seats), :, :end], values[: len(self._seats), :, :end]
+            slots, places = self._slots.to(rows.device), self._places.to(rows.device)
+            rows[slots, :, places] = new.transpose(1, 2)
+        return keys[: len(self._slots), :, :end], values[: len(self._slots), :, :end]

@@ -17,13 +17,13 @@ from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import room_for
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
-from hdtool.runtime.kernels.small_batch_linear import multiply_few_rows_faster
+from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import require_accelerate
 from hdtool.runtime.model.quantization import library_of, quantisation, require_libraries
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.model.tensor_parallel import LeadingTarget, Ranks, check_device, check_plan, leader
+from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_plan, leader
 from hdtool.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def load(config: ModelConfig) -> Loaded:
     else:
         model = _on_one_device(config, settings, device)
         if device.type == "cpu":
-            multiply_few_rows_faster(model)
+            use_small_batch_products(model)
         target = _attempt(name, f"on {device}", lambda: Target(model))
     return Loaded(config.model or demo.NAME, target, tokenizer)
 
@@ -85,7 +85,7 @@ def load_part(config: ModelConfig) -> Target:
     )
 
 
-def _led(config: ModelConfig, settings: Any, ranks: Ranks) -> Target:
+def _led(config: ModelConfig, settings: Any, ranks: ProcessGroup) -> Target:
     name = config.model or demo.NAME
     if config.quantise:
         raise OptionError("quantise is for one process, and torchrun started several: leave it out")
@@ -94,7 +94,7 @@ def _led(config: ModelConfig, settings: Any, ranks: Ranks) -> Target:
     check_device(config.device)
     check_plan(settings, name, ranks.size)
     require_accelerate("torchrun")
-    ranks.tell("load", config)
+    ranks.broadcast("load", config)
     return _attempt(name, "a part of it", lambda: LeadingTarget(_cut_weights(config, settings), ranks))
 
 

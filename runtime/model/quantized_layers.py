@@ -50,7 +50,7 @@ def quantised_layers(model: PreTrainedModel) -> dict[str, Module]:
 
 
 @torch.inference_mode()
-def refuse_by_neighbours(model: PreTrainedModel, device: torch.device) -> None:
+def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
     """Raise if a row's result depends on the rows beside it, as where one scale serves all activations of a pass.
 
     What the model says of a token would then depend on the drafts in the tree around it.

@@ -14,9 +14,9 @@ import torch
 
 from hdtool.runtime.budget.node_budget import ROWS
 from hdtool.runtime.kernels.topk import Logits
-from hdtool.runtime.model.attention_masks import Reach, device_mask
+from hdtool.runtime.model.attention_masks import AttentionWindow, device_mask
 from hdtool.runtime.model.cuda_graphs import Capture, Run
-from hdtool.runtime.model.kv_cache import IndexedRows, Memory, StaticRows, must_move
+from hdtool.runtime.model.kv_cache import IndexedKVCache, Memory, StaticKVCache, must_move
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -32,11 +32,16 @@ class StaticSteps:
     """The steps of one model, over the memory of one conversation after another."""
 
     def __init__(
-        self, model: PreTrainedModel, reaches: list[Reach], vocabulary: int, dtype: torch.dtype, capture: Capture
+        self,
+        model: PreTrainedModel,
+        windows: list[AttentionWindow],
+        vocabulary: int,
+        dtype: torch.dtype,
+        capture: Capture,
     ) -> None:
         """``vocabulary`` and ``dtype`` are those of the logits."""
         device = device_of(model)
-        self._model, self._reaches, self._capture, self._device = model, reaches, capture, device
+        self._model, self._reaches, self._capture, self._device = model, windows, capture, device
         self._input = StepInput(device)
         rows = LARGEST_TREE + 1
         self._logits = torch.zeros((rows, vocabulary), dtype=dtype, device=device)
@@ -67,8 +72,8 @@ class StaticSteps:
         capacity = extent_for(needed)
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
 
-    def keep(self, rows: StaticRows, fixed: int, path: Sequence[int]) -> None:
-        """Accept a path as ``StaticRows.keep`` does, but leave it to the next step to move the rows."""
+    def commit(self, rows: StaticKVCache, fixed: int, path: Sequence[int]) -> None:
+        """Accept a path as ``StaticKVCache.keep`` does, but leave it to the next step to move the rows."""
         start = rows.length + fixed
         self._moves = None
         if must_move(path):
@@ -78,13 +83,13 @@ class StaticSteps:
                 rows.move(start, path)
         rows.length = start + len(path)
 
-    def settle(self, rows: StaticRows) -> None:
+    def settle(self, rows: StaticKVCache) -> None:
         """Move the rows of the kept path now."""
         if self._moves:
             rows.move(*self._moves)
             self._moves = None
 
-    def prepared(self, tree: DraftTree, rows: StaticRows) -> Callable[[], Logits]:
+    def prepared(self, tree: DraftTree, rows: StaticKVCache) -> Callable[[], Logits]:
         """What checks a tree behind the context; the first of its shape is recorded on the way."""
         if rows.memory is not self._memory:
             self._steps.clear()  # frees what they had in use before there is more
@@ -122,12 +127,12 @@ class StaticSteps:
             for tensor in memory.tensors:
                 tensor.index_copy_(3, rows, tensor.index_select(3, told.moved_from))
             places = torch.arange(size, device=self._device) + told.length
-            mask = device_mask(told.lineage, told.positions[0], told.length, extent, self._reaches, dtype)
+            mask = device_mask(told.ancestor_mask, told.positions[0], told.length, extent, self._reaches, dtype)
             logits = self._model(
                 input_ids=told.tokens,
                 position_ids=told.positions,
                 attention_mask=mask,
-                past_key_values=IndexedRows(memory, places, extent),
+                past_key_values=IndexedKVCache(memory, places, extent),
                 use_cache=True,
                 return_dict=True,
             ).logits[0]

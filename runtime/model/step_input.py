@@ -29,7 +29,7 @@ class StepTensors(NamedTuple):
     tokens: torch.Tensor
     positions: torch.Tensor
     """``[1, rows]``"""
-    lineage: torch.Tensor
+    ancestor_mask: torch.Tensor
     """``[rows]``: a bit for each node that the row descends from, itself included."""
 
 
@@ -58,8 +58,8 @@ class StepInput:
 
     def tensors(self, rows: int) -> StepTensors:
         there = self._device
-        tokens, positions, lineage = there[HEAD : HEAD + 3 * rows].view(3, rows)
-        return StepTensors(there[:1], there[1:2], there[2:HEAD], tokens[None], positions[None], lineage)
+        tokens, positions, ancestor_mask = there[HEAD : HEAD + 3 * rows].view(3, rows)
+        return StepTensors(there[:1], there[1:2], there[2:HEAD], tokens[None], positions[None], ancestor_mask)
 
 
 @njit(cache=True, nogil=True)

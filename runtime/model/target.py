@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, reason_of
-from hdtool.runtime.model.attention_masks import Mask, Sheet, reaches_of, tree_mask
+from hdtool.runtime.model.attention_masks import Mask, MaskBuffer, tree_mask, windows_of
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import (
     context_limit,
@@ -24,11 +24,11 @@ from hdtool.runtime.model.families import (
     refuse_by_logits,
     strays,
 )
-from hdtool.runtime.model.hidden_states import giver_of_hidden, hidden_in
-from hdtool.runtime.model.kv_cache import LayerShape, Memory, StaticRows, layer_shapes
+from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
+from hdtool.runtime.model.kv_cache import LayerShape, Memory, StaticKVCache, layer_shapes
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
-from hdtool.runtime.model.quantized_layers import quantised_layers, refuse_by_neighbours, rounding_told
+from hdtool.runtime.model.quantized_layers import quantised_layers, refuse_dependent_rows, rounding_told
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
@@ -69,8 +69,8 @@ class Target:
         self._shapes: list[LayerShape] = []
         self._rows = self.rows(0)
         self._overflow_noted = False
-        self.reaches = reaches_of(self.config)
-        self._sheet = Sheet()
+        self.windows = windows_of(self.config)
+        self._sheet = MaskBuffer()
         self._prefill_options = {"logits_to_keep": 1} if _keeps_logits(model) else {}
         self._pending = 0
         self._steps: StaticSteps | None = None
@@ -173,16 +173,16 @@ class Target:
                 if self._watched:
                     self.hidden = self._steps.hidden(len(tree) + 1)
                 return logits
-        mask = tree_mask(tree, self.length, self.reaches, self.dtype, self.device, self._sheet)
+        mask = tree_mask(tree, self.length, self.windows, self.dtype, self.device, self._sheet)
         return self.forward([tree.all_tokens], [(self.length + tree.depths).tolist()], mask, self._rows)[0]
 
     @torch.inference_mode()
-    def keep(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int]) -> None:
         """Make the root and the nodes of ``path`` part of the context, forget the rest of the tree."""
         if self._steps:
-            self._steps.keep(self._rows, self._pending, path)
+            self._steps.commit(self._rows, self._pending, path)
         else:
-            self._rows.keep(self._pending, path)
+            self._rows.commit(self._pending, path)
 
     def watch_hidden(self) -> None:
         """Keep the hidden states of each pass from now on, for those who draft from them."""
@@ -192,33 +192,33 @@ class Target:
         def run() -> None:
             self.prefill(some_context(4, self.config.vocab_size))
 
-        giver = giver_of_hidden(self.model, self.model.config.model_type, run)
+        giver = module_of_hidden(self.model, self.model.config.model_type, run)
         mine = weakref.ref(self)  # the model may outlive its target
 
-        def keep(module: torch.nn.Module, given: object, returned: object) -> None:
+        def commit(module: torch.nn.Module, given: object, returned: object) -> None:
             if (target := mine()) and (found := hidden_in(returned)) is not None:
                 target.all_hidden, target.hidden = found, found[0]
 
-        giver.register_forward_hook(keep)
+        giver.register_forward_hook(commit)
         self._watched = True
         run()
         if self._steps:
             self._steps.watch(lambda: self.all_hidden[0])
 
-    def look_at(self, seat: int) -> None:
+    def select_slot(self, seat: int) -> None:
         """Of several conversations in one pass, mean this one by ``hidden``."""
         if self._watched:
             self.hidden = self.all_hidden[seat]
 
-    def rows(self, capacity: int) -> StaticRows:
+    def rows(self, capacity: int) -> StaticKVCache:
         """Memory for a conversation of this model."""
-        return StaticRows(self.memory(capacity))
+        return StaticKVCache(self.memory(capacity))
 
     def memory(self, capacity: int, batch: int = 1) -> Memory:
         return Memory.for_layers(self._shapes, capacity, batch)
 
     @torch.inference_mode()
-    def read(self, context: Sequence[int], rows: StaticRows) -> torch.Tensor:
+    def read(self, context: Sequence[int], rows: StaticKVCache) -> torch.Tensor:
         """Read a whole context into ``rows`` and return the logits ``[1, vocabulary]`` that follow it."""
         rows.length = 0
         # No mask: the model makes its own, or better, leaves it to a causal kernel.
@@ -269,11 +269,11 @@ class Target:
             self._shapes = layer_shapes(used)
             if quantised_layers(self.model):
                 with self._row_by_row.on():
-                    refuse_by_neighbours(self.model, self.device)
+                    refuse_dependent_rows(self.model, self.device)
                     self._rounding = rounding_told(self.model, whole, plain)
             self._rows = self.rows(len(context) + len(tree) + 1)
             self.prefill(context[:-1])
-            self.keep([])
+            self.commit([])
             of_tree = self.verify(tree)
         except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
             raise
@@ -293,7 +293,7 @@ class Target:
             return self._free_shapes(reason)
         expected = self._two_steps()
         like = expected[0]
-        self._steps = StaticSteps(self.model, self.reaches, like.shape[-1], like.dtype, capture)
+        self._steps = StaticSteps(self.model, self.windows, like.shape[-1], like.dtype, capture)
         for found, usual in zip(self._two_steps(), expected, strict=True):
             if self._steps and (distance := strays(found, usual, self._rounding)):
                 self._free_shapes(f"its logits would be off by {distance}")
@@ -302,9 +302,9 @@ class Target:
         """Logits of a tree and of another one, behind a path of the first that had to be moved."""
         context, tree, _ = _small_tree(self.config.vocab_size)
         self.prefill(context[:-1])
-        self.keep([])
+        self.commit([])
         first = self.verify(tree).clone()
-        self.keep([3, 4, 5])
+        self.commit([3, 4, 5])
         return [first, self.verify(tree).clone()]
 
     def _free_shapes(self, reason: str) -> None:

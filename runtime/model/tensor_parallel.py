@@ -41,7 +41,7 @@ FAULT_WAIT = 5.0
 Load = Callable[["ModelConfig"], Target]
 
 
-class Ranks:
+class ProcessGroup:
     """All processes, as one of them sees them."""
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class Ranks:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         self.size = dist.get_world_size()
-        self.leads = dist.get_rank() == 0
+        self.is_leader = dist.get_rank() == 0
         # What they tell each other must not wait in a line with what they compute.
         self._line = dist.new_group(backend="gloo", timeout=LONGEST_SILENCE)
 
-    def tell(self, verb: str, *arguments: object) -> None:
+    def broadcast(self, verb: str, *arguments: object) -> None:
         """Have all others do something."""
         said = pickle.dumps((verb, arguments))
         letter = bytearray(LETTER)
@@ -64,7 +64,7 @@ class Ranks:
         if rest := said[LETTER - LENGTH :]:
             self._send(bytearray(rest))
 
-    def hear(self) -> tuple[str, tuple[Any, ...]]:
+    def receive(self) -> tuple[str, tuple[Any, ...]]:
         """What to do next."""
         letter = self._send(bytearray(LETTER))
         size = int.from_bytes(letter[:LENGTH], "little")
@@ -80,36 +80,36 @@ class Ranks:
         return letter
 
 
-_ranks: Ranks | None = None
+_group: ProcessGroup | None = None
 
 
-def leader() -> Ranks | None:
+def leader() -> ProcessGroup | None:
     """All processes, if there are several and this one leads them."""
-    return _ranks
+    return _group
 
 
 @contextmanager
 def leading() -> Iterator[None]:
     """Lead the others; they end when this does."""
-    global _ranks
-    _ranks = Ranks()
+    global _group
+    _group = ProcessGroup()
     try:
         yield
     finally:
         with suppress(RuntimeError):  # whoever is gone needs not be told
-            _ranks.tell("end")
-        _ranks = None
+            _group.broadcast("end")
+        _group = None
         dist.destroy_process_group()
 
 
 def follow(load: Load) -> int:
     """Do what the leader does to its model until it ends; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them; the leader says what becomes of it
-    ranks = Ranks()
+    group = ProcessGroup()
     target: Target | None = None
     try:
         while True:
-            verb, arguments = ranks.hear()
+            verb, arguments = group.receive()
             if verb == "end":
                 break
             if verb == "load":
@@ -136,37 +136,37 @@ def _late_complaint(error: HdtoolError) -> int:
 class LeadingTarget(Target):
     """The leader's part of the model; the others' parts do what it does."""
 
-    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
-        self._ranks: Ranks | None = None  # each proves by itself that its model can verify trees
+    def __init__(self, model: PreTrainedModel, group: ProcessGroup) -> None:
+        self._group: ProcessGroup | None = None  # each proves by itself that its model can verify trees
         super().__init__(model, never)
-        self._ranks, self.processes = ranks, ranks.size
+        self._group, self.processes = group, group.size
 
     def prefill(self, context: Sequence[int], room: int = 0) -> torch.Tensor:
-        self._tell("prefill", list(context), room)
+        self._broadcast("prefill", list(context), room)
         return super().prefill(context, room)
 
     def verify(self, tree: DraftTree) -> torch.Tensor:
-        self._tell("verify", tree)
+        self._broadcast("verify", tree)
         return super().verify(tree)
 
     def recompute(self, root: int) -> torch.Tensor:
-        if not self._ranks:
+        if not self._group:
             return super().recompute(root)
-        self._ranks.tell("recompute", root)
+        self._group.broadcast("recompute", root)
         # Its verification is part of what the others were told to do.
-        ranks, self._ranks = self._ranks, None
+        group, self._group = self._group, None
         try:
             return super().recompute(root)
         finally:
-            self._ranks = ranks
+            self._group = group
 
-    def keep(self, path: Sequence[int]) -> None:
-        self._tell("keep", list(path))
-        super().keep(path)
+    def commit(self, path: Sequence[int]) -> None:
+        self._broadcast("commit", list(path))
+        super().commit(path)
 
-    def _tell(self, verb: str, *arguments: object) -> None:
-        if self._ranks:
-            self._ranks.tell(verb, *arguments)
+    def _broadcast(self, verb: str, *arguments: object) -> None:
+        if self._group:
+            self._group.broadcast(verb, *arguments)
 
 
 def check_decoding(config: DecodeConfig) -> None:

@@ -17,7 +17,7 @@ from numba import njit
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import token_type
-from hdtool.data.stores.store import Manifest, TokenizerMark, read_store, require
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store, require
 from hdtool.runtime.kernels.no_copy import Pinned
 from hdtool.runtime.stores.mapped_file import documents_of, mapped_part
 from hdtool.runtime.stores.suffix_search import (
@@ -71,7 +71,7 @@ class Continuations(NamedTuple):
 class CorpusIndex(Pinned):
     """An index opened for look-ups; its files are mapped, read only where they are touched."""
 
-    def __init__(self, folder: Path, tokenizer: TokenizerMark | None = None) -> None:
+    def __init__(self, folder: Path, tokenizer: TokenizerFingerprint | None = None) -> None:
         self.folder = folder
         read_store(folder, lambda manifest: self._open(manifest, tokenizer))
 
@@ -83,7 +83,7 @@ class CorpusIndex(Pinned):
         index._open(manifest)
         return index
 
-    def _open(self, manifest: Manifest, tokenizer: TokenizerMark | None = None) -> None:
+    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None = None) -> None:
         require(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.end = manifest.tokenizer.vocab_size

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.store import Manifest, TokenizerMark, read_store, require
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store, require
 from hdtool.runtime.stores.mapped_file import documents_of, mapped_part
 
 KIND = "model"
@@ -54,7 +54,7 @@ class Levels(NamedTuple):
 class ModelStore:
     """A store opened for look-ups; its files are mapped, read only where they are touched."""
 
-    def __init__(self, folder: Path, tokenizer: TokenizerMark | None = None) -> None:
+    def __init__(self, folder: Path, tokenizer: TokenizerFingerprint | None = None) -> None:
         self.folder = folder
         read_store(folder, lambda manifest: self._open(manifest, tokenizer))
 
@@ -66,7 +66,7 @@ class ModelStore:
         store._open(manifest)
         return store
 
-    def _open(self, manifest: Manifest, tokenizer: TokenizerMark | None = None) -> None:
+    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None = None) -> None:
         require(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.vocabulary = manifest.tokenizer.vocab_size

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hdtool.data import demo
 from hdtool.data.stores.home import store_at_home
-from hdtool.data.stores.store import MANIFEST, TokenizerMark, read_manifest
-from hdtool.runtime.config import SOURCE_LETTERS, ShelfConfig
+from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manifest
+from hdtool.runtime.config import SOURCE_LETTERS, StoresConfig
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import KIND as MODEL
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 NONE = "none"
 EMBEDDED = {MODEL: demo.MODEL_STORE, CORPUS: demo.CORPUS_INDEX}
 
-Place = tuple[Path, TokenizerMark]
+Place = tuple[Path, TokenizerFingerprint]
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 
 @dataclass(frozen=True)
-class Shelf:
+class StoreSet:
     """A model store and a corpus index, as far as there are any."""
 
     model: ModelStore | None = None
@@ -37,19 +37,19 @@ class Shelf:
 
     @classmethod
     def for_tokenizer(
-        cls, tokenizer: PreTrainedTokenizerBase, config: ShelfConfig, databases: str = SOURCE_LETTERS
-    ) -> Shelf:
+        cls, tokenizer: PreTrainedTokenizerBase, config: StoresConfig, databases: str = SOURCE_LETTERS
+    ) -> StoreSet:
         """The stores that ``config`` names; a store of another tokenizer is refused."""
         model_db = config.model_db if "M" in databases else NONE
         corpus_db = config.corpus_db if "S" in databases else NONE
         if model_db == corpus_db == NONE:
             return cls(databases=databases)
-        mark = TokenizerMark.of(tokenizer)
+        mark = TokenizerFingerprint.of(tokenizer)
         model = _open(model_db or _fitting(MODEL, mark, config.namespace), ModelStore, mark)
         corpus = _open(corpus_db or _fitting(CORPUS, mark, config.namespace), CorpusIndex, mark)
         return cls(model, corpus, databases)
 
-    def __reduce__(self) -> tuple[Callable[..., Shelf], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
         """Sent to another process, it opens its stores anew: they are mapped, not copied."""
         places = [(store.folder, store.manifest.tokenizer) if store else None for store in self._both]
         return _reopened, (*places, self.databases)
@@ -67,17 +67,17 @@ class Shelf:
         return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
 
 
-def _reopened(model: Place | None, corpus: Place | None, databases: str) -> Shelf:
-    return Shelf(ModelStore(*model) if model else None, CorpusIndex(*corpus) if corpus else None, databases)
+def _reopened(model: Place | None, corpus: Place | None, databases: str) -> StoreSet:
+    return StoreSet(ModelStore(*model) if model else None, CorpusIndex(*corpus) if corpus else None, databases)
 
 
 def _open(
-    place: Path | str | None, opened: Callable[[Path, TokenizerMark], AnyStore], mark: TokenizerMark
+    place: Path | str | None, opened: Callable[[Path, TokenizerFingerprint], AnyStore], mark: TokenizerFingerprint
 ) -> AnyStore | None:
     return opened(Path(place).expanduser(), mark) if place and place != NONE else None
 
 
-def _fitting(kind: str, mark: TokenizerMark, namespace: str | None) -> Path | None:
+def _fitting(kind: str, mark: TokenizerFingerprint, namespace: str | None) -> Path | None:
     """The store at home that is filed under this tokenizer, else the embedded one if it is the demo's."""
     if namespace:
         own = store_at_home(kind, mark, namespace)

@@ -28,7 +28,7 @@ from hdtool.builders.stores.tokenize import tokenized
 from hdtool.data.progress import bar
 from hdtool.data.records import Reading
 from hdtool.data.stores.documents import Document, Source, stored_documents
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load_tokenizer
@@ -71,7 +71,7 @@ def synthetic(index: CorpusIndex, size: int) -> Iterator[Document]:
         yield from (Document(ids) for ids in stored_documents(out, index.end))
 
 
-def measure(real: str, size: int, place: str, mark: TokenizerMark, shard_bytes: int, conn: Any) -> None:
+def measure(real: str, size: int, place: str, mark: TokenizerFingerprint, shard_bytes: int, conn: Any) -> None:
     """One size, in a process of its own, so that its peak of memory is its own."""
     index = CorpusIndex(Path(real))
     folder = Path(place) / f"{size}"
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("docs/results/corpus-scale.png"))
     options = parser.parse_args()
     tokenizer = load_tokenizer(ModelConfig(options.model))
-    mark = TokenizerMark.of(tokenizer)
+    mark = TokenizerFingerprint.of(tokenizer)
     print(machine() + "\n")
     with tempfile.TemporaryDirectory() as place:
         reading = Reading([options.corpus])

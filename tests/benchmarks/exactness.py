@@ -16,13 +16,13 @@ import torch
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.oracle import generated
 
 SAMPLINGS = {
@@ -47,8 +47,8 @@ def answer(loaded: Loaded, ids: Ids, sampling: SamplingConfig, most: int, drafte
 
 def drafters(loaded: Loaded, names: list[str]) -> dict[str, Drafter]:
     """One for each method; each lives through all answers."""
-    shelf = Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig())
-    return {name: drafter_for(DecodeConfig(name), loaded.target, shelf) for name in names}
+    store_set = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig())
+    return {name: drafter_for(DecodeConfig(name), loaded.target, store_set) for name in names}
 
 
 def main() -> int:

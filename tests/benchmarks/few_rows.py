@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
-from hdtool.runtime.kernels.small_batch_linear import FewRowsLinear, multiply_few_rows_faster, own_linear
+from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, own_linear, use_small_batch_products
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
@@ -67,15 +67,15 @@ def passes(threads: Sequence[int]) -> None:
         ("embedded, 28 MB", load(ModelConfig(device="cpu", dtype="float32")).target.model),
         ("Llama, 10 layers of 1,024, 500 MB", LlamaForCausalLM(large).eval()),
     ):
-        multiply_few_rows_faster(model)
+        use_small_batch_products(model)
         target = Target(model)
         target.prefill(some_context(CONTEXT, model.config.vocab_size))
-        target.keep([])
-        layers = [layer for layer in model.modules() if isinstance(layer, FewRowsLinear)]
+        target.commit([])
+        layers = [layer for layer in model.modules() if isinstance(layer, SmallBatchLinear)]
         for count in threads:
             torch.set_num_threads(count)
-            best = {kind: [pass_of(target, layers, kind, rows) for rows in ROWS] for kind in (Linear, FewRowsLinear)}
-            for product, kind in (("torch", Linear), ("ours", FewRowsLinear)):
+            best = {kind: [pass_of(target, layers, kind, rows) for rows in ROWS] for kind in (Linear, SmallBatchLinear)}
+            for product, kind in (("torch", Linear), ("ours", SmallBatchLinear)):
                 print(f"| {name} | {count} | {product} | {' | '.join(f'{found:.2f}' for found in best[kind])} |")
 
 

@@ -28,15 +28,15 @@ import torch
 from transformers.utils import logging
 
 from hdtool.builders.heads.evaluate import judge
-from hdtool.builders.heads.examples import Lesson
-from hdtool.builders.heads.frozen_target import Teacher
+from hdtool.builders.heads.examples import Example
+from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import LARGEST_BUDGET, SamplingConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.heads.checkpoint import load_heads
 from hdtool.runtime.drafters.heads.select_heads import kind_of
-from hdtool.runtime.drafters.heads.state import Session
+from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.bench import in_turn
 from hdtool.runtime.tree import DraftTree
@@ -96,11 +96,11 @@ def accuracy(bench: Bench, folders: Folders, plot: Path) -> None:
     lessons = []
     for prompt in bench.prompts:
         said = [token for step in bench.answer(prompt, plain) for token in step.tokens]
-        lessons.append(Lesson(np.array(prompt + said), np.array([False] * len(prompt) + [True] * len(said))))
+        lessons.append(Example(np.array(prompt + said), np.array([False] * len(prompt) + [True] * len(said))))
     found, places = {}, 0
     for name, folder in folders.items():
         heads = load_heads(folder, bench.loaded.target.model).heads
-        judged = judge(heads, Teacher(bench.loaded.target), lessons)
+        judged = judge(heads, FrozenTarget(bench.loaded.target), lessons)
         found[name], places = judged.top, judged.places
     number = max(len(top["1"]) for top in found.values())
     print(f"{len(lessons)} answers, {places:,} places of the first head\n")
@@ -215,7 +215,7 @@ def garbage(bench: Bench, folders: Folders) -> None:
 def passes(bench: Bench, folders: Folders) -> None:
     """Behind the first prompt, by the time of the processor."""
     target, prompt = bench.loaded.target, bench.prompts[0]
-    sessions = {name: Session(load_heads(folder, target.model), target) for name, folder in folders.items()}
+    sessions = {name: HeadsState(load_heads(folder, target.model), target) for name, folder in folders.items()}
     print("| pass | ms |\n|---|---|")
     for nodes in (0, 22, 64):
         target.prefill(prompt, LARGEST_BUDGET + 1)
@@ -228,7 +228,7 @@ def passes(bench: Bench, folders: Folders) -> None:
             session.look_ahead()
             target.verify(chain(prompt[-1], 5))
 
-            def read(session: Session = session, accepted: int = accepted) -> None:
+            def read(session: HeadsState = session, accepted: int = accepted) -> None:
                 session.hear(Accepted(list(range(accepted - 1)), prompt[:accepted]))
                 session.look_ahead()
 

@@ -25,7 +25,14 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.config import LARGEST_BUDGET, SOURCE_LETTERS, DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import (
+    LARGEST_BUDGET,
+    SOURCE_LETTERS,
+    DecodeConfig,
+    ModelConfig,
+    SamplingConfig,
+    StoresConfig,
+)
 from hdtool.runtime.decode import Step, decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.logitspec import LogitSpec
@@ -33,7 +40,7 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 
 TOPS = (1, 2, 4, 8, 16, 32, 60)
@@ -43,14 +50,14 @@ LENGTHS = (30, 60)
 """Prompts are told apart below, between and above these numbers of tokens."""
 
 Ids = list[int]
-Ranks = list[int]
+ProcessGroup = list[int]
 
 
 class Bench:
     def __init__(self, prompts: int, tokens: int) -> None:
         self.loaded: Loaded = load(ModelConfig(device="cpu", dtype="float32"))
-        self.shelf = Shelf.for_tokenizer(
-            self.loaded.tokenizer, ShelfConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
+        self.store_set = StoreSet.for_tokenizer(
+            self.loaded.tokenizer, StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
         )
         chosen = list(read_prompts(demo.PROMPTS))[:prompts]
         self.prompts = [encode_conversation(self.loaded.tokenizer, prompt.messages) for prompt in chosen]
@@ -59,7 +66,7 @@ class Bench:
 
     def drafter(self, method: str, **options: object) -> Drafter:
         config = DecodeConfig(method, **options)  # type: ignore[arg-type]
-        return drafter_for(config, self.loaded.target, self.shelf)
+        return drafter_for(config, self.loaded.target, self.store_set)
 
     def answer(self, prompt: Ids, drafter: Drafter, sampling: SamplingConfig | None = None) -> list[Step]:
         sampler, stops = self.loaded.sampler(sampling or SamplingConfig(), prompt, max_new_tokens=self.tokens)
@@ -70,7 +77,7 @@ class Bench:
 
 def coverage(bench: Bench, plot: Path) -> None:
     """Of the token after next, by the logits that the next was chosen from and by those of its last acceptance."""
-    ranks: dict[str, Ranks] = defaultdict(list)
+    ranks: dict[str, ProcessGroup] = defaultdict(list)
     drafter = bench.drafter("hd")
     everywhere: dict[int, np.ndarray] = {}
     for prompt in bench.prompts:
@@ -85,13 +92,13 @@ def coverage(bench: Bench, plot: Path) -> None:
     draw(shares, plot)
 
 
-def ranks_of(bench: Bench, prompt: Ids, said: Ids, everywhere: dict[int, np.ndarray]) -> dict[str, Ranks]:
+def ranks_of(bench: Bench, prompt: Ids, said: Ids, everywhere: dict[int, np.ndarray]) -> dict[str, ProcessGroup]:
     """Of each token of an answer but the first, among what the two kinds of logits rank; 0 is the best."""
     ids = [*prompt, *said]
     with torch.inference_mode():
         rows = bench.loaded.target.model(torch.tensor([ids])).logits[0].float().numpy()
     here: dict[int, np.ndarray] = {}
-    ranks: dict[str, Ranks] = defaultdict(list)
+    ranks: dict[str, ProcessGroup] = defaultdict(list)
     for at, (root, truth) in enumerate(pairwise(ids)):
         if at < len(prompt):
             continue

@@ -29,7 +29,7 @@ from hdtool.builders.stores.tokenize import tokenized
 from hdtool.data.progress import bar
 from hdtool.data.records import Reading
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load_tokenizer
@@ -121,7 +121,7 @@ def cpu_seconds() -> float:
 
 def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> tuple[Slopes, dict[int, Floats]]:
     tokenizer = load_tokenizer(ModelConfig(model))
-    mark, reading = TokenizerMark.of(tokenizer), Reading([corpus])
+    mark, reading = TokenizerFingerprint.of(tokenizer), Reading([corpus])
     started = cpu_seconds()
     with bar(1, "", quiet=True) as shown:
         documents = list(tokenized(reading, tokenizer, shown))
@@ -149,7 +149,9 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
     return Slopes(1e6 * read / tokens, sort, size, float(first + each), float(each), pages[min(pages)]), times
 
 
-def sorted_in(folder: Path, documents: list[Document], mark: TokenizerMark, shard_bytes: int) -> tuple[float, Any]:
+def sorted_in(
+    folder: Path, documents: list[Document], mark: TokenizerFingerprint, shard_bytes: int
+) -> tuple[float, Any]:
     started = cpu_seconds()
     engine = LocalEngine(1)
     made = build_corpus_index(folder, documents, mark, [Source("a", "")], shard_bytes=shard_bytes, engine=engine)

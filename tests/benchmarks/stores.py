@@ -25,7 +25,7 @@ from hdtool.builders.stores.tokenize import tokenized
 from hdtool.data.progress import bar
 from hdtool.data.records import Reading
 from hdtool.data.stores.documents import Document
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load_tokenizer
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=3000)
     options = parser.parse_args()
     tokenizer = load_tokenizer(ModelConfig(options.model))
-    mark = TokenizerMark.of(tokenizer)
+    mark = TokenizerFingerprint.of(tokenizer)
     contexts = contexts_of(options.traces, tokenizer, options.contexts)
     print(machine(), f"; {len(contexts)} contexts\n")
     with tempfile.TemporaryDirectory() as place:

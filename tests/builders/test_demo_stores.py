@@ -16,7 +16,7 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
 from hdtool.data.stores.documents import stored_documents
-from hdtool.data.stores.store import TokenizerMark, damaged, read_manifest
+from hdtool.data.stores.store import TokenizerFingerprint, damaged, read_manifest
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -38,7 +38,7 @@ def texts_of(store: Path, tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def test_the_shipped_stores_open_and_answer(tokenizer: PreTrainedTokenizerBase) -> None:
-    mark = TokenizerMark.of(tokenizer)
+    mark = TokenizerFingerprint.of(tokenizer)
     context = tokenizer("He has 3 x 12 = <<3*12", add_special_tokens=False)["input_ids"]
     assert len(ModelStore(demo.MODEL_STORE, mark).after(context).tokens)
     assert len(CorpusIndex(demo.CORPUS_INDEX, mark).after(context).tokens)

@@ -15,9 +15,9 @@ from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import Manifest, TokenizerMark, read_manifest
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_manifest
 
-MARK = TokenizerMark("test", 20)
+MARK = TokenizerFingerprint("test", 20)
 BUILDS: dict[str, Callable[..., Manifest]] = {"corpus": build_corpus_index, "model": build_model_store}
 Texts = list[list[list[int]]]
 """Sources of documents of tokens."""
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"is all that .* holds"):
         rework.drop(tmp_path / "corpus", "in/0.txt")
     with pytest.raises(StoreError, match="another tokenizer"):
-        rework.add(tmp_path / "corpus", [], [], TokenizerMark("other", 20))
+        rework.add(tmp_path / "corpus", [], [], TokenizerFingerprint("other", 20))
     assert not (tmp_path / "out").exists()
 
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from hdtool.builders.heads import distributed as processes
 from hdtool.builders.heads import training
-from hdtool.builders.heads.batch_sampler import Curriculum
-from hdtool.builders.heads.distributed import Alone
+from hdtool.builders.heads.batch_sampler import BatchSampler
+from hdtool.builders.heads.distributed import SingleProcess
 from hdtool.builders.heads.evaluate import judge
-from hdtool.builders.heads.examples import Lesson, lessons
-from hdtool.builders.heads.frozen_target import Teacher
+from hdtool.builders.heads.examples import Example, lessons
+from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
 from hdtool.builders.heads.training import Training, pace
 from hdtool.builders.heads.training_curve import draw_training
@@ -29,7 +29,7 @@ from hdtool.data.errors import HeadsError, ModelError, RecordError
 from hdtool.data.progress import bar
 from hdtool.data.records import Reading
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
-from hdtool.runtime.drafters.heads.checkpoint import Judged, SavedHeads, load_heads, new_heads
+from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
 from hdtool.runtime.evaluation.recorded_turns import TurnReader
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.model.target import Target
@@ -39,7 +39,7 @@ from tests.support.oracle import generated, prompt_of
 SMALL = HeadsConfig(rank=8, mlp=16)
 
 
-def texts(count: int, seed: int = 0) -> list[Lesson]:
+def texts(count: int, seed: int = 0) -> list[Example]:
     """What a model says to prompts; the prompts are not worth drafting."""
     model = model_of("llama")
     found = []
@@ -47,15 +47,15 @@ def texts(count: int, seed: int = 0) -> list[Lesson]:
         prompt = prompt_of(4 + (number + seed) % 5)
         answer = generated(model, prompt, 20)
         drafted = np.array([False] * len(prompt) + [True] * len(answer))
-        found.append(Lesson(np.array(prompt + answer), drafted))
+        found.append(Example(np.array(prompt + answer), drafted))
     return found
 
 
-def trained(folder: Path, learned: Sequence[Lesson], config: TrainConfig, most: int | None = None) -> Training:
-    teacher = Teacher(Target(model_of("llama")))
+def trained(folder: Path, learned: Sequence[Example], config: TrainConfig, most: int | None = None) -> Training:
+    teacher = FrozenTarget(Target(model_of("llama")))
     torch.manual_seed(config.seed)
     made = new_heads(teacher.model, teacher.hidden_width, teacher.vocabulary, SMALL)
-    found = Training(made, teacher, Curriculum(learned, config), config, folder, Alone())
+    found = Training(made, teacher, BatchSampler(learned, config), config, folder, SingleProcess())
     for done in found.run({"a": 1}):
         if done == most:
             break
@@ -69,7 +69,7 @@ def test_heads_learn_what_the_model_says(tmp_path: Path) -> None:
     assert losses[-5:].mean() < 0.6 * losses[:5].mean()
     assert (hits[-5:].mean(axis=0) > 2 * hits[:5].mean(axis=0) + 0.1).all()
     assert "loss " in found.told() and "heads right " in found.told()
-    judged = judge(found.heads.eval(), Teacher(Target(model_of("llama"))), learned)
+    judged = judge(found.heads.eval(), FrozenTarget(Target(model_of("llama"))), learned)
     assert min(judged.top["1"]) > 0.3
     assert all(one <= five <= ten for one, five, ten in zip(*judged.top.values(), strict=True))
     assert judged.tree[0] == [0] and judged.gains == sorted(judged.gains, reverse=True)
@@ -99,7 +99,7 @@ def test_gradients_of_parts_add_up_to_those_of_a_step(tmp_path: Path) -> None:
 
 def test_the_loss_is_what_its_words_say() -> None:
     """Cross-entropy to the target's odds of each token ahead, and ``lm_weight`` times that of the token itself."""
-    teacher = Teacher(Target(model_of("llama")))
+    teacher = FrozenTarget(Target(model_of("llama")))
     learned = texts(3)
     heads = new_heads(teacher.model, teacher.hidden_width, VOCABULARY, SMALL)
     batch = Batch.of(learned, teacher.device)
@@ -116,9 +116,9 @@ def test_the_loss_is_what_its_words_say() -> None:
             for head, said in enumerate(heads.logits(states)[:, 0]):
                 place = column + 2 + head
                 if place < len(ids) and lesson.drafted[place]:
-                    odds = alone.logits[0, place - 1].softmax(-1)
+                    probs = alone.logits[0, place - 1].softmax(-1)
                     logs = said.log_softmax(-1)
-                    expected -= float((odds * logs).sum() + 0.3 * logs[ids[place]])
+                    expected -= float((probs * logs).sum() + 0.3 * logs[ids[place]])
         assert taught.hidden.shape[0] > row
     assert float(found) == pytest.approx(expected, rel=1e-3)
 
@@ -132,16 +132,16 @@ def test_the_rate_rises_and_falls() -> None:
 
 def test_a_round_reads_every_text() -> None:
     learned = texts(11)
-    curriculum = Curriculum(learned, TrainConfig(epochs=2, batch=4, held_out=0.1))
+    curriculum = BatchSampler(learned, TrainConfig(epochs=2, batch=4, held_out=0.1))
     assert len(curriculum.held_out) == 1 and len(curriculum.learned) == 10 and curriculum.steps == 6
     for start in (0, 3):
         read = [id(lesson) for step in range(start, start + 3) for lesson in curriculum.step(step)]
         assert len(read) == 12 and set(read) == {id(lesson) for lesson in curriculum.learned}
-    again = Curriculum(learned, TrainConfig(epochs=2, batch=4, held_out=0.1))
+    again = BatchSampler(learned, TrainConfig(epochs=2, batch=4, held_out=0.1))
     assert [id(lesson) for lesson in again.step(4)] == [id(lesson) for lesson in curriculum.step(4)]
 
 
-def read_lessons(path: Path, window: int = 64) -> list[Lesson]:
+def read_lessons(path: Path, window: int = 64) -> list[Example]:
     tokenizer = load_tokenizer(ModelConfig())
     turns = TurnReader(tokenizer, frozenset([0, 1]), tokenizer.eos_token_id)
     with bar(1, "reading", quiet=True) as shown:
@@ -208,7 +208,7 @@ def test_losses_that_are_no_numbers_end_the_training(tmp_path: Path) -> None:
 
 
 def test_a_model_of_no_numbers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher = Teacher(Target(model_of("llama")))
+    teacher = FrozenTarget(Target(model_of("llama")))
     layer = teacher.model.get_output_embeddings()
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", lambda states: states.new_full((*states.shape[:-1], 97), float("nan")))
@@ -308,7 +308,7 @@ def test_heads_are_trained_again_over_own_ones(tmp_path: Path) -> None:
         if earlier:
             save_file(load_file(tmp_path / "heads.safetensors"), tmp_path / "heads.safetensors")
         found = trained(tmp_path, learned, TrainConfig(epochs=1, batch=3, save_every=1))
-        saved = SavedHeads(found.heads, "target", "model", Judged(), {})
+        saved = SavedHeads(found.heads, "target", "model", EvalResult(), {})
         saved.save(tmp_path)
         draw_training(found.history, tmp_path)
         found.finish()

@@ -36,7 +36,7 @@ from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402
 from hdtool.data.progress import bar  # noqa: E402
 from hdtool.data.records import Reading  # noqa: E402
-from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerMark, read_manifest  # noqa: E402
+from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerFingerprint, read_manifest  # noqa: E402
 from hdtool.runtime.config import ModelConfig  # noqa: E402
 from hdtool.runtime.model.load import load_tokenizer  # noqa: E402
 
@@ -84,7 +84,7 @@ def build(kind: str, folder: Path, inputs: list[Path], engine: Engine, tokenizer
     reading = Reading(inputs, answers_only=kind == "model")
     engine.prepare(reading)
     with bar(reading.total_bytes, "reading", quiet=True) as shown:
-        documents, mark = engine.documents(reading, tokenizer or mark_of, shown), TokenizerMark.of(mark_of)
+        documents, mark = engine.documents(reading, tokenizer or mark_of, shown), TokenizerFingerprint.of(mark_of)
         if kind == "corpus":
             made = build_corpus_index(folder, documents, mark, reading.sources, shard_bytes=SHARD_BYTES, engine=engine)
         else:

@@ -242,12 +242,12 @@ def test_every_method_is_verified(method: str, capfd: pytest.CaptureFixture[str]
 
 
 def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hdtool.runtime.model.kv_cache import StaticRows
+    from hdtool.runtime.model.kv_cache import StaticKVCache
 
-    def keep(self: StaticRows, fixed: int, path: list[int]) -> None:
+    def keep(self: StaticKVCache, fixed: int, path: list[int]) -> None:
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
 
-    monkeypatch.setattr(StaticRows, "keep", keep)
+    monkeypatch.setattr(StaticKVCache, "keep", keep)
     wrong = ["verify", "--limit", "8", "--max-new-tokens", "64", "--budget", "24"]
     assert run([*wrong, "--json"]) == 1
     report = json.loads(capfd.readouterr().out)

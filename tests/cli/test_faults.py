@@ -16,7 +16,7 @@ import pytest
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import Manifest, TokenizerMark, damaged, read_manifest
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, damaged, read_manifest
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 
@@ -27,7 +27,7 @@ VOCABULARY = 500
 def build(kind: str, folder: Path, documents: int) -> Manifest:
     rng = np.random.default_rng(0)
     given = (Document(rng.integers(0, VOCABULARY, 200)) for _ in range(documents))
-    return BUILDS[kind](folder, given, TokenizerMark("test", VOCABULARY), [Source("made", "0")])
+    return BUILDS[kind](folder, given, TokenizerFingerprint("test", VOCABULARY), [Source("made", "0")])
 
 
 def build_with_little_room(kind: str, folder: str, room: int) -> None:

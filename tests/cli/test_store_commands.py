@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.stores.store import MANIFEST, TokenizerMark, read_manifest
+from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manifest
 from hdtool.runtime.model import load
 
 SHARE_GPT = [
@@ -157,7 +157,7 @@ def test_text_that_the_tokenizer_discards_is_one_line(
     """Some tokenizers normalise spaces and control characters away."""
     made(capfd, "build-corpus-db", "generations.jsonl", "--out", "store")
     monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", lambda *_, **__: {"input_ids": []})
-    monkeypatch.setattr(TokenizerMark, "of", lambda _: read_manifest(Path("store")).tokenizer)
+    monkeypatch.setattr(TokenizerFingerprint, "of", lambda _: read_manifest(Path("store")).tokenizer)
     assert run(["inspect", "store", "--after", " "]) == 2
     assert "--after ' ' has no token" in capfd.readouterr().err
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hdtool.data.errors import OptionError
 from hdtool.data.stores import home
 from hdtool.data.stores.home import LONGEST_FOLDER, namespace_among, store_at_home
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 
-MARK = TokenizerMark("fingerprint", 100)
+MARK = TokenizerFingerprint("fingerprint", 100)
 NAMES = st.text(st.characters(), min_size=1, max_size=12) | st.text("aAbB.%/ cConN1", min_size=1, max_size=6)
 
 

@@ -17,9 +17,9 @@ from hdtool.data import demo
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.store import (
     MANIFEST,
+    InputShare,
     Manifest,
-    SourceShare,
-    TokenizerMark,
+    TokenizerFingerprint,
     building,
     damaged,
     read_manifest,
@@ -27,14 +27,14 @@ from hdtool.data.stores.store import (
 )
 from hdtool.data.stores.store_files import PARTS
 
-MARK = TokenizerMark("0123", 100)
+MARK = TokenizerFingerprint("0123", 100)
 
 
 def build(folder: Path, content: bytes, kind: str = "corpus") -> Manifest:
     with building(folder) as store:
         for part in PARTS[kind]:
             store.path(part).write_bytes(content)
-        share = SourceShare("input.jsonl", "ab" * 32, 3, 17)
+        share = InputShare("input.jsonl", "ab" * 32, 3, 17)
         counts = {"tokens": 17, "documents": 3}
         return store.commit(Manifest(kind, MARK, counts, {"token_bytes": 2}, (share,)))
 
@@ -191,20 +191,23 @@ def test_other_kinds_and_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is a corpus store, a model store is needed"):
         require(manifest, tmp_path, "model")
     with pytest.raises(StoreError, match=r"another tokenizer \(0123, 100 tokens; the model has 4567, 200\)"):
-        require(manifest, tmp_path, "corpus", TokenizerMark("4567", 200))
+        require(manifest, tmp_path, "corpus", TokenizerFingerprint("4567", 200))
 
 
 def test_a_fingerprint_tells_tokenizers_apart(tmp_path: Path) -> None:
     from transformers import AutoTokenizer  # not above: the processes that are killed shall start at once
 
     whole = AutoTokenizer.from_pretrained(demo.MODEL)
-    mark = TokenizerMark.of(whole)
-    assert mark == TokenizerMark.of(AutoTokenizer.from_pretrained(demo.MODEL))
+    mark = TokenizerFingerprint.of(whole)
+    assert mark == TokenizerFingerprint.of(AutoTokenizer.from_pretrained(demo.MODEL))
     assert mark.vocab_size == 4096
     whole.add_tokens(["<new>"])
-    assert TokenizerMark.of(whole) != mark
+    assert TokenizerFingerprint.of(whole) != mark
     whole.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "tokenizer.json").read_text())
     settings["model"]["merges"].reverse()  # the same words, cut otherwise
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
-    assert TokenizerMark.of(AutoTokenizer.from_pretrained(tmp_path)).fingerprint != TokenizerMark.of(whole).fingerprint
+    assert (
+        TokenizerFingerprint.of(AutoTokenizer.from_pretrained(tmp_path)).fingerprint
+        != TokenizerFingerprint.of(whole).fingerprint
+    )

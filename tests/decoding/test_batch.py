@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.batch import Request, Seats, decode_batch
+from hdtool.runtime.batch import BatchSlots, Request, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import NoDraft
@@ -63,24 +63,24 @@ def test_trees_side_by_side_get_the_logits_of_their_plain_paths(family: str) -> 
     @settings(max_examples=6)
     @given(st.lists(st.tuples(trees(VOCABULARY, most=8), st.integers(1, 60)), min_size=1, max_size=4), st.data())
     def check(drawn: list[tuple[DraftTree, int]], data: st.DataObject) -> None:
-        seats = Seats(target, 4)
+        slots = BatchSlots(target, 4)
         contexts = [prompt_of(length) for _, length in drawn]
-        for seat, context in enumerate(contexts):
-            seats.prefill(seat, context, room=20)
-            seats.keep(seat, [])
+        for slot, context in enumerate(contexts):
+            slots.prefill(slot, context, room=20)
+            slots.commit(slot, [])
         for _ in range(2):
-            logits = seats.verify([tree for tree, _ in drawn])
-            for seat, (tree, _) in enumerate(drawn):
-                assert logits[seat].shape == (len(tree) + 1, VOCABULARY)
+            logits = slots.verify([tree for tree, _ in drawn])
+            for slot, (tree, _) in enumerate(drawn):
+                assert logits[slot].shape == (len(tree) + 1, VOCABULARY)
                 node = data.draw(st.integers(-1, len(tree) - 1))
-                path = contexts[seat] + tokens_to(tree, node)
-                assert_same_logits(logits[seat][node + 1], plain_logits(model, path))
-                seats.keep(seat, path_to(tree, node))
-                contexts[seat] = path
+                path = contexts[slot] + tokens_to(tree, node)
+                assert_same_logits(logits[slot][node + 1], plain_logits(model, path))
+                slots.commit(slot, path_to(tree, node))
+                contexts[slot] = path
         if len(drawn) > 1:
-            seats.move(len(drawn) - 1, to=0)
+            slots.move(len(drawn) - 1, to=0)
             contexts[0] = contexts.pop()
-        last = seats.verify([DraftTree.bare(5) for _ in contexts])
+        last = slots.verify([DraftTree.bare(5) for _ in contexts])
         for found, context in zip(last, contexts, strict=True):
             assert_same_logits(found[0], plain_logits(model, [*context, 5]))
 
@@ -89,13 +89,13 @@ def test_trees_side_by_side_get_the_logits_of_their_plain_paths(family: str) -> 
 
 def test_a_longer_conversation_finds_room_beside_those_going_on() -> None:
     target = Target(model_of("llama"))
-    seats = Seats(target, 2)
+    slots = BatchSlots(target, 2)
     short, long = prompt_of(3), prompt_of(200)
-    seats.prefill(0, short, room=4)
-    seats.keep(0, [])
-    seats.prefill(1, long, room=4)
-    seats.keep(1, [])
-    for logits, context in zip(seats.verify([DraftTree.bare(5)] * 2), (short, long), strict=True):
+    slots.prefill(0, short, room=4)
+    slots.commit(0, [])
+    slots.prefill(1, long, room=4)
+    slots.commit(1, [])
+    for logits, context in zip(slots.verify([DraftTree.bare(5)] * 2), (short, long), strict=True):
         assert_same_logits(logits[0], plain_logits(target.model, [*context, 5]))
 
 

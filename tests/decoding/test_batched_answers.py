@@ -25,7 +25,7 @@ from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingCo
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
 
 TALKS: list[list[str]] = [
@@ -93,10 +93,10 @@ def test_passes_are_timed_once_for_all_seats_and_at_their_number(monkeypatch: py
 
     monkeypatch.setattr(pass_times, "seconds_of_trees", note)
     target = Target(model_of("llama"))
-    drafters = drafters_for(DecodeConfig(batch_size=4), target, Shelf())
+    drafters = drafters_for(DecodeConfig(batch_size=4), target, StoreSet())
     assert asked == [4]
     assert len(drafters) == 4
-    drafters_for(DecodeConfig(batch_size=4, budget=8), target, Shelf())
+    drafters_for(DecodeConfig(batch_size=4, budget=8), target, StoreSet())
     assert asked == [4], "nothing is timed for a budget that somebody chose"
 
 

@@ -16,9 +16,9 @@ def test_lineage_is_the_path_to_each_node(tree: DraftTree) -> None:
     for node in range(len(tree)):
         expected = np.zeros(len(tree) + 1, bool)
         expected[[0, *(above + 1 for above in path_to(tree, node))]] = True
-        assert (tree.lineage[node + 1] == expected).all()
+        assert (tree.ancestor_mask[node + 1] == expected).all()
         assert tree.depths[node + 1] == len(path_to(tree, node))
-    assert tree.lineage[0].tolist() == [True] + [False] * len(tree)
+    assert tree.ancestor_mask[0].tolist() == [True] + [False] * len(tree)
 
 
 @given(trees(vocabulary=5), st.integers(0, 6))
@@ -39,5 +39,5 @@ def test_a_child_has_the_parent_and_the_token(tree: DraftTree, token: int) -> No
 def test_a_bare_tree_is_its_root() -> None:
     tree = DraftTree.bare(7)
     assert len(tree) == 0
-    assert tree.lineage.tolist() == [[True]]
+    assert tree.ancestor_mask.tolist() == [[True]]
     assert tree.clipped(0) is tree

@@ -161,12 +161,12 @@ def test_the_hierarchy_keeps_to_its_budget(most: int, folder: Path) -> None:
     size = min(most, len(whole))
     assert tree.tokens.tolist() == whole.tokens[:size].tolist()
     assert tree.parents.tolist() == whole.parents[:size].tolist()
-    odds = drafters[1].odds
-    assert (np.diff(odds) <= 0).all() and (odds > 0).all() and (odds <= 1).all()
+    probs = drafters[1].probs
+    assert (np.diff(probs) <= 0).all() and (probs > 0).all() and (probs <= 1).all()
     nodes = list(zip(whole.parents.tolist(), whole.tokens.tolist(), strict=True))
     assert len(set(nodes)) == len(nodes)
-    siblings = {parent: sum(odds[at] for at, (above, _) in enumerate(nodes) if above == parent) for parent, _ in nodes}
-    assert all(together <= (odds[parent] if parent >= 0 else 1.0) + 1e-9 for parent, together in siblings.items())
+    siblings = {parent: sum(probs[at] for at, (above, _) in enumerate(nodes) if above == parent) for parent, _ in nodes}
+    assert all(together <= (probs[parent] if parent >= 0 else 1.0) + 1e-9 for parent, together in siblings.items())
 
 
 def test_the_hierarchy_comes_to_trust_what_is_right(folder: Path) -> None:

@@ -17,9 +17,9 @@ from hdtool.builders.heads.evaluate import best_tree
 from hdtool.builders.heads.loss import Places, head_logits
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafters.heads.calibration import BUCKETS, Calibration, bucket_of, centre_of, likeliest_paths
+from hdtool.runtime.drafters.heads.calibration import BUCKETS, Calibration, best_paths, bucket_of, centre_of
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
-from hdtool.runtime.drafters.heads.kv_cache import HeadRows
+from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
 from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
 from hdtool.runtime.model import hidden_states as hidden
@@ -35,9 +35,9 @@ def conversation(rows: int, shape: HeadsShape = SHAPE) -> tuple[torch.Tensor, to
     return torch.randn(rows, shape.width), torch.randn(rows, shape.embedding)
 
 
-def rows_for(heads: Heads, capacity: int) -> HeadRows:
+def rows_for(heads: Heads, capacity: int) -> HeadsKVCache:
     shape = heads.shape
-    rows = HeadRows(len(heads.layers), shape.attention_heads, shape.width // shape.attention_heads, heads.like)
+    rows = HeadsKVCache(len(heads.layers), shape.attention_heads, shape.width // shape.attention_heads, heads.like)
     rows.make_room(capacity)
     return rows
 
@@ -218,11 +218,11 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 64))
 @settings(max_examples=60)
 def test_the_likeliest_paths_are_found_in_order(seed: int, heads: int, best: int, most: int) -> None:
-    odds = -np.sort(-np.random.default_rng(seed).random((heads, best)), axis=1)
+    probs = -np.sort(-np.random.default_rng(seed).random((heads, best)), axis=1)
     parents, ranks, depths, chances = np.zeros(64, np.int32), *np.zeros((2, 64), np.int64), np.zeros(64)
-    size = likeliest_paths(odds, most, parents, ranks, depths, chances)
+    size = best_paths(probs, most, parents, ranks, depths, chances)
     every = sorted(
-        (float(np.prod([odds[depth, rank] for depth, rank in enumerate(path)])) for depth in range(1, heads + 1)
+        (float(np.prod([probs[depth, rank] for depth, rank in enumerate(path)])) for depth in range(1, heads + 1)
          for path in product(range(best), repeat=depth)), reverse=True,
     )  # fmt: skip
     assert size == min(most, len(every))
@@ -231,7 +231,7 @@ def test_the_likeliest_paths_are_found_in_order(seed: int, heads: int, best: int
         above = parents[node]
         assert above < node and depths[node] == (1 if above < 0 else depths[above] + 1)
         np.testing.assert_allclose(
-            chances[node], (1.0 if above < 0 else chances[above]) * odds[depths[node] - 1, ranks[node]]
+            chances[node], (1.0 if above < 0 else chances[above]) * probs[depths[node] - 1, ranks[node]]
         )
 
 

@@ -19,8 +19,8 @@ from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
-from hdtool.runtime.drafters.heads.gate import Asking
-from hdtool.runtime.drafters.heads.state import Session
+from hdtool.runtime.drafters.heads.gate import HeadsGate
+from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.level_weights import HEADS_LEVELS
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow
@@ -29,7 +29,7 @@ from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, model_of
@@ -178,13 +178,13 @@ def test_methods_take_the_heads_of_their_kind(tmp_path: Path) -> None:
         random_for(target, VARIANTS[name]).save(folder)
     both = tuple(map(str, folders.values()))
     for name in folders:
-        drafter = drafter_for(DecodeConfig(name, budget=8, heads=both), target, Shelf())
+        drafter = drafter_for(DecodeConfig(name, budget=8, heads=both), target, StoreSet())
         assert isinstance(drafter, HeadsDrafter)
         assert drafter.session.heads.config.is_plain == (name == "medusa")
     with pytest.raises(HeadsError, match=r"medusa heads \(found: amphista heads in "):
-        drafter_for(DecodeConfig("medusa", budget=8, heads=both[:1]), target, Shelf())
+        drafter_for(DecodeConfig("medusa", budget=8, heads=both[:1]), target, StoreSet())
     with pytest.raises(HeadsError, match="none are named: train some with hdtool train-heads --medusa"):
-        drafter_for(DecodeConfig("medusa", budget=8), target, Shelf())
+        drafter_for(DecodeConfig("medusa", budget=8), target, StoreSet())
 
 
 def test_the_command_line_says_what_is_wrong_with_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +213,7 @@ def test_heads_hear_of_an_answer_that_ends_at_once() -> None:
 def test_heads_among_other_sources_change_nothing(family: str, sampling: str) -> None:
     target = Target(model_of(family))
     chosen = SAMPLINGS[sampling]
-    session = Session(random_for(target, HeadsConfig(rank=8)), target)
+    session = HeadsState(random_for(target, HeadsConfig(rank=8)), target)
     drafter = Hierarchy(budget=FixedBudget(40), heads=session, last=True, recycled=True)
     taken = set()
     for length in (20, 7):
@@ -225,10 +225,10 @@ def test_heads_among_other_sources_change_nothing(family: str, sampling: str) ->
     assert drafter.seconds.get(SourceName.HEADS, 1) > 0
 
 
-def heads_alone() -> tuple[Hierarchy, Session, list[int]]:
+def heads_alone() -> tuple[Hierarchy, HeadsState, list[int]]:
     """A hierarchy that has nothing but heads, about to draft."""
     target = Target(model_of("llama"))
-    session = Session(random_for(target, HeadsConfig(rank=8)), target)
+    session = HeadsState(random_for(target, HeadsConfig(rank=8)), target)
     drafter = Hierarchy(context=False, budget=FixedBudget(30), heads=session)
     prompt = prompt_of(12)
     target.prefill(prompt)
@@ -245,10 +245,10 @@ def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
     for node, parent in enumerate(tree.parents.tolist()):
         head = int(tree.depths[node + 1]) - 1
         (rank,) = np.flatnonzero(session.tokens[head] == tree.tokens[node])
-        sure = min(7, int(8 * session.odds[head, 0]))
+        sure = min(7, int(8 * session.probs[head, 0]))
         weight = drafter.weights[HEADS_LEVELS + head, 3 * sure]
-        above = drafter.odds[parent] if parent >= 0 else 1.0
-        assert drafter.odds[node] == pytest.approx(above * weight * session.odds[head, rank], rel=1e-3)
+        above = drafter.probs[parent] if parent >= 0 else 1.0
+        assert drafter.probs[node] == pytest.approx(above * weight * session.probs[head, rank], rel=1e-3)
 
 
 def test_after_a_token_the_next_head_speaks_of_the_root() -> None:
@@ -267,7 +267,7 @@ def test_after_a_token_the_next_head_speaks_of_the_root() -> None:
 
 def test_heads_are_asked_only_where_they_bring_more_than_they_take() -> None:
     for gain, seconds, worth in ((3.0, 1.5, True), (2.2, 1.5, False)):
-        asking = Asking()
+        asking = HeadsGate()
         asked = []
         for _ in range(3000):
             asked.append(asking.now)
@@ -276,7 +276,7 @@ def test_heads_are_asked_only_where_they_bring_more_than_they_take() -> None:
 
 
 def test_asking_follows_a_change() -> None:
-    asking = Asking()
+    asking = HeadsGate()
     for bring in (3.0, 1.0, 3.0):
         for _ in range(2000):
             asking.hear(bring if asking.now else 1.5, 1.2 if asking.now else 1.0)

@@ -18,9 +18,9 @@ from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.engine import LocalEngine
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget.node_budget import FixedBudget, Odds
+from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.evaluation.replay import follow
@@ -41,7 +41,7 @@ NO_LOGITS = torch.empty(0)
 
 
 def stores_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: int) -> tuple[ModelStore, CorpusIndex]:
-    mark, source = TokenizerMark("test", vocabulary), [Source("test", "")]
+    mark, source = TokenizerFingerprint("test", vocabulary), [Source("test", "")]
     given = [Document(ids) for ids in documents]
     build_model_store(folder / "model", given, mark, source, top_k=40, per_key=3)
     build_corpus_index(folder / "corpus", given, mark, source, shard_bytes=shard_bytes, engine=LocalEngine(1))
@@ -55,18 +55,18 @@ def random_documents(seed: int, vocabulary: int, size: int = 40, alphabet: int =
     return [[token for _ in range(8) for token in chance.choice(words)] for _ in range(size)]
 
 
-def check(tree: DraftTree, odds: Odds, vocabulary: int, most: int) -> None:
+def check(tree: DraftTree, probs: Probs, vocabulary: int, most: int) -> None:
     """What holds of every tree, whatever it was drafted from."""
     tree.check_integrity()
-    assert len(odds) == len(tree) <= most
-    assert (np.diff(odds) <= 1e-12).all(), "sorted, so that a smaller tree is a prefix"
-    assert ((odds > 0) & (odds <= 1 + 1e-9)).all()
+    assert len(probs) == len(tree) <= most
+    assert (np.diff(probs) <= 1e-12).all(), "sorted, so that a smaller tree is a prefix"
+    assert ((probs > 0) & (probs <= 1 + 1e-9)).all()
     assert ((tree.tokens >= 0) & (tree.tokens < vocabulary)).all()
     siblings = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
     assert len(set(siblings)) == len(siblings)
     if len(tree):
-        above = np.where(tree.parents < 0, 1.0, odds[tree.parents])
-        assert (odds <= above + 1e-12).all()
+        above = np.where(tree.parents < 0, 1.0, probs[tree.parents])
+        assert (probs <= above + 1e-12).all()
         assert set(tree.sources.tolist()) <= {1, 2, 3, 5, 6, 7}
 
 
@@ -96,7 +96,7 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
                     [node.depth for node in expected],
                     [node.source for node in expected],
                 ]
-                np.testing.assert_allclose(hierarchy.odds, [node.odds for node in expected], rtol=1e-9)
+                np.testing.assert_allclose(hierarchy.probs, [node.probs for node in expected], rtol=1e-9)
                 ways = [[int(tree.tokens[above]) for above in path_to(tree, node)] for node in range(len(tree))]
                 assert [[*text[:at], *way] for way in ways] == [twin.context for twin in expected]
                 accepted = follow(tree, text[at : at + 3])
@@ -153,7 +153,7 @@ def test_every_tree_is_whole(context: list[int], most: int, strides: list[int]) 
     for stride in strides:
         tree = hierarchy.draft(context)
         assert tree.root == context[-1]
-        check(tree, hierarchy.odds, 6, min(most, 64))
+        check(tree, hierarchy.probs, 6, min(most, 64))
         emitted = (context * stride)[:stride]
         hierarchy.observe(Accepted([], emitted), NO_LOGITS)
         context = [*context, *emitted]
@@ -164,14 +164,14 @@ def test_a_smaller_tree_is_a_prefix_of_a_larger_one(tmp_path: Path) -> None:
     stores = stores_of(tmp_path, documents, 30, 1 << 20)
 
     class Half(FixedBudget):
-        def nodes(self, odds: Odds) -> int:
-            return len(odds) // 2
+        def nodes(self, probs: Probs) -> int:
+            return len(probs) // 2
 
     whole, half = Hierarchy(*stores, budget=FixedBudget(32)), Hierarchy(*stores, budget=Half())
     for hierarchy in (whole, half):
         hierarchy.begin(documents[0])
     tree, smaller = whole.draft(documents[0]), half.draft(documents[0])
-    assert len(smaller) == len(tree) // 2 == len(half.odds) > 5
+    assert len(smaller) == len(tree) // 2 == len(half.probs) > 5
     for field in ("tokens", "parents", "sources"):
         assert (getattr(tree, field)[: len(smaller)] == getattr(smaller, field)).all()
     kept = tree.tokens.copy()
@@ -185,8 +185,8 @@ def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
     class Switch:
         most: int
 
-        def nodes(self, odds: Odds) -> int:
-            return len(odds)
+        def nodes(self, probs: Probs) -> int:
+            return len(probs)
 
         def hear_of_draft(self, seconds: float) -> None:
             pass
@@ -247,7 +247,7 @@ def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
     assert len(hierarchy.draft([400])) == 0
     hierarchy.observe(Accepted([], [1]), NO_LOGITS)
     after = hierarchy.draft([1])
-    check(after, hierarchy.odds, 500, 32)
+    check(after, hierarchy.probs, 500, 32)
     below = after.tokens[after.parents == -1].tolist()
     assert set(below) - {2} <= set(logits[verified].float().topk(8).indices.tolist())
     assert SourceName.RECYCLED in after.sources
@@ -318,7 +318,7 @@ def test_the_last_logit_gives_what_stood_beside_the_root() -> None:
     hierarchy.observe(Accepted([], [5]), logits)
     tree = hierarchy.draft([5])
     assert tree.tokens.tolist() == [4, 6] and set(tree.sources.tolist()) == {SourceName.LAST}
-    assert hierarchy.odds[0] > hierarchy.odds[1]
+    assert hierarchy.probs[0] > hierarchy.probs[1]
     hierarchy.observe(Accepted([], [9]), NO_LOGITS)
     assert len(hierarchy.draft([9])) == 0, "nobody knows what stood beside this one"
 
@@ -387,7 +387,7 @@ def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
         for ids in documents[:6]:
             hierarchy.begin(ids)
             for token in documents[7]:
-                check(hierarchy.draft(ids), hierarchy.odds, 50, 32)
+                check(hierarchy.draft(ids), hierarchy.probs, 50, 32)
                 hierarchy.observe(Accepted([], [token]), NO_LOGITS)
 
 

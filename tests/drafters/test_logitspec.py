@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget.node_budget import FixedBudget, Odds
+from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig, ReplayConfig
 from hdtool.runtime.drafters.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.drafters.node_calibration import STRENGTH, NodeOdds
@@ -145,9 +145,9 @@ def test_nodes_come_likeliest_first_and_learn_from_what_was_taken(tree: DraftTre
     for node, above in enumerate(tree.parents.tolist()):
         taken, asked = rates.get((int(kind[node]), depths[node]), (prior[kind[node]], 1.0))
         expected.append((expected[above] if above != ROOT else 1.0) * taken / asked)
-    order, odds = learned.likeliest_first(kind, tree)
-    assert odds.tolist() == pytest.approx([expected[node] for node in order])
-    assert sorted(order.tolist()) == list(range(len(tree))) and all(a >= b for a, b in pairwise(odds))
+    order, probs = learned.likeliest_first(kind, tree)
+    assert probs.tolist() == pytest.approx([expected[node] for node in order])
+    assert sorted(order.tolist()) == list(range(len(tree))) and all(a >= b for a, b in pairwise(probs))
     for size in range(len(tree) + 1):
         tree.picked(order[:size]).check_integrity()
 
@@ -156,8 +156,8 @@ def test_what_is_never_taken_is_soon_not_drafted() -> None:
     """A budget that sends nodes of at least one in ten; the same repetition never goes on as it did before."""
 
     class OneInTen(FixedBudget):
-        def nodes(self, odds: Odds) -> int:
-            return int((odds >= 0.1).sum())
+        def nodes(self, probs: Probs) -> int:
+            return int((probs >= 0.1).sum())
 
     drafter = LogitSpec(OneInTen(64))
     context = [1, 2, 3, 4] * 3

@@ -55,7 +55,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
     window = Window(branch.nodes()[0].tolist())
     assert set(window.rows[0]) <= set(prompt)
     accepted = accept(DraftTree.bare(prompt[-1]), target.prefill(prompt, 80), sampler, most=80)
-    target.keep([])
+    target.commit([])
     for _ in range(12):
         context = list(sampler.context)
         root = context[-1]
@@ -66,7 +66,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
         logits = target.verify(tree)
         accepted = accept(tree, logits, sampler, most=80)
         assert accepted
-        target.keep(accepted.path)
+        target.commit(accepted.path)
 
         columns = [window.column(column, root) for column in range(len(window.rows[0]) + 1)]
         said = [int(plain_logits(model, context[:-1] + path).argmax()) for path in columns]

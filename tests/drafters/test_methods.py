@@ -14,7 +14,7 @@ from hdtool.runtime.config import METHODS, DecodeConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters import methods
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 LATE = """
 import gc
@@ -60,7 +60,7 @@ def test_no_step_waits_for_the_compiler() -> None:
 def made_by(maker: Any, monkeypatch: pytest.MonkeyPatch) -> Drafter:
     monkeypatch.setitem(methods.MAKERS, "ar", maker)
     target: Any = None
-    return drafter_for(DecodeConfig("ar"), target, Shelf())
+    return drafter_for(DecodeConfig("ar"), target, StoreSet())
 
 
 def test_whoever_waits_for_a_drafter_is_told_why(

@@ -17,7 +17,7 @@ from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.prompt_lookup import accept_lengths
 
 
@@ -63,7 +63,7 @@ def test_a_context_may_grow_and_a_new_one_begin(steps: list[list[int]]) -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), min_size=1, max_size=60))
 def test_a_replay_takes_the_steps_of_an_independent_count(prompt: list[int], answer: list[int]) -> None:
     turn = RecordedTurn("one", "", 0, prompt, answer)
-    played = play(Contender("pld", DecodeConfig("pld")), [turn], Shelf())
+    played = play(Contender("pld", DecodeConfig("pld")), [turn], StoreSet())
     assert played.turns[0].accept_lengths.tolist() == accept_lengths(prompt, answer)
 
 

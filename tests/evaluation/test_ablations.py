@@ -19,7 +19,7 @@ from hdtool.data import demo
 from hdtool.data.bench_results import Results, Run
 from hdtool.data.prompts import Prompt
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay_results import Played, PlayedTurn
@@ -36,11 +36,11 @@ from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.spec_bench_answers import answered, turn_of
 
-SHELF = Shelf(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
+SHELF = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
 
 
 def turn(prompt: list[int], answer: list[int], conversation: str = "1") -> RecordedTurn:
@@ -79,10 +79,10 @@ def test_both_hierarchies_are_played_with_every_choice_and_the_paper_in_every_or
 
 
 def test_a_database_that_is_not_there_is_in_no_choice() -> None:
-    study = Study([], Shelf(SHELF.model, None))
+    study = Study([], StoreSet(SHELF.model, None))
     assert study.letters == "CM"
     assert [one.name for one in study.contenders if one.name.startswith("hd ")] == ["hd C", "hd M", "hd CM"]
-    assert Study([], Shelf()).letters == "C"
+    assert Study([], StoreSet()).letters == "C"
 
 
 def test_a_study_of_the_demo_agrees_with_itself() -> None:
@@ -225,40 +225,40 @@ def test_distances_are_what_searching_finds(answers: list[list[int]]) -> None:
 
 
 def test_repeats_know_earlier_answers_and_stores(tmp_path: Path) -> None:
-    mark = TokenizerMark("a", 100)
+    mark = TokenizerFingerprint("a", 100)
     documents = [Document([50, 51, 52, 53]), Document([60, 61]), Document([62, 63])]
     build_corpus_index(tmp_path, documents, mark, [Source("text", "")], engine=LocalEngine(1))
     first, second = turn([1], [10, 11, 12, 13, 14]), turn([1], [50, 51, 52, 53, 60, 61, 62, 63], "2")
     again = turn([1], [10, 11, 12, 13, 99], "2")
-    found = repeats([[first], [second, again]], Shelf(None, CorpusIndex(tmp_path)))
+    found = repeats([[first], [second, again]], StoreSet(None, CorpusIndex(tmp_path)))
     assert found is not None
     assert found.generations == (1, 2, 3)
     assert found.places["earlier answers"] == (0.0, 0.0, 0.5)
     assert found.places["corpus index"] == (0.0, 0.2, 0.0), "a document ends where it ends"
     assert found.places["none of them"] == (1.0, 0.8, 0.5)
     assert found.within[-1] == pytest.approx(1 / 9)
-    assert repeats([[turn([1, 2, 3], [4, 5])]], Shelf()) is None
+    assert repeats([[turn([1, 2, 3], [4, 5])]], StoreSet()) is None
 
 
 # Sizes, cases, recordings ----------------------------------------------------------------------
 
 
 def test_sizes_say_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sizes(Study([], Shelf()), build_corpus_index) == "there is no corpus index"
-    mark = TokenizerMark("a", 100)
+    assert sizes(Study([], StoreSet()), build_corpus_index) == "there is no corpus index"
+    mark = TokenizerFingerprint("a", 100)
     build_corpus_index(tmp_path, [Document([1, 2])], mark, [Source("text", "")], engine=LocalEngine(1))
-    assert "holds 1 documents" in str(sizes(Study([], Shelf(None, CorpusIndex(tmp_path))), build_corpus_index))
+    assert "holds 1 documents" in str(sizes(Study([], StoreSet(None, CorpusIndex(tmp_path))), build_corpus_index))
     monkeypatch.setattr(sizes_of_corpora, "LARGEST", 1)
-    assert "made of up to 1 only" in str(sizes(Study([], Shelf(None, CorpusIndex(tmp_path))), build_corpus_index))
+    assert "made of up to 1 only" in str(sizes(Study([], StoreSet(None, CorpusIndex(tmp_path))), build_corpus_index))
 
 
 def test_smaller_corpora_are_parts_of_larger_ones(tmp_path: Path) -> None:
-    mark = TokenizerMark("a", 1000)
+    mark = TokenizerFingerprint("a", 1000)
     documents = [Document([at, at, at]) for at in range(400)]
     build_corpus_index(tmp_path, documents, mark, [Source("text", "")], engine=LocalEngine(1))
     told: list[int] = []
     answer = [5, 5, 5, 6, 6, 6]
-    study = Study([[turn([1], answer)]], Shelf(None, CorpusIndex(tmp_path)))
+    study = Study([[turn([1], answer)]], StoreSet(None, CorpusIndex(tmp_path)))
     found = sizes(study, build_corpus_index, lambda: told.append(1))
     assert not isinstance(found, str)
     counts = [row.tokens for row in found.rows]

@@ -32,7 +32,7 @@ from hdtool.runtime.evaluation.contenders import Generating
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.spec_bench_answers import turn_of
 
 QUICK = ["--limit", "4", "--max-new-tokens", "24", "--warm-up", "0", "--quiet"]
@@ -228,7 +228,7 @@ class Puts(BaseStreamer):
 
 @pytest.mark.parametrize("name", ["generate-pld", "generate-assisted"])
 def test_steps_of_the_library_are_counted_as_it_takes_them(embedded: Loaded, name: str) -> None:
-    lineup = Lineup(embedded, Shelf(), ModelConfig(), DecodeConfig(max_new_tokens=60), SamplingConfig())
+    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=60), SamplingConfig())
     contender = lineup.contenders([name], str(demo.MODEL))[name]
     assert isinstance(contender, Generating)
     for prompt in of_all_categories(read_prompts(demo.PROMPTS), 4):
@@ -247,7 +247,7 @@ def test_steps_of_the_library_are_counted_as_it_takes_them(embedded: Loaded, nam
 
 def test_the_library_runs_on_weights_as_its_users_have_them(embedded: Loaded) -> None:
     """Layers of CPU models multiply otherwise for our own methods; a peer that ran on those would be another one."""
-    lineup = Lineup(embedded, Shelf(), ModelConfig(), DecodeConfig(), SamplingConfig())
+    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(), SamplingConfig())
     peer = lineup.contenders(["generate"])["generate"]
     assert isinstance(peer, Generating)
     assert not has_own_products(peer._model)
@@ -261,7 +261,7 @@ def test_an_assistant_of_a_padded_vocabulary_is_taken(embedded: Loaded, tmp_path
     model.resize_token_embeddings(4160)
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(tmp_path)
-    lineup = Lineup(embedded, Shelf(), ModelConfig(), DecodeConfig(max_new_tokens=16), SamplingConfig())
+    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=16), SamplingConfig())
     contenders = lineup.contenders(["ar", "generate-assisted"], str(tmp_path))
     ids = embedded.tokenizer("def add(a, b):")["input_ids"]
     plain, assisted = (contender.answer(ids).output_ids for contender in contenders.values())
@@ -273,7 +273,7 @@ def test_an_assistant_of_another_vocabulary_is_refused(embedded: Loaded, tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(tmp_path / "other")
-    lineup = Lineup(embedded, Shelf(), ModelConfig(), DecodeConfig(), SamplingConfig())
+    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(), SamplingConfig())
     with pytest.raises(ModelError, match=r"cannot assist hdtool-demo: its tokenizer is another one \(4,097 tokens"):
         lineup.contenders(["generate-assisted"], str(tmp_path / "other"))
 

@@ -20,7 +20,7 @@ from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.model.cuda_graphs import direct
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
 
 LINES = ["def first(items):\n    return items[0]\n", "def last(items):\n    return items[-1]\n"]
@@ -74,8 +74,8 @@ def test_as_much_is_accepted_as_in_a_replay(budget: int) -> None:
     turns = [RecordedTurn("c", "", 0, words[:12], words[12:], None), RecordedTurn("d", "", 0, words[:5], words, None)]
     config = DecodeConfig("hd", budget=budget)
     target = Target(model_of("llama"), direct)
-    played = play(Contender("hd", config), turns, Shelf())
-    tell = ours(target, drafter_for(config, target, Shelf()))
+    played = play(Contender("hd", config), turns, StoreSet())
+    tell = ours(target, drafter_for(config, target, StoreSet()))
     for turn, there in zip(turns, played.turns, strict=True):
         found = tell(turn)
         assert found.stats and found.later

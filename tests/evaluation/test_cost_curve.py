@@ -135,21 +135,21 @@ def test_files_that_are_something_else(tmp_path: Path, content: str) -> None:
 # A budget over a curve ------------------------------------------------------------------------
 
 
-def slowest_choice(odds: list[float], curve: CostCurve, context: int) -> int:
+def slowest_choice(probs: list[float], curve: CostCurve, context: int) -> int:
     rates = [
-        (1 + sum(odds[:size])) / (curve.seconds(size, context) + AROUND)
-        for size in range(min(len(odds), LARGEST_BUDGET) + 1)
+        (1 + sum(probs[:size])) / (curve.seconds(size, context) + AROUND)
+        for size in range(min(len(probs), LARGEST_BUDGET) + 1)
     ]
     return rates.index(max(rates))
 
 
 @given(st.lists(st.floats(0, 1), max_size=80), st.integers(0, 2000), st.floats(0, 5))
-def test_as_many_nodes_as_pay(odds: list[float], context: int, slope: float) -> None:
-    odds = sorted(odds, reverse=True)
+def test_as_many_nodes_as_pay(probs: list[float], context: int, slope: float) -> None:
+    probs = sorted(probs, reverse=True)
     curve = CostCurve((0, 1), ((1.0, 1.0 + slope), (2.0, 2.0 + 2 * slope)), (0, 1000))
     budget = CostBudget(curve)
     budget.hear(context)
-    assert budget.nodes(np.array(odds)) == slowest_choice(odds, curve, context)
+    assert budget.nodes(np.array(probs)) == slowest_choice(probs, curve, context)
 
 
 def test_where_nothing_pays_drafting_rests() -> None:

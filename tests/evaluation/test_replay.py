@@ -34,7 +34,7 @@ from hdtool.runtime.config import (
     ModelConfig,
     ReplayConfig,
     SamplingConfig,
-    ShelfConfig,
+    StoresConfig,
 )
 from hdtool.runtime.decode import Finish, Step, decode
 from hdtool.runtime.drafters.methods import drafter_for
@@ -46,11 +46,11 @@ from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.trees import tokens_to, trees
 
-SHELF = ShelfConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
+SHELF = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
 REPLAYED = ReplayConfig().methods_with(corpus=True)
 LIMITS = (24, 60, None, None)
 """Of the answers to four prompts; None is one or two tokens more than the first answer takes."""
@@ -79,8 +79,8 @@ def loaded() -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def shelf(loaded: Loaded) -> Shelf:
-    return Shelf.for_tokenizer(loaded.tokenizer, SHELF)
+def store_set(loaded: Loaded) -> StoreSet:
+    return StoreSet.for_tokenizer(loaded.tokenizer, SHELF)
 
 
 def answered(loaded: Loaded, prompt: list[int], most: int, drafter: Any = None) -> list[Step]:
@@ -123,12 +123,12 @@ def conversations(loaded: Loaded, recorded: Path) -> list[list[RecordedTurn]]:
 
 @pytest.mark.parametrize(("method", "budget"), [("ar", 0), *((method, 32) for method in REPLAYED), ("hd", 5)])
 def test_a_replay_is_a_real_run_step_by_step(
-    method: str, budget: int, loaded: Loaded, shelf: Shelf, conversations: list[list[RecordedTurn]]
+    method: str, budget: int, loaded: Loaded, store_set: StoreSet, conversations: list[list[RecordedTurn]]
 ) -> None:
     config = DecodeConfig(method, budget=budget, lookahead=False)
-    drafter = drafter_for(config, loaded.target, shelf)
+    drafter = drafter_for(config, loaded.target, store_set)
     turns = [turn for conversation in conversations for turn in conversation]
-    played = play(Contender(method, config), turns, shelf)
+    played = play(Contender(method, config), turns, store_set)
     accepted = 0
     for turn, one in zip(turns, played.turns, strict=True):
         assert turn.most is not None
@@ -152,8 +152,8 @@ def test_every_method_is_replayed_or_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def played(shelf: Shelf, conversations: list[list[RecordedTurn]]) -> dict[str, Played]:
-    return replay(contenders(), conversations, shelf, workers=1)
+def played(store_set: StoreSet, conversations: list[list[RecordedTurn]]) -> dict[str, Played]:
+    return replay(contenders(), conversations, store_set, workers=1)
 
 
 def contenders(curve: CostCurve | None = None, budget: int | None = 8) -> list[Contender]:
@@ -194,11 +194,13 @@ def test_tokens_per_second_follow_from_the_cost_of_passes(played: dict[str, Play
     assert not one.predict(CostCurve((0, 8), ((1.0, 30.0),))).pays
 
 
-def test_the_cost_chooses_the_nodes_where_no_budget_does(shelf: Shelf, conversations: list[list[RecordedTurn]]) -> None:
+def test_the_cost_chooses_the_nodes_where_no_budget_does(
+    store_set: StoreSet, conversations: list[list[RecordedTurn]]
+) -> None:
     dear, cheap = CostCurve((0, 64), ((1.0, 1000.0),)), CostCurve((0, 64), ((1000.0, 1001.0),))
-    one, other = (replay(contenders(curve, None), conversations, shelf, workers=1)["hd"] for curve in (dear, cheap))
+    one, other = (replay(contenders(curve, None), conversations, store_set, workers=1)["hd"] for curve in (dear, cheap))
     assert one.nodes_per_step < 1 < 30 < other.nodes_per_step
-    fixed = replay(contenders(dear, 8), conversations, shelf, workers=1)["hd"]
+    fixed = replay(contenders(dear, 8), conversations, store_set, workers=1)["hd"]
     assert 5 < fixed.nodes_per_step <= 8
 
 
@@ -215,11 +217,13 @@ def counted(played: Played) -> list[Any]:
 
 
 def test_two_processes_bring_what_one_does(
-    shelf: Shelf, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+    store_set: StoreSet, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crew, "PART", 3)
     heard: list[int] = []
-    one, two = (replay(contenders(), conversations, shelf, workers=workers, told=heard.append) for workers in (1, 2))
+    one, two = (
+        replay(contenders(), conversations, store_set, workers=workers, told=heard.append) for workers in (1, 2)
+    )
     assert list(one) == list(two) == ["pld", "hd"]
     assert all(counted(one[name]) == counted(two[name]) for name in one)
     assert heard[-1] == 14, "turns of both methods"
@@ -227,9 +231,9 @@ def test_two_processes_bring_what_one_does(
 
 
 def test_a_process_that_is_ended_from_outside(
-    shelf: Shelf, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+    store_set: StoreSet, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Fatal(Shelf):
+    class Fatal(StoreSet):
         def __reduce__(self) -> Any:
             return os._exit, (9,)
 
@@ -238,18 +242,18 @@ def test_a_process_that_is_ended_from_outside(
 
 
 def test_each_part_starts_anew(
-    shelf: Shelf, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+    store_set: StoreSet, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crew, "PART", 1)
-    parted = replay(contenders(), conversations, shelf, workers=1)["hd"]
-    alone = [replay(contenders(), [turns], shelf, workers=1)["hd"] for turns in conversations]
+    parted = replay(contenders(), conversations, store_set, workers=1)["hd"]
+    alone = [replay(contenders(), [turns], store_set, workers=1)["hd"] for turns in conversations]
     assert counted(parted) == counted(Played.joined(alone))
 
 
-def test_a_shelf_opens_its_stores_anew_elsewhere(shelf: Shelf) -> None:
-    again = pickle.loads(pickle.dumps(shelf))
-    assert str(again) == str(shelf) and again.model is not shelf.model
-    assert str(pickle.loads(pickle.dumps(Shelf()))) == str(Shelf())
+def test_a_shelf_opens_its_stores_anew_elsewhere(store_set: StoreSet) -> None:
+    again = pickle.loads(pickle.dumps(store_set))
+    assert str(again) == str(store_set) and again.model is not store_set.model
+    assert str(pickle.loads(pickle.dumps(StoreSet()))) == str(StoreSet())
 
 
 # The command ----------------------------------------------------------------------------------

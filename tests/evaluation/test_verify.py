@@ -14,17 +14,17 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.config import ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
-from hdtool.runtime.model.kv_cache import StaticRows
+from hdtool.runtime.model.kv_cache import StaticKVCache
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.precision import logits_after, more_precise
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import plain_logits, prompt_of
@@ -72,8 +72,8 @@ def verified(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> tuple[Check, 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, SamplingConfig(repetition_penalty=1.2)], ids=str)
 def test_the_hierarchy_over_the_demos_stores_loses_nothing(embedded: Loaded, sampling: SamplingConfig) -> None:
-    shelf = Shelf.for_tokenizer(embedded.tokenizer, ShelfConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX)))
-    verifier = Verifier(embedded, sampling, Hierarchy(shelf.model, shelf.corpus), 48)
+    store_set = StoreSet.for_tokenizer(embedded.tokenizer, StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX)))
+    verifier = Verifier(embedded, sampling, Hierarchy(store_set.model, store_set.corpus), 48)
     for prompt in read_prompts(demo.PROMPTS)[:4]:
         check = verifier.check(prompt.id, encode_conversation(embedded.tokenizer, prompt.messages))
         assert check.differences == []
@@ -122,10 +122,10 @@ def test_an_acceptance_that_takes_wrong_tokens_is_found(
 
 
 def test_a_cache_that_keeps_wrong_rows_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: StaticRows, fixed: int, path: Sequence[int]) -> None:
+    def commit(self: StaticKVCache, fixed: int, path: Sequence[int]) -> None:
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
 
-    monkeypatch.setattr(StaticRows, "keep", keep)
+    monkeypatch.setattr(StaticKVCache, "keep", commit)
     check, explained = verified(small)
     assert [difference.oracle for difference in check.differences] == [Oracle.PLAIN]
     assert not explained[0].near_tie

@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.integrations.hf_generate import Generator
@@ -495,9 +495,9 @@ def test_it_drafts_by_any_method_from_the_stores_of_that_method(tmp_path: Path) 
     loaded = load(ModelConfig())
     model: Any = loaded.target.model
     prompt = loaded.tokenizer("The built-in `map` takes a function and")["input_ids"]
-    nowhere = ShelfConfig(str(tmp_path), str(tmp_path))
-    for config, shelf in ((DecodeConfig(budget=16), None), (DecodeConfig("pld"), nowhere)):
-        generator = Generator.drafting(loaded.tokenizer, config, shelf)
+    nowhere = StoresConfig(str(tmp_path), str(tmp_path))
+    for config, store_set in ((DecodeConfig(budget=16), None), (DecodeConfig("pld"), nowhere)):
+        generator = Generator.drafting(loaded.tokenizer, config, store_set)
         assert ask(model, prompt, custom_generate=generator).tolist() == ask(model, prompt).tolist()
         assert generator.stats.accepted.sum() > 0
     with pytest.raises(StoreError, match="holds no store"):

@@ -17,8 +17,8 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError
 from hdtool.data.stores.home import store_at_home
-from hdtool.data.stores.store import TokenizerMark
-from hdtool.runtime.config import ModelConfig, ServeConfig, ShelfConfig
+from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.runtime.config import ModelConfig, ServeConfig, StoresConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer
 from hdtool.runtime.integrations.vllm import cpu_fixes as repair
 from hdtool.runtime.integrations.vllm.launch import PROPOSER, Launch
@@ -36,12 +36,12 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mark() -> TokenizerMark:
-    return TokenizerMark.of(load_tokenizer(ModelConfig()))
+def mark() -> TokenizerFingerprint:
+    return TokenizerFingerprint.of(load_tokenizer(ModelConfig()))
 
 
 def launch(*options: str, **stores: str) -> Launch:
-    return Launch(MODEL, options, ServeConfig(), ShelfConfig(**stores))
+    return Launch(MODEL, options, ServeConfig(), StoresConfig(**stores))
 
 
 def told(launched: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_the_command_is_vllms_own_with_our_drafter() -> None:
 
 
 def test_a_worker_opens_what_the_command_says() -> None:
-    launched = Launch(MODEL, [], ServeConfig(3, 0.5, 1), ShelfConfig(corpus_db="none"))
+    launched = Launch(MODEL, [], ServeConfig(3, 0.5, 1), StoresConfig(corpus_db="none"))
     speculation, additional = told(launched)
     assert additional["hdtool"] == {
         "model_db": MODEL_STORE, "corpus_db": "none", "worth": 0.5, "context_mib": 1
@@ -86,7 +86,7 @@ def test_a_worker_opens_what_the_command_says() -> None:
     settings = Settings.of(additional, speculation["num_speculative_tokens"])
     assert settings.serving == ServeConfig(3, 0.5, 1)
     drafter = worker(additional).drafter
-    assert (drafter.shelf.model is None, drafter.shelf.corpus is None) == (False, True)
+    assert (drafter.store_set.model is None, drafter.store_set.corpus is None) == (False, True)
     assert drafter.pace.floor(1) == 0.5
     assert drafter.most == 1
 
@@ -150,7 +150,7 @@ def test_stores_are_checked_before_vllm_starts(tmp_path: Path) -> None:
     other = other_tokenizer(tmp_path)
     with pytest.raises(StoreError, match="another tokenizer"):
         launch("--tokenizer", other, corpus_db=str(demo.CORPUS_INDEX))
-    assert str(launch("--tokenizer", other).shelf).startswith("no stores")
+    assert str(launch("--tokenizer", other).store_set).startswith("no stores")
 
 
 def test_a_worker_that_lacks_a_store_says_where_it_runs(tmp_path: Path) -> None:
@@ -160,14 +160,14 @@ def test_a_worker_that_lacks_a_store_says_where_it_runs(tmp_path: Path) -> None:
         worker({"hdtool": {"model_db": str(demo.MODEL_STORE)}}, tokenizer=other_tokenizer(tmp_path))
 
 
-def test_tenants_have_their_own_model_stores_and_never_anothers(mark: TokenizerMark) -> None:
+def test_tenants_have_their_own_model_stores_and_never_anothers(mark: TokenizerFingerprint) -> None:
     for namespace in ("acme", "models/beta"):
         shutil.copytree(demo.MODEL_STORE, store_at_home("model", mark, namespace))
     shutil.copytree(demo.CORPUS_INDEX, store_at_home("corpus", mark, "empty"))
 
     def of(*options: str, **stores: str) -> list[Path | None]:
-        shelf = launch(*options, **stores).shelf
-        return [store.folder if store else None for store in (shelf.model, shelf.corpus)]
+        store_set = launch(*options, **stores).store_set
+        return [store.folder if store else None for store in (store_set.model, store_set.corpus)]
 
     own = [store_at_home("model", mark, "acme"), demo.CORPUS_INDEX]
     assert of("--served-model-name", "acme") == own
@@ -176,7 +176,7 @@ def test_tenants_have_their_own_model_stores_and_never_anothers(mark: TokenizerM
     assert of("--served-model-name", "models/beta")[0] == store_at_home("model", mark, "models/beta")
     assert of("--served-model-name", "unknown") == of() == [demo.MODEL_STORE, demo.CORPUS_INDEX]
     assert of("--served-model-name", "empty") == [None, store_at_home("corpus", mark, "empty")]
-    assert worker(served="acme").drafter.shelf.model.folder == own[0]  # type: ignore[union-attr]
+    assert worker(served="acme").drafter.store_set.model.folder == own[0]  # type: ignore[union-attr]
     shutil.copytree(demo.MODEL_STORE, store_at_home("model", mark, MODEL))
     assert of()[0] == store_at_home("model", mark, MODEL), "known by its path"
     with pytest.raises(ServeError, match="build-model-db --namespace nobody"):
@@ -191,9 +191,9 @@ def test_a_model_with_a_long_path_is_served_without_a_namespace(tmp_path: Path) 
     deep = tmp_path.joinpath(*["a_folder_with_a_long_name"] * 10)
     deep.parent.mkdir(parents=True)
     deep.symlink_to(demo.MODEL)
-    shelf = Launch(str(deep), ["--served-model-name", LONG], ServeConfig(), ShelfConfig()).shelf
-    assert shelf.model and shelf.model.folder == demo.MODEL_STORE
-    assert worker(served=LONG).drafter.shelf.model.folder == demo.MODEL_STORE  # type: ignore[union-attr]
+    store_set = Launch(str(deep), ["--served-model-name", LONG], ServeConfig(), StoresConfig()).store_set
+    assert store_set.model and store_set.model.folder == demo.MODEL_STORE
+    assert worker(served=LONG).drafter.store_set.model.folder == demo.MODEL_STORE  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["", LONG])
@@ -204,7 +204,11 @@ def test_a_namespace_that_cannot_be_a_folder_is_refused_where_it_is_asked_for(na
 
 @pytest.mark.parametrize(("command", "kind"), [("build-model-db --from", "model"), ("build-corpus-db", "corpus")])
 def test_a_tenants_stores_are_built_where_the_server_finds_them(
-    command: str, kind: str, mark: TokenizerMark, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    kind: str,
+    mark: TokenizerFingerprint,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def build(folder: Path, *arguments: object, **options: object) -> None:
         raise StoreError(f"would be built at {folder}")

@@ -16,7 +16,7 @@ from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.min_probability import HOPELESS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 ROWS, LONGEST, TOKENS = 8, 256, 6
 SAID = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -38,9 +38,11 @@ class Engine:
         return self.drafter.draft(ready or [True] * len(self.requests), self.lengths, self.contexts)
 
 
-def engine(*requests: list[int], worth: float | None = 0.02, shelf: Shelf | None = None, **limits: Any) -> Engine:
+def engine(
+    *requests: list[int], worth: float | None = 0.02, store_set: StoreSet | None = None, **limits: Any
+) -> Engine:
     config = ServeConfig(TOKENS, worth, limits.pop("context_mib", 256))
-    drafter = BatchDrafter(shelf or Shelf(), config, **{"rows": ROWS, "longest": LONGEST, **limits})
+    drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "longest": LONGEST, **limits})
     made = Engine(drafter)
     made.requests = [list(request) for request in requests]
     return made
@@ -59,9 +61,9 @@ def test_every_row_is_drafted_for_as_if_it_were_alone() -> None:
 
 
 def test_stores_are_drafted_from() -> None:
-    shelf = Shelf(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
+    store_set = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
     start = CorpusIndex(demo.CORPUS_INDEX).shards.tokens[:5].tolist()
-    assert engine(start, shelf=shelf).drafts() != [[]]
+    assert engine(start, store_set=store_set).drafts() != [[]]
     assert engine(start).drafts() == [[]]
 
 

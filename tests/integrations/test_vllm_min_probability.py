@@ -16,8 +16,8 @@ def paced(rows: int, seconds: Callable[[int], float], passes: int = 300, pace: P
     pace, chance = pace or Pace(), random.Random(1)
     for _ in range(passes):
         floor = pace.floor(rows)
-        odds = [chance.random() for _ in range(4 * rows)]
-        sent = [odd for odd in odds if odd >= floor and floor < HOPELESS]
+        probs = [chance.random() for _ in range(4 * rows)]
+        sent = [odd for odd in probs if odd >= floor and floor < HOPELESS]
         taken = sum(chance.random() < odd for odd in sent)
         tokens = rows + len(sent)
         pace.hear(rows, tokens, rows + taken, seconds(tokens) * chance.uniform(0.9, 1.1))

@@ -12,7 +12,7 @@ from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, SamplingConfig
@@ -23,7 +23,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
@@ -32,7 +32,7 @@ from tests.support.trees import path_to, trees
 MOST = 24
 PAD = VOCABULARY
 """Ids that the tokenizer has and the model does not: this one, and the one after it."""
-TOKENIZER = TokenizerMark("0123", VOCABULARY + 2)
+TOKENIZER = TokenizerFingerprint("0123", VOCABULARY + 2)
 
 
 def answer(target: Target, prompt: list[int], drafter: object = None) -> list[int]:
@@ -41,7 +41,7 @@ def answer(target: Target, prompt: list[int], drafter: object = None) -> list[in
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+def store_set(tmp_path_factory: pytest.TempPathFactory) -> StoreSet:
     """Stores in which, after every token that the model says, a token without an embedding is the most frequent."""
     prompt = prompt_of(20)
     said = answer(Target(model_of("llama"), never), prompt)
@@ -51,16 +51,18 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     folder, source = tmp_path_factory.mktemp("stores"), [Source("answers.jsonl", "ab" * 32)]
     build_model_store(folder / "model", documents, TOKENIZER, source, once_per_document=False)
     build_corpus_index(folder / "corpus", documents, TOKENIZER, source)
-    return Shelf(ModelStore(folder / "model"), CorpusIndex(folder / "corpus"))
+    return StoreSet(ModelStore(folder / "model"), CorpusIndex(folder / "corpus"))
 
 
 @pytest.mark.parametrize("layout", [never, direct], ids=["usual", "fixed"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in NEED_HEADS])
-def test_no_method_sends_a_token_that_the_model_cannot_embed(method: str, layout: CaptureMaker, shelf: Shelf) -> None:
+def test_no_method_sends_a_token_that_the_model_cannot_embed(
+    method: str, layout: CaptureMaker, store_set: StoreSet
+) -> None:
     prompt = prompt_of(20)
     plain = answer(Target(model_of("llama"), never), prompt)
     target = Target(model_of("llama"), layout)
-    drafter = drafter_within(lambda: FixedBudget(16), DecodeConfig(method=method), shelf, target)
+    drafter = drafter_within(lambda: FixedBudget(16), DecodeConfig(method=method), store_set, target)
     for _ in range(2):
         assert answer(target, prompt, drafter) == plain
     (both,) = {

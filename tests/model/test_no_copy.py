@@ -11,7 +11,7 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, ModelConfig, ServeConfig, ShelfConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, ServeConfig, StoresConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable
 from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import Rankings
@@ -20,13 +20,13 @@ from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 MAKERS: dict[str, Callable[[], object]] = {
     "Hierarchy": Hierarchy,
     "Rankings": lambda: Rankings(recycled=True),
     "Recycled": Recycled,
-    "BatchDrafter": lambda: BatchDrafter(Shelf(), ServeConfig(), rows=1, longest=16),
+    "BatchDrafter": lambda: BatchDrafter(StoreSet(), ServeConfig(), rows=1, longest=16),
     "CorpusIndex": lambda: CorpusIndex(demo.CORPUS_INDEX),
 }
 
@@ -51,11 +51,11 @@ def test_a_context_table_holds_no_addresses_and_is_copied_whole() -> None:
 
 
 def test_a_shelf_still_travels_and_a_drafter_is_made_anew_from_it() -> None:
-    shelf = Shelf.for_tokenizer(
-        load_tokenizer(ModelConfig()), ShelfConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
+    store_set = StoreSet.for_tokenizer(
+        load_tokenizer(ModelConfig()), StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
     )
-    for again in (copy.deepcopy(shelf), pickle.loads(pickle.dumps(shelf))):
-        assert again.corpus is not shelf.corpus
+    for again in (copy.deepcopy(store_set), pickle.loads(pickle.dumps(store_set))):
+        assert again.corpus is not store_set.corpus
         drafter = drafter_within(FixedBudget, DecodeConfig("hd"), again)
         drafter.begin([1, 2, 3])
         assert drafter.draft([1, 2, 3]).root == 3

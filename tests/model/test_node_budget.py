@@ -9,11 +9,11 @@ import pytest
 
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import NODES, cost_here, keep_at_home, kept_at_home, seconds_of_trees
-from hdtool.runtime.budget.node_budget import ROWS, FixedBudget, MeasuredBudget, Odds, SharedBudget
+from hdtool.runtime.budget.node_budget import ROWS, FixedBudget, MeasuredBudget, Probs, SharedBudget
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
 
 
@@ -42,10 +42,10 @@ STEEP = [1 + (rows - 1) / 2 for rows in ROWS]
 
 
 def test_free_nodes_are_all_sent_and_dear_ones_not() -> None:
-    odds = np.array([0.9, 0.5, 0.3, 0.2, 0.1])
-    assert budget_of(FLAT)[0].nodes(odds) == 5
-    assert budget_of(STEEP)[0].nodes(odds[3:]) == 0
-    assert budget_of([1.0, 1.1, 1.2, *[5.0] * (len(ROWS) - 3)])[0].nodes(odds) == 3, "four rows cost little"
+    probs = np.array([0.9, 0.5, 0.3, 0.2, 0.1])
+    assert budget_of(FLAT)[0].nodes(probs) == 5
+    assert budget_of(STEEP)[0].nodes(probs[3:]) == 0
+    assert budget_of([1.0, 1.1, 1.2, *[5.0] * (len(ROWS) - 3)])[0].nodes(probs) == 3, "four rows cost little"
     assert budget_of(FLAT)[0].nodes(np.empty(0)) == 0
 
 
@@ -74,12 +74,12 @@ def test_where_nothing_pays_drafting_rests_ever_longer_and_wakes_up_again() -> N
 def test_it_learns_what_passes_cost_here() -> None:
     """At loading a pass of eight rows seemed as cheap as one; in the conversation it takes three times as long."""
     budget, clock = budget_of(FLAT)
-    odds = np.full(7, 0.12)
-    assert budget.nodes(odds) == 7
+    probs = np.full(7, 0.12)
+    assert budget.nodes(probs) == 7
     sent = 7
     for _ in range(200):
         clock.step(3.0 if sent else 1.0)
-        sent = budget.nodes(odds) if budget.most else 0
+        sent = budget.nodes(probs) if budget.most else 0
     assert sent == 0
 
 
@@ -87,7 +87,7 @@ def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
     target = Target(model_of("llama"))
     taken = seconds_of_trees(target, [0, 3, 64], 2, 1.0)
     assert len(taken) == 3 and (taken > 0).all() and np.isfinite(taken).all()
-    drafter = drafter_for(DecodeConfig("hd"), target, Shelf())
+    drafter = drafter_for(DecodeConfig("hd"), target, StoreSet())
     assert len(drafter.draft([1, 2, 3])) <= LARGEST_BUDGET
 
 
@@ -120,7 +120,7 @@ def test_the_cost_behind_a_longer_context_is_looked_up() -> None:
 
 
 def shared(costs: list[float], seats: int) -> list[SharedBudget]:
-    clock, together = Clock(), dict[int, Odds]()
+    clock, together = Clock(), dict[int, Probs]()
     curve = curve_of(costs)
     return [SharedBudget(clock, curve, together, seats, around=0.0) for _ in range(seats)]  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.config import ModelConfig, SamplingConfig, ShelfConfig
+from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import fingerprint, surroundings
@@ -19,7 +19,7 @@ from hdtool.runtime.evaluation.verify import Verifier
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import run, said
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
@@ -66,7 +66,7 @@ def test_torchao_with_weights_alone(torchao: Any, tmp_path: Path) -> None:
     loaded = load(saved(tmp_path, TorchAoConfig(torchao.Int8WeightOnlyConfig())))
     check(loaded, exact=True)
     assert (
-        surroundings(loaded, Shelf.for_tokenizer(loaded.tokenizer, ShelfConfig("none", "none")))["quantised"]
+        surroundings(loaded, StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig("none", "none")))["quantised"]
         == "torchao"
     )
 

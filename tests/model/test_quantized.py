@@ -17,21 +17,21 @@ from torch.nn import Linear, Parameter
 from hdtool.cli import app
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, OptionError
-from hdtool.runtime.batch import Seats
+from hdtool.runtime.batch import BatchSlots
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.evaluation.model_shapes import load_shape
 from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
-from hdtool.runtime.kernels.small_batch_linear import FewRowsLinear, multiply_few_rows_faster
+from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, use_small_batch_products
 from hdtool.runtime.model import quantization as quantising
 from hdtool.runtime.model.cuda_graphs import direct
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load, load_stock
 from hdtool.runtime.model.quantized_layers import quantised_layers
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.model.tensor_parallel import Ranks
+from hdtool.runtime.model.tensor_parallel import ProcessGroup
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import run, said
 from tests.support.families import model_of
@@ -104,7 +104,7 @@ def test_quantising_on_loading_is_refused_where_it_cannot_be(tmp_path: Path, mon
     monkeypatch.setattr(quantising, "find_spec", lambda name: None)
     with pytest.raises(HdtoolError, match="quantise nf4 needs bitsandbytes and accelerate"):
         load(ModelConfig(quantise="nf4"))
-    monkeypatch.setattr("hdtool.runtime.model.load.leader", lambda: Ranks.__new__(Ranks))
+    monkeypatch.setattr("hdtool.runtime.model.load.leader", lambda: ProcessGroup.__new__(ProcessGroup))
     with pytest.raises(OptionError, match="quantise is for one process"):
         load(ModelConfig(quantise="nf4"))
 
@@ -156,14 +156,14 @@ def test_a_tree_is_checked_row_by_row(capfd: pytest.CaptureFixture[str]) -> None
     assert not target.captures
     assert "not captured as CUDA graphs: its 8-bit layers look for outliers in each pass" in capfd.readouterr().err
     target.prefill(PROMPT)
-    target.keep([])
+    target.commit([])
     (few, many) = (DraftTree.of(5, list(range(9, 9 + nodes)), [-1] * nodes) for nodes in (0, 30))
     alone = target.verify(few)[0].clone()
     beside = target.verify(many)[0]
-    seats = Seats(target, 2)
+    seats = BatchSlots(target, 2)
     for seat in range(2):
         seats.prefill(seat, PROMPT, 0)
-        seats.keep(seat, [])
+        seats.commit(seat, [])
     seated = seats.verify([few, many])[0][0]
     for found in (beside, seated):
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
@@ -193,9 +193,9 @@ def test_quantised_layers_multiply_as_their_library_does() -> None:
 
     model: Any = torch.nn.ModuleList([Linear(64, 64, bias=False), Linear(64, 64, bias=False)])
     model[0].weight = Packed(model[0].weight.detach())
-    multiply_few_rows_faster(model)
+    use_small_batch_products(model)
     assert type(model[0].weight) is Packed
-    assert [type(layer) for layer in model] == [Linear, FewRowsLinear]
+    assert [type(layer) for layer in model] == [Linear, SmallBatchLinear]
 
 
 def test_the_fingerprint_tells_quantised_from_not() -> None:

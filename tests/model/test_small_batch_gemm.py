@@ -22,11 +22,11 @@ from hdtool.runtime.kernels.small_batch_linear import (
     SAMPLED,
     TRIED,
     Choice,
-    FewRowsLinear,
+    SmallBatchLinear,
     has_own_products,
-    multiply_few_rows_faster,
     own_linear,
     share_weights,
+    use_small_batch_products,
 )
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
@@ -67,7 +67,7 @@ def wide() -> Any:
 
 def layer_of(columns: int = WHOLE, outs: int = 5, *, bias: bool = True) -> Linear:
     layer = Linear(columns, outs, bias=bias)
-    multiply_few_rows_faster(torch.nn.ModuleList([layer]))
+    use_small_batch_products(torch.nn.ModuleList([layer]))
     return layer
 
 
@@ -154,10 +154,10 @@ def test_layers_that_it_does_not_fit_are_left_alone() -> None:
     transposed, half, fit = (Linear(WHOLE, WHOLE) for _ in range(3))
     transposed.weight.data = transposed.weight.data.t()
     half.to(torch.bfloat16)
-    multiply_few_rows_faster(torch.nn.ModuleList([odd, transposed, half]))
+    use_small_batch_products(torch.nn.ModuleList([odd, transposed, half]))
     assert not has_own_products(torch.nn.ModuleList([odd, transposed, half]))
-    multiply_few_rows_faster(torch.nn.ModuleList([odd, fit]))
-    assert [type(layer) for layer in (odd, fit)] == [Linear, FewRowsLinear]
+    use_small_batch_products(torch.nn.ModuleList([odd, fit]))
+    assert [type(layer) for layer in (odd, fit)] == [Linear, SmallBatchLinear]
 
 
 def test_the_faster_product_is_chosen_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_the_faster_product_is_chosen_by_trial(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_model_says_the_same_whatever_is_drafted(own_rows: list[int]) -> None:
     stock, model = wide(), wide()
-    multiply_few_rows_faster(model)
+    use_small_batch_products(model)
     prompt = prompt_of(20)
     assert_same_logits(plain_logits(model, prompt), plain_logits(stock, prompt))
     plain = said(run(Target(model), prompt, SamplingConfig()))
@@ -200,10 +200,10 @@ def test_a_model_says_the_same_whatever_is_drafted(own_rows: list[int]) -> None:
 
 def test_one_copy_of_weights_serves_two_models() -> None:
     stock, model = wide(), wide()
-    multiply_few_rows_faster(model)
+    use_small_batch_products(model)
     share_weights(stock, model)
     shared = {name for name, weight in model.named_parameters() if weight.data_ptr() == _address(stock, name)}
-    assert shared == {f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, FewRowsLinear)}
+    assert shared == {f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, SmallBatchLinear)}
     assert not has_own_products(stock)
 
 

@@ -16,7 +16,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.kernels.topk import Logits, argmax_at, likeliest
-from hdtool.runtime.model.attention_masks import FULL, Reach, Sheet, device_mask, tree_mask
+from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, device_mask, tree_mask
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, Direct, Run, direct, never
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.model.step_input import MOVES, StepInput
@@ -49,7 +49,7 @@ def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: 
     def check(data: st.DataObject) -> None:
         context = prompt_of(data.draw(st.integers(1, 60)))
         target.prefill(context, room=64)
-        target.keep([])
+        target.commit([])
         for _ in range(3):
             tree = data.draw(trees(VOCABULARY))
             logits = target.verify(tree)
@@ -58,7 +58,7 @@ def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: 
                 assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
             assert likeliest(logits).tolist() == logits.argmax(-1).tolist()
             node = data.draw(st.integers(ROOT, len(tree) - 1))
-            target.keep(path_to(tree, node))
+            target.commit(path_to(tree, node))
             context += tokens_to(tree, node)
             assert target.length == len(context)
 
@@ -71,7 +71,7 @@ def test_sizes_at_the_borders_of_the_fixed_ones(size: int) -> None:
     target = Target(model, direct)
     context, tree = prompt_of(30), tree_of(size)
     target.prefill(context, room=64)
-    target.keep([])
+    target.commit([])
     logits = target.verify(tree)
     for node in {ROOT, 0, size // 2, size - 1} & set(range(ROOT, size)):
         assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
@@ -84,11 +84,11 @@ def test_paths_longer_than_a_step_moves(length: int) -> None:
     context = prompt_of(9)
     tree = DraftTree.of(5, range(3, 3 + 2 * length), [max(ROOT, node - 2) for node in range(2 * length)])
     target.prefill(context, room=64)
-    target.keep([])
+    target.commit([])
     target.verify(tree)
     path = path_to(tree, 2 * length - 1)
     assert len(path) == length
-    target.keep(path)
+    target.commit(path)
     context += tokens_to(tree, path[-1])
     assert_same_logits(target.verify(DraftTree.bare(7))[0], plain_logits(model, [*context, 7]))
 
@@ -96,20 +96,24 @@ def test_paths_longer_than_a_step_moves(length: int) -> None:
 @given(st.lists(st.tuples(trees(VOCABULARY), st.integers(1, 300)), min_size=2, max_size=8))
 def test_masks_on_one_sheet_are_those_on_sheets_of_their_own(turns: list[tuple[DraftTree, int]]) -> None:
     """Contexts that grow, and others that begin anew: nothing of an earlier mask is left."""
-    sheet, reaches, hidden_at = Sheet(), [Reach(FULL)], torch.finfo(torch.float32).min
+    sheet, windows, hidden_at = MaskBuffer(), [AttentionWindow(FULL)], torch.finfo(torch.float32).min
     for tree, length in turns:
-        found = tree_mask(tree, length, reaches, torch.float32, CPU, sheet)
+        found = tree_mask(tree, length, windows, torch.float32, CPU, sheet)
         if not len(tree):
             assert found is None
             continue
-        visible = np.concatenate([np.ones((len(tree) + 1, length), np.bool_), tree.lineage], axis=1)
+        visible = np.concatenate([np.ones((len(tree) + 1, length), np.bool_), tree.ancestor_mask], axis=1)
         assert isinstance(found, torch.Tensor) and found.shape[:2] == (1, 1)
         np.testing.assert_array_equal(found[0, 0], np.where(visible, np.float32(0), np.float32(hidden_at)))
 
 
 @given(trees(VOCABULARY, most=64), st.integers(1, 90), st.integers(1, 40))
 def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length: int, size: int) -> None:
-    reaches = [Reach(FULL), Reach("sliding_attention", window=size), Reach("chunked_attention", chunk=size)]
+    windows = [
+        AttentionWindow(FULL),
+        AttentionWindow("sliding_attention", window=size),
+        AttentionWindow("chunked_attention", chunk=size),
+    ]
     rows, own = next(rows for rows in ROWS if rows > len(tree)), len(tree) + 1
     told = StepInput(CPU)
     told.fill(tree, rows, length)
@@ -117,11 +121,11 @@ def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length:
     sent = told.tensors(rows)
     assert sent.tokens[0, :own].tolist() == tree.all_tokens
     assert sent.positions[0, :own].tolist() == (length + tree.depths).tolist()
-    found = device_mask(sent.lineage, sent.positions[0], sent.length, 192, reaches, torch.float32)
-    host = [Reach(reach.kind, reach.window, reach.chunk) for reach in reaches]
+    found = device_mask(sent.ancestor_mask, sent.positions[0], sent.length, 192, windows, torch.float32)
+    host = [AttentionWindow(reach.kind, reach.window, reach.chunk) for reach in windows]
     expected = tree_mask(tree, length, host, torch.float32, CPU)
     assert isinstance(found, dict)
-    for reach in reaches:
+    for reach in windows:
         mask = found[reach.kind][0, 0]
         wanted = expected[reach.kind][0, 0] if isinstance(expected, dict) else torch.zeros(1, length + 1)
         assert torch.equal(mask[:own, : length + own], wanted)
@@ -191,15 +195,15 @@ def test_a_longer_conversation_reads_more_of_the_cache() -> None:
     assert target._steps
     target._rows = target.rows(2048)
     target.prefill(prompt_of(440))
-    target.keep([])
+    target.commit([])
     target.verify(tree_of(63))
-    target.keep([0])
+    target.commit([0])
     assert target.length == 442
     target.verify(tree_of(63))
     assert {extent for _, extent in target._steps._steps} == {512}
     long = [place % VOCABULARY for place in range(470)]
     target.prefill(long)
-    target.keep([])
+    target.commit([])
     logits = target.verify(tree_of(63))
     assert {extent for _, extent in target._steps._steps} == {512, 1024}
     assert_same_logits(logits[1], plain_logits(target.model, [*long, 5, 2]))

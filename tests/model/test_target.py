@@ -49,7 +49,7 @@ def test_a_tree_gets_the_logits_of_its_plain_paths(family: str, dtype: torch.dty
     def check(tree: DraftTree, length: int) -> None:
         context = [*prompt_of(length), tree.root]
         target.prefill(context[:-1], room=1)
-        target.keep([])
+        target.commit([])
         logits = target.verify(tree)
         assert logits.shape == (len(tree) + 1, VOCABULARY)
         for node in range(-1, len(tree)):
@@ -69,13 +69,13 @@ def test_a_kept_path_is_the_context_of_the_next_step(family: str, dtype: torch.d
     def check(data: st.DataObject) -> None:
         context = prompt_of(data.draw(st.integers(1, 40)))
         target.prefill(context, room=64)
-        target.keep([])
+        target.commit([])
         for _ in range(2):
             tree = data.draw(trees(VOCABULARY, most=10))
             target.verify(tree)
             node = data.draw(st.integers(-1, len(tree) - 1))
             path = path_to(tree, node)
-            target.keep(path)
+            target.commit(path)
             context += tokens_to(tree, node)
             assert target.length == len(context)
         last = DraftTree.bare(5)

@@ -16,7 +16,7 @@ from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.shards import suffix_array
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerMark, damaged
+from hdtool.data.stores.store import TokenizerFingerprint, damaged
 from hdtool.runtime.stores.corpus_index import DEPTH, LONGEST_CONTEXT, MATCHES_READ, CorpusIndex
 from tests.support.stores import Documents, index_of
 
@@ -118,7 +118,7 @@ def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
 def test_several_workers_sort_what_one_does(tmp_path: Path) -> None:
     rng = random.Random(3)
     documents = [Document([rng.randrange(9) for _ in range(50)]) for _ in range(20)]
-    mark = TokenizerMark("test", 9)
+    mark = TokenizerFingerprint("test", 9)
     whole = []
     for workers in (1, 2):
         manifest = build_corpus_index(
@@ -131,7 +131,7 @@ def test_several_workers_sort_what_one_does(tmp_path: Path) -> None:
 
 def test_an_empty_corpus_builds_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no text at all"):
-        build_corpus_index(tmp_path, [Document([])], TokenizerMark("test", 9), [Source("a", "0")])
+        build_corpus_index(tmp_path, [Document([])], TokenizerFingerprint("test", 9), [Source("a", "0")])
     with pytest.raises(StoreError, match="holds no store"):
         CorpusIndex(tmp_path)
 

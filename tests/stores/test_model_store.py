@@ -22,7 +22,7 @@ from hdtool.builders.stores.build_model_store import DOUBLINGS, _table, build_mo
 from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, stored_documents, token_type
-from hdtool.data.stores.store import Manifest, TokenizerMark, damaged
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, damaged
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import MODEL, known_as
 from hdtool.runtime.stores.model_store import (
     KEY_WIDTH,
@@ -159,7 +159,7 @@ def test_the_documents_are_kept_with_their_sources(vocabulary: int, tmp_path: Pa
     top = vocabulary - 1
     documents = [Document([top] * 6), Document([]), Document([0, top], 2), Document(np.array([1, 2, 3, top]), 2)]
     sources = [Source("a", "1"), Source("b", "2"), Source("c", "3")]
-    manifest = build_model_store(tmp_path, documents, TokenizerMark("test", vocabulary), sources)
+    manifest = build_model_store(tmp_path, documents, TokenizerFingerprint("test", vocabulary), sources)
     assert [(share.name, share.sha256, share.records, share.tokens) for share in manifest.sources] == [
         ("a", "1", 1, 6),
         ("b", "2", 0, 0),
@@ -220,7 +220,7 @@ def test_what_says_nothing_is_refused(documents: Documents, found: str, tmp_path
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "TABLE_SLOTS", 1 << 12)
     monkeypatch.setattr(engine, "LENGTHS_AT_ONCE", 1)  # which lengths meet in memory would be a matter of chance
-    mark, source = TokenizerMark("test", 1000), Source("test", "")
+    mark, source = TokenizerFingerprint("test", 1000), Source("test", "")
 
     def documents(number: int) -> Iterator[Document]:
         rng = np.random.default_rng(0)

@@ -25,7 +25,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores
 from hdtool.data.stores import store_files
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerMark, building, damaged, read_manifest
+from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerFingerprint, building, damaged, read_manifest
 from hdtool.data.stores.store_files import PARTS
 from hdtool.runtime.stores import inspect_store as runtime_stores
 from hdtool.runtime.stores import suffix_search as suffixes
@@ -34,7 +34,7 @@ from hdtool.runtime.stores.inspect_store import continuations, latency_of, open_
 from hdtool.runtime.stores.model_store import ModelStore
 
 VOCABULARY = 20
-MARK = TokenizerMark("test", VOCABULARY)
+MARK = TokenizerFingerprint("test", VOCABULARY)
 KINDS = list(PARTS)
 FOREIGN = {
     "thesis.tex": b"years of work",

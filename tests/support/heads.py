@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafters.heads.checkpoint import Judged, SavedHeads, new_heads
+from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads
 from hdtool.runtime.drafters.heads.modules import EPSILON, TURNING, Heads, HeadsShape
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.target import Target
@@ -47,7 +47,7 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
     assert target.hidden is not None
     like = new_heads(target.model, target.hidden.shape[-1], target.config.vocab_size, config)
     paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2]]
-    judged = Judged(
+    judged = EvalResult(
         tree=[path for path in paths if len(path) <= config.heads], gains=[0.9**n for n in range(len(paths))]
     )
     return SavedHeads(

@@ -50,7 +50,7 @@ class Node:
     context: list[int]
     above: Node | None = None
     token: int = -1
-    odds: float = 1.0
+    probs: float = 1.0
     depth: int = 0
     source: int = 0
     agreed: int = neighbours.UNNAMED
@@ -186,7 +186,7 @@ class SlowHierarchy:
         reached = [node for node in nodes[1:] if node.above and (not node.above.above or id(node.above) in came)]
         for kind in range(neighbours.KINDS):
             alike = [node for node in reached if node.agreed == kind]
-            surprise = sum((id(node) in came) - node.odds / node.above.odds for node in alike if node.above)
+            surprise = sum((id(node) in came) - node.probs / node.above.probs for node in alike if node.above)
             self.gains[kind] = np.clip(
                 self.gains[kind] * np.exp(agreement.PACE * surprise), agreement.LEAST_GAIN, agreement.MOST_GAIN
             )
@@ -200,8 +200,8 @@ class SlowHierarchy:
                 chances = np.exp(neighbours.SHARPNESS * (best.values - best.values[0]).double().numpy())
                 for token, chance in zip(best.indices.tolist(), chances / chances.sum(), strict=True):
                     if token in shares[place] or len(shares[place]) < neighbours.NAMED:
-                        shares[place][token] += node.odds * chance
-        wholes = [sum(node.odds for node in nodes if node.depth - passed - 1 == place) for place in range(len(shares))]
+                        shares[place][token] += node.probs * chance
+        wholes = [sum(node.probs for node in nodes if node.depth - passed - 1 == place) for place in range(len(shares))]
         self.near = [
             {token: min(neighbours.KINDS - 1, int(-np.log2(share / whole))) for token, share in of.items()}
             for of, whole in zip(shares, wholes, strict=True)
@@ -273,24 +273,24 @@ class SlowHierarchy:
         root = Node(self.context)
         nodes, waiting, bar, node = [root], list[Node](), 0.0, root
         while True:
-            if node.depth < growth.DEEPEST and node.odds > growth.WORTH_EXPANDING * bar:
-                least = max(growth.WORTH_EXPANDING * bar / node.odds, growth.LEAST_OPEN)
-                floor = max(growth.WORTH_ADDING * bar / node.odds, growth.LEAST_PART)
+            if node.depth < growth.DEEPEST and node.probs > growth.WORTH_EXPANDING * bar:
+                least = max(growth.WORTH_EXPANDING * bar / node.probs, growth.LEAST_OPEN)
+                floor = max(growth.WORTH_ADDING * bar / node.probs, growth.LEAST_PART)
                 parts = self.expand(node, least, floor)[0]
                 chances, named = self._agree(node, parts)
                 for token, part in parts.items():
                     source = max(range(len(SourceName)), key=lambda name: part.get(name, 0.0))
-                    odds = chances[token] * node.odds
+                    probs = chances[token] * node.probs
                     if len(nodes) - 1 + len(waiting) == most:
-                        if odds <= bar:
+                        if probs <= bar:
                             continue
                         waiting.pop()
-                    place = next((at for at, other in enumerate(waiting) if other.odds < odds), len(waiting))
+                    place = next((at for at, other in enumerate(waiting) if other.probs < probs), len(waiting))
                     context = [*node.context, token]
                     agreed = named.get(token, neighbours.UNNAMED)
-                    waiting.insert(place, Node(context, node, token, odds, node.depth + 1, source, agreed))
+                    waiting.insert(place, Node(context, node, token, probs, node.depth + 1, source, agreed))
                     if len(nodes) - 1 + len(waiting) == most:
-                        bar = waiting[-1].odds
+                        bar = waiting[-1].probs
             if not waiting:
                 return nodes[1:]
             node = waiting.pop(0)

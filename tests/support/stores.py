@@ -9,14 +9,14 @@ from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.engine import LocalEngine
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import Manifest, TokenizerMark
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 
 Documents = list[list[int]]
 
 
 def index_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: int = 1 << 20) -> CorpusIndex:
-    mark = TokenizerMark("test", vocabulary)
+    mark = TokenizerFingerprint("test", vocabulary)
     sources = [Source("some", "0"), Source("more", "1")]
     given = (Document(ids, number * 2 // len(documents)) for number, ids in enumerate(documents))
     build_corpus_index(folder, given, mark, sources, shard_bytes=shard_bytes, engine=LocalEngine(1))
@@ -24,5 +24,5 @@ def index_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: i
 
 
 def build(folder: Path, documents: Documents, vocabulary: int, **options: Any) -> Manifest:
-    mark = TokenizerMark("test", vocabulary)
+    mark = TokenizerFingerprint("test", vocabulary)
     return build_model_store(folder, (Document(ids) for ids in documents), mark, [Source("test", "")], **options)

@@ -23,19 +23,19 @@ Array = npt.NDArray[Any]
 class Calibration:
     """How often a head's token comes that it thinks so likely, behind a path that was right; learned as it goes."""
 
-    def __init__(self, odds: list[list[float]] | None, heads: int) -> None:
+    def __init__(self, probs: list[list[float]] | None, heads: int) -> None:
         """``odds`` are what was found when the heads were trained; without any they are believed at first."""
-        first = np.array(odds) if odds else np.tile(centre_of(np.arange(BUCKETS)), (heads, 1))
+        first = np.array(probs) if probs else np.tile(centre_of(np.arange(BUCKETS)), (heads, 1))
         self._offered = np.full(first.shape, PRIOR)
         self._came = PRIOR * np.clip(first, LEAST, 1.0)
 
     def __call__(self, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """The odds of each head's best tokens ``[heads, best]``, in the order of the heads' own."""
         heads = np.arange(len(buckets))[:, None]
-        odds = self._came[heads, buckets] / self._offered[heads, buckets]
+        probs = self._came[heads, buckets] / self._offered[heads, buckets]
         # A head's second best may not be thought likelier than its best, nor all together more than certain.
-        odds = np.minimum.accumulate(odds, axis=1)
-        return np.asarray(odds / np.maximum(1.0, odds.sum(axis=1, keepdims=True)))
+        probs = np.minimum.accumulate(probs, axis=1)
+        return np.asarray(probs / np.maximum(1.0, probs.sum(axis=1, keepdims=True)))
 
     def learn(self, head: int, buckets: npt.NDArray[np.int64], came: npt.NDArray[np.bool_]) -> None:
         """One head's best tokens at a place, and which of them, if any, has come."""
@@ -48,12 +48,12 @@ class Calibration:
 
 
 @njit(cache=True, nogil=True)
-def likeliest_paths(odds: Array, most: int, parents: Array, ranks: Array, depths: Array, chances: Array) -> int:
+def best_paths(probs: Array, most: int, parents: Array, ranks: Array, depths: Array, chances: Array) -> int:
     """The ``most`` likeliest nodes of the tree that all combinations make, best first; says how many there are.
 
     ``odds`` are those of each head's best tokens, falling; a node's children are the best of the next head.
     """
-    heads, best = odds.shape
+    heads, best = probs.shape
     below = np.zeros(most + 1, np.int64)  # of the root and each node, how many children it has
     size = 0
     while size < most:
@@ -61,7 +61,7 @@ def likeliest_paths(odds: Array, most: int, parents: Array, ranks: Array, depths
         for node in range(size + 1):
             depth = depths[node - 1] if node > 0 else 0
             if depth < heads and below[node] < best:
-                chance = odds[depth, below[node]] * (chances[node - 1] if node > 0 else 1.0)
+                chance = probs[depth, below[node]] * (chances[node - 1] if node > 0 else 1.0)
                 if chance > highest:
                     highest, chosen = chance, node
         if chosen < 0:

@@ -32,7 +32,7 @@ QUICK = 1024
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvalResult:
     """What heads are worth, by texts that they did not learn from."""
 
     top: dict[str, list[float]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class SavedHeads:
     """The fingerprint of the model that they were trained on."""
     model: str
     """Its name."""
-    judged: Judged
+    judged: EvalResult
     training: dict[str, Any]
 
     def save(self, folder: Path) -> None:
@@ -109,7 +109,7 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
     try:
         heads = Heads(HeadsShape(**told["shape"]), HeadsConfig(**told["heads"]))
         heads.load_state_dict(load_file(folder / WEIGHTS))
-        judged = Judged(**told["judged"])
+        judged = EvalResult(**told["judged"])
     except FileNotFoundError:
         raise HeadsError(f"{folder / WEIGHTS} is missing: train the heads again with hdtool train-heads") from None
     except Exception as error:  # whatever a damaged file makes the libraries trip over

@@ -10,9 +10,9 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.drafters.heads.calibration import likeliest_paths
+from hdtool.runtime.drafters.heads.calibration import best_paths
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
-from hdtool.runtime.drafters.heads.state import Session
+from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
@@ -22,7 +22,7 @@ class HeadsDrafter:
     """Amphista, or Medusa, by what the heads are."""
 
     def __init__(self, saved: SavedHeads, target: Target, budget: Budget, *, static: bool = False) -> None:
-        self.session = Session(saved, target)
+        self.session = HeadsState(saved, target)
         self.budget = budget
         self._static = StaticTree(saved) if static else None
         self._parents = np.zeros(LARGEST_TREE, np.int32)
@@ -30,7 +30,7 @@ class HeadsDrafter:
         self._chances = np.zeros(LARGEST_TREE)
         self._sources = np.full(LARGEST_TREE, SourceName.HEADS, np.uint8)
         # Compiled, or loaded, before a step waits for it.
-        likeliest_paths(np.zeros((1, 1)), 1, self._parents, self._ranks, self._depths, self._chances)
+        best_paths(np.zeros((1, 1)), 1, self._parents, self._ranks, self._depths, self._chances)
 
     @property
     def seconds(self) -> Mapping[SourceName, float]:
@@ -52,7 +52,7 @@ class HeadsDrafter:
             parents, ranks, depths = tree.parents[:size], tree.ranks[:size], tree.depths[:size]
         else:
             room = self._parents, self._ranks, self._depths, self._chances
-            grown = likeliest_paths(self.session.odds, most, *room)
+            grown = best_paths(self.session.probs, most, *room)
             size = self.budget.nodes(self._chances[:grown])
             parents, ranks, depths = self._parents[:size].copy(), self._ranks[:size], self._depths[:size]
         return DraftTree(context[-1], self.session.tokens[depths - 1, ranks], parents, self._sources[:size])

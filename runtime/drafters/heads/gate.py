@@ -12,7 +12,7 @@ TRIED = 2
 """Steps of the worse kind in a row: the first one after a pause also reads what waited."""
 
 
-class Asking:
+class HeadsGate:
     """Compares what steps with the heads and steps without them bring for their time, and takes the better kind.
 
     The worse kind is tried again now and then, less often each time it proves worse.

@@ -29,7 +29,7 @@ class Rows(Protocol):
         ...
 
 
-class HeadRows:
+class HeadsKVCache:
     """Keys and values ``[layers, 2, heads, rows, width]``; rejected drafts never come here."""
 
     def __init__(self, layers: int, heads: int, width: int, like: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class HeadRows:
         return held[0, None, :, : start + new], held[1, None, :, : start + new], mask
 
 
-class IndexedHeadRows:
+class IndexedHeadsKVCache:
     """The same memory for a pass that is recorded: where its rows stand is read on the device."""
 
     def __init__(self, memory: torch.Tensor, places: torch.Tensor, extent: int) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafters.heads.kv_cache import HeadRows, Places, Rows
+from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache, Places, Rows
 from hdtool.runtime.model.static_steps import extent_for
 
 EPSILON = 1e-6
@@ -185,7 +185,7 @@ class Heads(nn.Module):
         """``[heads, places, vocabulary]``."""
         return torch.stack([output(states[:, head]) for head, output in enumerate(self.outputs)])
 
-    def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor, rows: HeadRows) -> torch.Tensor:
+    def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor, rows: HeadsKVCache) -> torch.Tensor:
         """Logits ``[heads, vocabulary]`` behind new rows ``[rows, width]`` of a conversation, which ``rows`` keeps."""
         stages = [stage[0, -1:] for stage in self.stages(hidden[None], tokens[None], rows)]
         if self.layers:

@@ -12,11 +12,11 @@ import torch
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.calibration import Calibration, bucket_of
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
-from hdtool.runtime.drafters.heads.kv_cache import HeadRows
+from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import BEST
-from hdtool.runtime.kernels.small_batch_linear import multiply_few_rows_faster
+from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.target import Target
 
 Array = npt.NDArray[Any]
@@ -25,7 +25,7 @@ AT_ONCE = 512
 """Rows of a prompt that are read in one pass."""
 
 
-class Session:
+class HeadsState:
     """What the heads know of the conversation that a target is in.
 
     Rows of the target wait until the heads are asked: while drafting rests, nothing is computed.
@@ -39,7 +39,7 @@ class Session:
         self.passes = 0
         self.tokens = np.empty((0, 0), np.int64)
         """Each head's best tokens ``[heads, best]`` behind the last row that was read."""
-        self.odds = np.empty((0, 0))
+        self.probs = np.empty((0, 0))
         """That each of them comes, if the path down to it was right."""
         self._target = target
         self._embed = target.model.get_input_embeddings()
@@ -50,10 +50,10 @@ class Session:
         self._is_prompt = True
         target.watch_hidden()
         if target.device.type == "cpu":
-            multiply_few_rows_faster(self.heads)
+            use_small_batch_products(self.heads)
         shape = self.heads.shape
         width = shape.width // shape.attention_heads
-        self._rows = HeadRows(len(self.heads.layers), shape.attention_heads, width, self.heads.like)
+        self._rows = HeadsKVCache(len(self.heads.layers), shape.attention_heads, width, self.heads.like)
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
@@ -90,7 +90,7 @@ class Session:
         else:
             self.tokens, shares = self._read(hidden, torch.tensor(tokens, device=hidden.device))
         self._buckets = bucket_of(shares)
-        self.odds = self.calibration(self._buckets)
+        self.probs = self.calibration(self._buckets)
         self._judged = False
         self.seconds += time.perf_counter() - started
         self.passes += 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.drafters.heads.kv_cache import HeadRows, IndexedHeadRows
+from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache, IndexedHeadsKVCache
 from hdtool.runtime.drafters.heads.modules import Heads, best_of
 from hdtool.runtime.model.cuda_graphs import Capture, Run
 from hdtool.runtime.model.static_steps import extent_for
@@ -44,7 +44,7 @@ class FixedPass:
     def fits(rows: int) -> bool:
         return rows <= SIZES[-1]
 
-    def read(self, hidden: torch.Tensor, tokens: list[int], rows: HeadRows) -> tuple[Array, Array]:
+    def read(self, hidden: torch.Tensor, tokens: list[int], rows: HeadsKVCache) -> tuple[Array, Array]:
         """The best tokens of each head behind new rows, which ``rows`` keeps, and their shares."""
         new = len(tokens)
         size = next(size for size in SIZES if size >= new)
@@ -77,7 +77,7 @@ class FixedPass:
         def run() -> None:
             places = torch.arange(size, device=self._device) + told[:1]
             tokens = self._embed(told[TOLD : TOLD + size]) if heads.reads_tokens else hidden
-            stages = heads.stages(hidden[None], tokens[None], IndexedHeadRows(memory, places, extent))
+            stages = heads.stages(hidden[None], tokens[None], IndexedHeadsKVCache(memory, places, extent))
             last = [stage[0].index_select(0, told[1:TOLD]) for stage in stages]
             found, shares = best_of(heads.logits(heads.states(last))[:, 0], self._best)
             self._tokens.copy_(found)

@@ -11,15 +11,15 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Odds
-from hdtool.runtime.drafters.heads.gate import Asking
-from hdtool.runtime.drafters.heads.state import Session
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs
+from hdtool.runtime.drafters.heads.gate import HeadsGate
+from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.level_weights import new_weights
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import learn_gains
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import no_shards, range_record
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS, note
-from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import Behind, Rankings
+from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import RankedNodes, Rankings
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import model_record
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow, restart
 from hdtool.runtime.drafters.hierarchy.workspace import WORK, Memory
@@ -60,13 +60,13 @@ class Hierarchy(Pinned):
         last: bool = False,
         copied: bool = False,
         recycled: bool = False,
-        heads: Session | None = None,
+        heads: HeadsState | None = None,
         vocabulary: int = ANY_TOKEN,
     ) -> None:
         """No token from ``vocabulary`` on is ever drafted."""
         self.budget = budget or FixedBudget()
         self._heads = heads
-        self._asking = None if isinstance(self.budget, FixedBudget) else Asking()
+        self._asking = None if isinstance(self.budget, FixedBudget) else HeadsGate()
         self._began = time.perf_counter()
         self.table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive the addresses
@@ -82,10 +82,10 @@ class Hierarchy(Pinned):
         self._at = self._memory.addresses()
         self._fill_in(work, context, vocabulary)
         # Fields of a record cost a tenth of a microsecond each time they are asked for.
-        nodes = (work[field][0, 1:] for field in ("tokens", "parents", "sources", "odds"))
-        self._tokens, self._parents, self._sources, self._odds = nodes
+        nodes = (work[field][0, 1:] for field in ("tokens", "parents", "sources", "probs"))
+        self._tokens, self._parents, self._sources, self._probs = nodes
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
-        self._depths, self._root_and_odds = work["depths"][0], work["odds"][0]
+        self._depths, self._root_and_probs = work["depths"][0], work["probs"][0]
         self._recycles = recycled
         self._pending: list[int] = []
         self._drafts = 0
@@ -93,7 +93,7 @@ class Hierarchy(Pinned):
         self._came = self._promised = FAITH
         """Tokens of late that nodes of trees brought, and what their odds had promised."""
         self._clocked = np.zeros(len(SourceName))
-        self.odds: Odds = self._odds[:0]
+        self.probs: Probs = self._probs[:0]
         """Of the nodes of the last tree: the chance that the target takes the path down to each."""
         self._compile()
 
@@ -160,7 +160,7 @@ class Hierarchy(Pinned):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._catch_up()
-        self.odds = self._odds[:0]
+        self.probs = self._probs[:0]
         if self._heads:
             self._heads.begin(list(prompt))
         self.table.read(prompt)
@@ -170,12 +170,12 @@ class Hierarchy(Pinned):
         self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:
-            self.odds = self._odds[:0]
+            self.probs = self._probs[:0]
             return DraftTree.bare(context[-1])
         self._catch_up()
         if self._heads and (not self._asking or self._asking.now):
             self._heads.look_ahead()
-            note(self._memory.heads, self._heads.tokens, self._heads.odds)
+            note(self._memory.heads, self._heads.tokens, self._heads.probs)
         timed = HAS_CLOCK and self._drafts % TIMED_EVERY == 0
         self._timed[0] = timed
         started = time.perf_counter()
@@ -185,10 +185,10 @@ class Hierarchy(Pinned):
         if timed:
             self._timed[0] = 0
             self._clocked += self._laps
-        odds = self._odds[:grown]
+        probs = self._probs[:grown]
         doubt = IN_DOUBT * self._came / self._promised
-        size = self.budget.nodes(odds * doubt if doubt < 1.0 else odds)
-        self.odds = odds[:size].copy()
+        size = self.budget.nodes(probs * doubt if doubt < 1.0 else probs)
+        self.probs = probs[:size].copy()
         # The workspace counts the root as row 0.
         return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
 
@@ -196,11 +196,11 @@ class Hierarchy(Pinned):
         if self._heads:
             self._heads.hear(accepted)
         current = not self._pending  # else nobody knows what the rows of the tree stand behind
-        behind = self._behind(len(logits)) if current and len(logits) == len(self.odds) + 1 else None
-        promised = float(self.odds.sum()) if len(logits) else 0.0
+        behind = self._behind(len(logits)) if current and len(logits) == len(self.probs) + 1 else None
+        promised = float(self.probs.sum()) if len(logits) else 0.0
         if behind and promised:
             if self._recycles:
-                learn_gains(self._at, np.array(accepted.path, np.int64), len(self.odds))
+                learn_gains(self._at, np.array(accepted.path, np.int64), len(self.probs))
             self._came = FADING * self._came + len(accepted.path)
             self._promised = FADING * self._promised + promised
         self._pending += accepted.tokens
@@ -211,9 +211,9 @@ class Hierarchy(Pinned):
             if self._heads and self._asking and current and promised:
                 self._asking.hear(1 + promised, time.perf_counter() - self._began)
 
-    def _behind(self, rows: int) -> Behind:
+    def _behind(self, rows: int) -> RankedNodes:
         """What so many rows of logits stand behind; the root's will have moved on when they are heard."""
-        return Behind(self._tails[:rows].copy(), self._depths[:rows], self._root_and_odds[:rows])
+        return RankedNodes(self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows])
 
     def _catch_up(self) -> None:
         """Take in what was emitted; while drafting is not worth its time, this is put off."""

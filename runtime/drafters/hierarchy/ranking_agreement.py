@@ -51,6 +51,6 @@ def learn_gains(at: Array, path: Array, size: int) -> None:
         reached[node + 1] = True
     for node in range(1, size + 1):
         if reached[work.parents[node]]:
-            surprise[work.agreements[node]] += reached[node] - work.odds[node] / work.odds[work.parents[node]]
+            surprise[work.agreements[node]] += reached[node] - work.probs[node] / work.probs[work.parents[node]]
     for kind in range(KINDS):
         gains[kind] = min(MOST_GAIN, max(LEAST_GAIN, gains[kind] * np.exp(PACE * surprise[kind])))

@@ -42,13 +42,13 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
     """Fill the workspace with the ``most`` likeliest nodes, and say how many there are."""
     work = memory_at(at).work[0]
     start_clock(work)
-    work.parents[0], work.depths[0], work.odds[0] = 0, 0, 1.0
+    work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     size, node, bar = 0, 0, 0.0
     while True:
-        odds = work.odds[node]
-        if work.depths[node] < DEEPEST and odds > WORTH_EXPANDING * bar:
-            least = max(WORTH_EXPANDING * bar / odds, LEAST_OPEN)
-            expand(corpus, at, node, least, max(WORTH_ADDING * bar / odds, LEAST_PART), NO_TRUTH)
+        probs = work.probs[node]
+        if work.depths[node] < DEEPEST and probs > WORTH_EXPANDING * bar:
+            least = max(WORTH_EXPANDING * bar / probs, LEAST_OPEN)
+            expand(corpus, at, node, least, max(WORTH_ADDING * bar / probs, LEAST_PART), NO_TRUTH)
             size, bar = _enlist(work, node, size, most, bar)
         if node == size:
             break
@@ -65,22 +65,22 @@ def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int
     """Put the paths on from a node into the list; its new size, and the odds to beat once it is full."""
     for at in range(work.size):
         # A damaged store may give shares of more than the whole.
-        odds = min(1.0, work.chances[at]) * work.odds[node]
+        probs = min(1.0, work.chances[at]) * work.probs[node]
         if size < most:
             place = size
             size += 1
-        elif odds > bar:
+        elif probs > bar:
             place = size - 1
         else:
             continue
-        while place > node and work.best_odds[place - 1] < odds:
-            work.best_odds[place], work.best_keys[place] = work.best_odds[place - 1], work.best_keys[place - 1]
+        while place > node and work.best_probs[place - 1] < probs:
+            work.best_probs[place], work.best_keys[place] = work.best_probs[place - 1], work.best_keys[place - 1]
             place -= 1
         source = np.argmax(work.parts[at])
-        work.best_odds[place] = odds
+        work.best_probs[place] = probs
         work.best_keys[place] = work.agreed[at] << 48 | source << 40 | node << 32 | work.candidates[at]
         if size == most:
-            bar = work.best_odds[size - 1]
+            bar = work.best_probs[size - 1]
     return size, bar
 
 
@@ -89,7 +89,7 @@ def _settle(work: Any, node: int) -> None:
     """Make a node of the path whose turn it is."""
     key = work.best_keys[node - 1]
     parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
-    work.odds[node] = work.best_odds[node - 1]
+    work.probs[node] = work.best_probs[node - 1]
     work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40 & 0xFF
     work.agreements[node] = key >> 48
     work.depths[node] = work.depths[parent] + 1

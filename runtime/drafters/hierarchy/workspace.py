@@ -34,13 +34,13 @@ WORK = np.dtype(
         ("tokens", np.int64, ROWS),
         ("parents", np.int32, ROWS),
         ("sources", np.uint8, ROWS),
-        ("odds", np.float64, ROWS),  # that the target takes the whole path
+        ("probs", np.float64, ROWS),  # that the target takes the whole path
         ("depths", np.int64, ROWS),
         ("tails", np.int64, (ROWS, LONGEST_MATCH)),  # the last tokens down to the node
         ("agreements", np.int64, ROWS),  # what kind of neighbouring ranking named it
         ("known", np.int64, ROWS),  # the most last tokens that the model store knows
         # The best paths, likeliest first: those that are nodes already, and those that may become nodes.
-        ("best_odds", np.float64, LARGEST_TREE),
+        ("best_probs", np.float64, LARGEST_TREE),
         ("best_keys", np.int64, LARGEST_TREE),  # agreement, source, parent and token in one number
         # What may follow one node.
         ("size", np.int64),

@@ -17,7 +17,7 @@ from hdtool.runtime.evaluation.replay_results import Played
 from hdtool.runtime.evaluation.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, wins_of
 from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 HIERARCHIES = ("hd-paper", "hd")
 DATABASES = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
@@ -28,7 +28,7 @@ class Study:
     """Recorded answers, the stores to draft from, and how many nodes a step of ``hd`` may have."""
 
     conversations: Sequence[Sequence[RecordedTurn]]
-    shelf: Shelf
+    store_set: StoreSet
     budget: int | None = None
     workers: int | None = None
 
@@ -40,7 +40,7 @@ class Study:
     @property
     def letters(self) -> str:
         """Of the databases that are there."""
-        there = {"C": True, "M": self.shelf.model is not None, "S": self.shelf.corpus is not None}
+        there = {"C": True, "M": self.store_set.model is not None, "S": self.store_set.corpus is not None}
         return "".join(letter for letter in SOURCE_LETTERS if there[letter])
 
     @cached_property
@@ -63,7 +63,7 @@ class Study:
 
     def results(self, told: Callable[[int], None] | None = None) -> Studied:
         """``told`` hears how many turns have been played by now."""
-        played = replay(self.contenders, self.conversations, self.shelf, workers=self.workers, told=told)
+        played = replay(self.contenders, self.conversations, self.store_set, workers=self.workers, told=told)
         return Studied(self.letters, played)
 
 

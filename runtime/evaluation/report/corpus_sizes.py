@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from hdtool.data.stores.documents import Document, Source, stored_documents
-from hdtool.data.stores.store import TokenizerMark
+from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.evaluation.report.ablations import Study
 from hdtool.runtime.evaluation.report.tables import Size, Sizes
 from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 PARTS = (16, 8, 4, 2)
 """One document in so many makes a smaller index."""
@@ -27,13 +27,13 @@ FEWEST = 10 * PARTS[0]
 METHOD = "hd"
 
 
-BuildIndex = Callable[[Path, Iterable[Document], TokenizerMark, Sequence[Source]], object]
+BuildIndex = Callable[[Path, Iterable[Document], TokenizerFingerprint, Sequence[Source]], object]
 """Builds a corpus index in a folder."""
 
 
 def sizes(study: Study, build: BuildIndex, told: Callable[[], None] = lambda: None) -> Sizes | str:
     """Or why there is nothing to tell; ``told`` is called after each of the replays."""
-    corpus = study.shelf.corpus
+    corpus = study.store_set.corpus
     if corpus is None:
         return "there is no corpus index"
     counts = corpus.manifest.counts
@@ -64,10 +64,10 @@ def _thinned(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) ->
 
 
 def _size(study: Study, corpus: CorpusIndex) -> Size:
-    shelf = Shelf(study.shelf.model, corpus)
+    store_set = StoreSet(study.store_set.model, corpus)
     contender = study.contender(METHOD, study.letters)
     # Alone on the machine: here the time is what counts.
-    played = replay([contender], study.conversations, shelf, workers=1)[contender.name]
+    played = replay([contender], study.conversations, store_set, workers=1)[contender.name]
     return Size(
         tokens=corpus.manifest.counts["tokens"],
         tokens_per_step=played.tokens_per_step,

@@ -89,7 +89,7 @@ def _page(title: str, lead: str, command: str, facts: Mapping[str, str], shown: 
 
 
 def _stores(study: Study) -> str:
-    named = {"model store": study.shelf.model, "corpus index": study.shelf.corpus}
+    named = {"model store": study.store_set.model, "corpus index": study.store_set.corpus}
     told = (f"{name} of {store.manifest.counts['tokens']:,} tokens" for name, store in named.items() if store)
     return ", ".join(told) or "none"
 

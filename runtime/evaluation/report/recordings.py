@@ -38,7 +38,7 @@ def shown_by(
         subsets=found.subsets(),
         orders=found.orders(),
         coverage=found.coverage(),
-        repeats=repeats(study.conversations, study.shelf),
+        repeats=repeats(study.conversations, study.store_set),
         sizes=by_size,
         case=case_of("hd", found.whole("hd"), tokenizer, questions),
     )

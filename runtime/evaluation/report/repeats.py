@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hdtool.data.stores.documents import CHUNK
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.report.tables import Repeats
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 LENGTH = 4
 GROUPS = 16
@@ -25,7 +25,7 @@ Marks = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
 
 
-def repeats(conversations: Sequence[Sequence[RecordedTurn]], shelf: Shelf) -> Repeats | None:
+def repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet) -> Repeats | None:
     """Of the 4-grams within the answers; None if no answer is as long as that."""
     marks = [marks_of(turn.answer) for turns in conversations for turn in turns]
     if not sum(map(len, marks)):
@@ -34,7 +34,7 @@ def repeats(conversations: Sequence[Sequence[RecordedTurn]], shelf: Shelf) -> Re
         "this conversation": [in_context(turn) for turns in conversations for turn in turns],
         "earlier answers": list(_in_earlier_answers(conversations)),
     }
-    for name, store in (("model store", shelf.model), ("corpus index", shelf.corpus)):
+    for name, store in (("model store", store_set.model), ("corpus index", store_set.corpus)):
         if store:
             known = _known(np.concatenate(marks), store.documents)
             places[name] = np.split(known, np.cumsum([len(own) for own in marks])[:-1])

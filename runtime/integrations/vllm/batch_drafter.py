@@ -16,7 +16,7 @@ from hdtool.runtime.integrations.vllm.chain import draft_rows, no_requests
 from hdtool.runtime.integrations.vllm.min_probability import HOPELESS, Pace
 from hdtool.runtime.integrations.vllm.request_matching import NOBODY, recognise
 from hdtool.runtime.kernels.no_copy import Pinned
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 TABLES_TOGETHER = 32
 """Context tables lie together, in pages of 2 MiB where the system has them: fewer of these must be looked up."""
@@ -28,15 +28,15 @@ class BatchDrafter(Pinned):
     """A hierarchy for each request, made as they are needed; stores and what is learned of their worth are shared."""
 
     def __init__(
-        self, shelf: Shelf, config: ServeConfig, *, rows: int, longest: int, vocabulary: int = ANY_TOKEN
+        self, store_set: StoreSet, config: ServeConfig, *, rows: int, longest: int, vocabulary: int = ANY_TOKEN
     ) -> None:
         """For batches of at most ``rows`` requests of at most ``longest`` tokens, each below ``vocabulary``."""
-        self.shelf = shelf
+        self.store_set = store_set
         self.pace = Pace(config.worth)
         self.most = max(1, min(rows, (config.context_mib << 20) // TABLE.itemsize))
         """Context tables at most; requests that find none are not drafted for."""
         self._longest = longest
-        self._hierarchy = Hierarchy(shelf.model, shelf.corpus, vocabulary=vocabulary)
+        self._hierarchy = Hierarchy(store_set.model, store_set.corpus, vocabulary=vocabulary)
         self._tables: list[Ints] = []
         self._count = 0
         self._requests = no_requests(self.most, self._hierarchy.shards)

@@ -47,22 +47,22 @@ def no_requests(most: int, shards: int) -> Requests:
 def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
     """Fill the workspace with at most ``most`` tokens, each of a path of odds of ``floor`` or more; how many."""
     work = memory_at(at).work[0]
-    work.parents[0], work.depths[0], work.odds[0] = 0, 0, 1.0
+    work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     node = 0
     while node < most:
-        least = floor / work.odds[node]
+        least = floor / work.probs[node]
         expand(corpus, at, node, least, WORTH_ADDING * least, NO_TRUTH)
         best, chance = 0, 0.0
         for candidate in range(work.size):
             if work.chances[candidate] > chance:
                 best, chance = candidate, work.chances[candidate]
         # A damaged store may give shares of more than the whole.
-        odds = min(1.0, chance) * work.odds[node]
-        if odds < floor:
+        probs = min(1.0, chance) * work.probs[node]
+        if probs < floor:
             break
         node += 1
         token = work.candidates[best]
-        work.odds[node], work.tokens[node] = odds, token
+        work.probs[node], work.tokens[node] = probs, token
         work.parents[node], work.depths[node] = node - 1, node
         extend(work, node - 1, node, token)
     return node

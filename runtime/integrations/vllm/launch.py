@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 from hdtool.data.errors import ServeError
 from hdtool.data.stores.home import has_stores, namespace_among
-from hdtool.runtime.config import ModelConfig, ServeConfig, ShelfConfig
+from hdtool.runtime.config import ModelConfig, ServeConfig, StoresConfig
 from hdtool.runtime.integrations.vllm.endpoint import Endpoint
 from hdtool.runtime.integrations.vllm.options import read_options
 from hdtool.runtime.integrations.vllm.secrets import without_secrets
 from hdtool.runtime.integrations.vllm.settings import Settings
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.stores.store_set import NONE, Shelf
+from hdtool.runtime.stores.store_set import NONE, StoreSet
 
 PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 
@@ -26,7 +26,7 @@ PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 class Launch:
     """A server of one model; whatever is wrong with its stores is found before vLLM starts, which takes a while."""
 
-    def __init__(self, model: str, options: Sequence[str], serving: ServeConfig, stores: ShelfConfig) -> None:
+    def __init__(self, model: str, options: Sequence[str], serving: ServeConfig, stores: StoresConfig) -> None:
         """``options`` are vLLM's own; ``read_options`` lists those that matter here."""
         self._model, self._options, self._serving = model, list(options), serving
         self._known = read_options(options)
@@ -34,9 +34,9 @@ class Launch:
         tokenizer = load_tokenizer(named, self._known.tokenizer_revision or self._known.revision)
         self.endpoint = Endpoint.of(self._known, os.environ)
         namespace = self._namespace(stores, model)
-        self.shelf = Shelf.for_tokenizer(tokenizer, ShelfConfig(stores.model_db, stores.corpus_db, namespace))
+        self.store_set = StoreSet.for_tokenizer(tokenizer, StoresConfig(stores.model_db, stores.corpus_db, namespace))
 
-    def _namespace(self, stores: ShelfConfig, model: str) -> str | None:
+    def _namespace(self, stores: StoresConfig, model: str) -> str | None:
         if stores.namespace is None:
             return namespace_among([*(self._known.served_model_name or ()), model])
         if not has_stores(stores.namespace):
@@ -67,9 +67,9 @@ class Launch:
     @property
     def _additional(self) -> dict[str, Any]:
         """What the user told vLLM besides, and what hdtool's part needs in every worker."""
-        opened = (self.shelf.model, self.shelf.corpus)
+        opened = (self.store_set.model, self.store_set.corpus)
         folders = (str(store.folder.resolve()) if store else NONE for store in opened)
-        return {**self._known.additional_config, **Settings(self._serving, ShelfConfig(*folders)).additional()}
+        return {**self._known.additional_config, **Settings(self._serving, StoresConfig(*folders)).additional()}
 
     def run(self) -> NoReturn:
         """Become the server: signals and its exit code go straight through."""

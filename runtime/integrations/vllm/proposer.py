@@ -16,7 +16,7 @@ from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.cpu_fixes import repair_sampling
 from hdtool.runtime.integrations.vllm.settings import Settings
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 LOGGER = logging.getLogger("vllm.hdtool")
 """vLLM shows what is logged below its own name."""
@@ -31,19 +31,19 @@ class HierarchyProposer:
             settings = Settings.of(vllm_config.additional_config, speculation.num_speculative_tokens)
             named = ModelConfig(model.tokenizer, trust_remote_code=model.trust_remote_code)
             tokenizer = load_tokenizer(named, model.tokenizer_revision)
-            shelf = Shelf.for_tokenizer(tokenizer, settings.shelf([model.served_model_name, model.model]))
+            store_set = StoreSet.for_tokenizer(tokenizer, settings.store_set([model.served_model_name, model.model]))
         except HdtoolError as error:
             # A store that the machine of the user has may be missing on that of a worker.
             raise type(error)(f"{error} (on {socket.gethostname()})") from None
         self.drafter = BatchDrafter(
-            shelf,
+            store_set,
             settings.serving,
             rows=vllm_config.scheduler_config.max_num_seqs,
             longest=model.max_model_len,
             vocabulary=model.get_vocab_size(),
         )
         self._on_cpu = vllm_config.device_config.device_type == "cpu"
-        LOGGER.info("hdtool drafts from %s", shelf)
+        LOGGER.info("hdtool drafts from %s", store_set)
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """There is none to load, but vLLM is complete by now."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from hdtool.data.errors import OptionError
 from hdtool.data.stores.home import namespace_among
-from hdtool.runtime.config import ServeConfig, ShelfConfig
+from hdtool.runtime.config import ServeConfig, StoresConfig
 
 KEY = "hdtool"
 STORES = ("model_db", "corpus_db")
@@ -20,7 +20,7 @@ class Settings:
     """Which stores are drafted from, and how."""
 
     serving: ServeConfig
-    stores: ShelfConfig = field(default_factory=ShelfConfig)
+    stores: StoresConfig = field(default_factory=StoresConfig)
 
     @classmethod
     def of(cls, additional: Any, draft_tokens: int) -> Settings:
@@ -34,7 +34,7 @@ class Settings:
             serving = ServeConfig(draft_tokens, **{name: told[name] for name in DRAFTING if name in told})
         except TypeError:
             raise OptionError(f"{KEY} in vLLM's additional configuration is {told!r}: those are no numbers") from None
-        return cls(serving, ShelfConfig(**{name: str(told[name]) for name in STORES if told.get(name)}))
+        return cls(serving, StoresConfig(**{name: str(told[name]) for name in STORES if told.get(name)}))
 
     def additional(self) -> dict[str, Any]:
         """The same for vLLM's command line; what is as it always is stays out."""
@@ -43,6 +43,6 @@ class Settings:
         usual = ServeConfig()
         return {KEY: {name: value for name, value in told.items() if value != getattr(usual, name, None)}}
 
-    def shelf(self, served_as: Sequence[str]) -> ShelfConfig:
+    def store_set(self, served_as: Sequence[str]) -> StoresConfig:
         """The stores to open: with those of a tenant, if the model is served under a name that has some."""
-        return ShelfConfig(self.stores.model_db, self.stores.corpus_db, namespace_among(served_as))
+        return StoresConfig(self.stores.model_db, self.stores.corpus_db, namespace_among(served_as))

@@ -27,10 +27,10 @@ HEADS = np.dtype(
 Array = npt.NDArray[Any]
 
 
-def note(memory: Array, tokens: Array, odds: Array) -> None:
+def note(memory: Array, tokens: Array, probs: Array) -> None:
     """Take each head's best tokens ``[heads, best]`` behind the root, and how likely each of them is."""
     heads, best = tokens.shape
     memory["count"], memory["ahead"] = heads, 0
     memory["tokens"][0, :heads, :best] = tokens
     memory["shares"][0, :heads] = 0
-    memory["shares"][0, :heads, :best] = odds * WHOLE
+    memory["shares"][0, :heads, :best] = probs * WHOLE

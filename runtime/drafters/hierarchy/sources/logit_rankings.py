@@ -18,13 +18,13 @@ from hdtool.runtime.kernels.topk import NO_LOGIT, at_hand, ranked
 Array = npt.NDArray[Any]
 
 
-class Behind(NamedTuple):
+class RankedNodes(NamedTuple):
     """What rows of logits stand behind, the root's first."""
 
     tails: Array
     """The last tokens down to each node."""
     depths: Array
-    odds: Array
+    probs: Array
 
 
 class Rankings(Pinned):
@@ -52,7 +52,7 @@ class Rankings(Pinned):
         remember(self._last, 0, tokens[0], scores[0])
         look_round(self._near, np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
 
-    def hear(self, accepted: Accepted, logits: torch.Tensor, behind: Behind | None) -> None:
+    def hear(self, accepted: Accepted, logits: torch.Tensor, behind: RankedNodes | None) -> None:
         """Take in a pass: a row of logits for the root and each node.
 
         Where nobody knows what they stand behind, only the last one accepted is of use.
@@ -70,7 +70,7 @@ class Rankings(Pinned):
         if self._recycled:
             tokens, scores = ranked(rankable, BEST)
             self._recycled.keep(behind.tails, tokens, scores, vocabulary)
-            look_round(self._near, behind.depths, behind.odds, tokens, scores, len(accepted.path))
+            look_round(self._near, behind.depths, behind.probs, tokens, scores, len(accepted.path))
             if self._copied:
                 self._copied.keep(behind.tails[rows], tokens[rows], scores[rows], vocabulary)
         elif self._copied:

@@ -42,7 +42,7 @@ Array = npt.NDArray[Any]
 
 
 @njit(cache=True, nogil=True)
-def look_round(memory: Array, depths: Array, odds: Array, tokens: Array, scores: Array, passed: int) -> None:
+def look_round(memory: Array, depths: Array, probs: Array, tokens: Array, scores: Array, passed: int) -> None:
     """Take the rankings of nodes of such depths and odds, the root first, of which so many were passed by."""
     near = memory[0]
     near.count = near.ahead = 0
@@ -53,8 +53,8 @@ def look_round(memory: Array, depths: Array, odds: Array, tokens: Array, scores:
         if not 0 <= place < PLACES or not np.isfinite(scores[node, 0]):
             continue
         chances[:] = np.exp(SHARPNESS * (scores[node] - scores[node, 0]))
-        chances *= odds[node] / chances.sum()
-        near.whole[place] += odds[node]
+        chances *= probs[node] / chances.sum()
+        near.whole[place] += probs[node]
         near.count = max(near.count, place + 1)
         for rank in range(len(chances)):
             _name(near, place, tokens[node, rank], chances[rank])
