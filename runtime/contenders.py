@@ -108,9 +108,9 @@ class Generating:
         said = self._model.generate(
             asked,
             attention_mask=torch.ones_like(asked),
-            tokenizer=self._loaded.tokenizer if self._model.generation_config.stop_strings else None,
             **generate_options(self._sampling, self._model.generation_config, self._loaded.stops, room),
-            **self._drafting,
+            **({"tokenizer": self._loaded.tokenizer} if self._model.generation_config.stop_strings else {})
+            | self._drafting,
         )
         answer: list[int] = said[0, len(prompt) :].tolist()
         return answer
