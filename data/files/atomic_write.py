@@ -62,8 +62,8 @@ class OutputFile:
         A symbolic link at the destination stays, and the file that it points to is replaced.
         """
         with self._errors_worded():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             destination = self._destination()
+            destination.parent.mkdir(parents=True, exist_ok=True)
             _remove_stale(destination)
             temporary, descriptor = _temporary(destination)
             try:
@@ -83,8 +83,9 @@ class OutputFile:
         """Delete the file if hdtool wrote it, and temporary files of killed writers."""
         with self._errors_worded():
             destination = self._destination()
-            _remove_stale(destination)
-            destination.unlink(missing_ok=True)
+            if destination.parent.is_dir():
+                _remove_stale(destination)
+                destination.unlink(missing_ok=True)
 
     @contextmanager
     def _errors_worded(self) -> Iterator[None]:

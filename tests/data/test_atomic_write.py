@@ -98,6 +98,14 @@ def test_a_link_stays_a_link(tmp_path: Path, there: bool) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_a_folder_that_a_dangling_link_names_is_made(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    output(tmp_path / "link" / "file.md").check()
+    output(tmp_path / "link" / "file.md").remove()
+    output(tmp_path / "link" / "file.md").write(MARK)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "folder" / "file.md").read_text() == MARK
+
+
 def test_a_link_to_a_file_of_another_origin_is_refused(tmp_path: Path) -> None:
     target, link = tmp_path / "target.md", tmp_path / "link.md"
     target.write_text("mine")
