@@ -247,7 +247,7 @@ def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], mo
     def keep(self: StaticKVCache, fixed: int, path: list[int]) -> None:
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
 
-    monkeypatch.setattr(StaticKVCache, "keep", keep)
+    monkeypatch.setattr(StaticKVCache, "commit", keep)
     wrong = ["verify", "--limit", "8", "--max-new-tokens", "64", "--budget", "24"]
     assert run([*wrong, "--json"]) == 1
     report = json.loads(capfd.readouterr().out)

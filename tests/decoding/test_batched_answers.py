@@ -212,10 +212,10 @@ SLOW = """
 import signal, sys, time
 from hdtool.cli.app import main
 from hdtool.runtime.drafters import methods
-from hdtool.runtime.batch import Seats
+from hdtool.runtime.batch import BatchSlots
 from hdtool.runtime.budget.cost_curve import CostCurve
 methods.cost_here = lambda target, batch: CostCurve.parse("0:1,64:2")
-verify = Seats.verify
+verify = BatchSlots.verify
 said = []
 
 def slowly(self, trees):
@@ -224,7 +224,7 @@ def slowly(self, trees):
     time.sleep(0.05)
     return verify(self, trees)
 
-Seats.verify = slowly
+BatchSlots.verify = slowly
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have it ignored
 main()
 """

@@ -27,17 +27,17 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.model.load import load
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.stores.model_store import ModelStore
-from hdtool.runtime.stores.store_set import Shelf
+from hdtool.runtime.stores.store_set import StoreSet
 
 def ready():
     return {(f, signature) for f in gc.get_objects() if isinstance(f, CPUDispatcher) for signature in f.signatures}
 
 target = load(ModelConfig(threads=1)).target
-shelf = Shelf(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
+store_set = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
 for method in METHODS:
     if method == "ar":
         continue
-    drafter = drafter_for(DecodeConfig(method, budget=40), target, shelf)
+    drafter = drafter_for(DecodeConfig(method, budget=40), target, store_set)
     words = [place % 7 for place in range(40)]
     target.prefill(words)
     before = ready()

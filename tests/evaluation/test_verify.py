@@ -125,7 +125,7 @@ def test_a_cache_that_keeps_wrong_rows_is_found(small: Loaded, monkeypatch: pyte
     def commit(self: StaticKVCache, fixed: int, path: Sequence[int]) -> None:
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
 
-    monkeypatch.setattr(StaticKVCache, "keep", commit)
+    monkeypatch.setattr(StaticKVCache, "commit", commit)
     check, explained = verified(small)
     assert [difference.oracle for difference in check.differences] == [Oracle.PLAIN]
     assert not explained[0].near_tie
