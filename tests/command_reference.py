@@ -1,4 +1,4 @@
-"""Write ``docs/commands.md`` from ``--help``: ``make docs``; with ``--check`` only compare."""
+"""Write ``docs/reference/commands.md`` from ``--help``: ``make docs``; with ``--check`` only compare."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "commands.md"
+PAGE = ROOT / "docs" / "reference" / "commands.md"
 STORES = ("build-model-db", "build-corpus-db", "collect", "inspect", "merge", "add", "drop")
 COMMANDS = ("", "generate", *STORES, "train-heads", "serve", "replay", "verify", "bench", "demo")
 

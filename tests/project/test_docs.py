@@ -32,11 +32,11 @@ def test_every_option_is_explained() -> None:
 
 
 def test_the_architecture_page_has_a_line_for_every_folder() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "dev" / "architecture.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([\w/]+)/` \|", page, re.MULTILINE)
     assert sorted(listed) == sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
     for name in re.findall(r"`((?:builders|cli|data|runtime)/[\w/]+\.py)`", page):
-        assert (ROOT / name).exists(), f"docs/architecture.md names {name}, which is gone"
+        assert (ROOT / name).exists(), f"docs/dev/architecture.md names {name}, which is gone"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
