@@ -7,7 +7,7 @@ _HERE = Path(__file__).parent
 NAME = "hdtool-demo"
 
 MODEL = _HERE / "model"
-"""A checkpoint as ``save_pretrained`` lays it out; ``docs/demo-model.md`` says how it was made."""
+"""A checkpoint as ``save_pretrained`` lays it out; ``docs/reference/demo-model.md`` says how it was made."""
 
 PROMPTS = _HERE / "prompts.jsonl"
 """Conversations to answer: ``id``, ``category``, ``messages``, and the ``reference`` that was held out."""
@@ -19,4 +19,4 @@ CORPUS_INDEX = _HERE / "stores" / "corpus"
 """Worked problems, documentation and code that the model learned from, nothing held out."""
 
 HEADS = (_HERE / "heads" / "amphista", _HERE / "heads" / "medusa")
-"""Drafting heads, trained on the model's own answers to questions that it learned from; ``docs/heads.md``."""
+"""Drafting heads, trained on the model's own answers to questions that it learned from; ``docs/guides/train-heads.md``."""

@@ -1,6 +1,6 @@
 """What the demo's stores know of answers to questions that they have not seen.
 
-``python -m tests.benchmarks.demo_stores`` prints the table in docs/demo-model.md: greedy answers to
+``python -m tests.benchmarks.demo_stores`` prints the table in docs/reference/demo-model.md: greedy answers to
 the 200 held-out prompts, against what each store holds and what its look-ups draft.
 """
 

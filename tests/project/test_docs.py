@@ -64,7 +64,7 @@ def test_the_programs_of_the_python_page_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(program, names)
