@@ -19,4 +19,4 @@ CORPUS_INDEX = _HERE / "stores" / "corpus"
 """Worked problems, documentation and code that the model learned from, nothing held out."""
 
 HEADS = (_HERE / "heads" / "amphista", _HERE / "heads" / "medusa")
-"""Drafting heads, trained on the model's own answers to questions that it learned from; ``docs/guides/train-heads.md``."""
+"""Drafting heads, trained on the model's own answers: see ``docs/guides/train-heads.md``."""
