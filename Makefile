@@ -37,6 +37,7 @@ format: .venv/installed-dev
 types: .venv/installed-dev
 	@mkdir -p .types/hdtool
 	@for room in builders cli data runtime; do ln -sfn ../../$$room .types/hdtool/$$room; done
+	@for file in __init__.py py.typed; do ln -sfn ../../hdtool/$$file .types/hdtool/$$file; done
 	$(BIN)/mypy -p hdtool
 	$(BIN)/mypy tests
 

@@ -80,8 +80,9 @@ def test_a_folder_is_small_and_introduces_itself(folder: str) -> None:
     assert introduction and len(introduction.split()) > 10
 
 
-def test_the_top_level_holds_the_four_folders_alone() -> None:
-    assert {path.parts[-2] for path in ROOT.glob("*/py.typed")} == set(FOLDERS)
+def test_the_top_level_holds_the_four_folders_and_the_public_interface() -> None:
+    assert {path.parts[-2] for path in ROOT.glob("*/py.typed")} == {*FOLDERS, "hdtool"}
+    assert [path.name for path in (ROOT / "hdtool").glob("*.py")] == ["__init__.py"]
 
 
 def test_tests_do_not_import_tests() -> None:

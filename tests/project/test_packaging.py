@@ -15,16 +15,15 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.data.stores.store import MANIFEST, read_manifest
-
-ROOT = Path(__file__).parents[2]
-ROOMS = ("builders", "cli", "data", "runtime")
+from tests.support.project import FOLDERS, ROOT
 
 
 def test_the_package_list_names_every_folder() -> None:
     """A package that is not listed works in an editable install and vanishes from the wheel."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {path.parent for room in ROOMS for path in (ROOT / room).rglob("__init__.py")}
-    assert sorted(listed) == sorted(f"hdtool.{'.'.join(folder.relative_to(ROOT).parts)}" for folder in folders)
+    folders = {path.parent for room in FOLDERS for path in (ROOT / room).rglob("__init__.py")}
+    names = [f"hdtool.{'.'.join(folder.relative_to(ROOT).parts)}" for folder in folders]
+    assert sorted(listed) == sorted(["hdtool", *names])
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +56,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_demo_and_stays_small(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    for needed in ("cli/app.py", "data/py.typed", "data/demo/prompts.jsonl", "data/demo/model/model.safetensors"):
+    for needed in (
+        "__init__.py",
+        "py.typed",
+        "cli/app.py",
+        "data/py.typed",
+        "data/demo/prompts.jsonl",
+        "data/demo/model/model.safetensors",
+    ):
         assert f"hdtool/{needed}" in names
     assert all(name.startswith("hdtool") for name in names), "nothing else lands in site-packages"
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -89,7 +95,7 @@ def test_an_installed_wheel_answers_from_another_folder(wheel: Path, tmp_path: P
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["tokens"] == 5
     where = subprocess.run(
-        [python, "-c", "import hdtool.cli.app; print(hdtool.cli.app.__file__)"],
+        [python, "-c", "from hdtool import __version__; import hdtool.cli.app; print(hdtool.cli.app.__file__)"],
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert Path(where.stdout.strip()).is_relative_to(place)

@@ -1,0 +1,89 @@
+"""hdtool: faster answers from a model of transformers, by drafting from databases, without changing its output.
+
+This is the public interface; every other module may change between releases. A name is imported at its first use,
+so that ``import hdtool`` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hdtool.data import demo
+    from hdtool.data.errors import HdtoolError
+    from hdtool.runtime.batch import Request, decode_batch
+    from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+    from hdtool.runtime.decode import decode
+    from hdtool.runtime.drafters.methods import drafter_for
+    from hdtool.runtime.evaluation.verify import Verifier
+    from hdtool.runtime.integrations.hf_generate import Generator
+    from hdtool.runtime.model.load import load
+    from hdtool.runtime.stats import Stats
+    from hdtool.runtime.stores.open_store import open_store
+    from hdtool.runtime.stores.store_set import StoreSet
+
+    __version__: str
+
+__all__ = [
+    "DecodeConfig",
+    "Generator",
+    "HdtoolError",
+    "ModelConfig",
+    "Request",
+    "SamplingConfig",
+    "Stats",
+    "StoreSet",
+    "StoresConfig",
+    "Verifier",
+    "__version__",
+    "decode",
+    "decode_batch",
+    "demo",
+    "drafter_for",
+    "load",
+    "open_store",
+]
+
+_PLACES = {
+    "DecodeConfig": "hdtool.runtime.config",
+    "Generator": "hdtool.runtime.integrations.hf_generate",
+    "HdtoolError": "hdtool.data.errors",
+    "ModelConfig": "hdtool.runtime.config",
+    "Request": "hdtool.runtime.batch",
+    "SamplingConfig": "hdtool.runtime.config",
+    "Stats": "hdtool.runtime.stats",
+    "StoreSet": "hdtool.runtime.stores.store_set",
+    "StoresConfig": "hdtool.runtime.config",
+    "Verifier": "hdtool.runtime.evaluation.verify",
+    "decode": "hdtool.runtime.decode",
+    "decode_batch": "hdtool.runtime.batch",
+    "drafter_for": "hdtool.runtime.drafters.methods",
+    "load": "hdtool.runtime.model.load",
+    "open_store": "hdtool.runtime.stores.open_store",
+}
+"""The module of each public name."""
+
+_FOLDER = Path(__file__).parent
+if not (_FOLDER / "runtime").exists():
+    # In a checkout, the packages are beside this folder; an installation maps them into it.
+    __path__.append(str(_FOLDER.parent))
+
+
+def __getattr__(name: str) -> object:
+    value: object
+    if name == "__version__":
+        value = metadata.version("hdtool")
+    elif name == "demo":
+        value = import_module("hdtool.data.demo")
+    elif name in _PLACES:
+        value = getattr(import_module(_PLACES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
