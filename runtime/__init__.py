@@ -1,5 +1,4 @@
-"""The loop that answers: the target, the draft tree, acceptance, and the sources of drafts.
+"""The decoding loop (``decode.py``), the draft tree, acceptance, sampling and batching, and the folders they use.
 
-``decode.py`` holds the loop that everything here exists for. This room uses ``data`` alone; text,
-colours and statistics are made by whoever consumes the steps.
+Imports ``data`` alone. Text, colours and statistics are made by the code that consumes the steps.
 """

@@ -1,4 +1,4 @@
-"""Acceptance by sample-and-match: the target chooses, drafts only save it the walk."""
+"""Sample-and-match verification: the target chooses each token, and a draft token that equals it is accepted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hdtool.runtime.tree import ROOT, DraftTree
 
 @dataclass(frozen=True)
 class Accepted:
-    """What one step brought: the nodes followed, and the tokens, one more than nodes."""
+    """The outcome of one step: the accepted nodes, and their tokens followed by the bonus token."""
 
     path: list[int]
     tokens: list[int]
@@ -24,17 +24,17 @@ class Accepted:
 def accept(
     tree: DraftTree, logits: torch.Tensor, sampler: Sampler, *, stops: Container[int] = (), most: int
 ) -> Accepted | None:
-    """Follow the tree as long as it holds what the target chooses.
+    """Walk down the tree while it contains the token that the target chooses.
 
     At each node the target chooses the next token from its own distribution; the choice is emitted
-    whether or not it was drafted. Ends at a stop token and after ``most`` tokens. ``stops`` is asked
-    exactly once for each token, when the token stands at the end of ``sampler.context``.
+    whether or not it was drafted. The walk ends at a stop token and after ``most`` tokens. Membership in ``stops``
+    is tested exactly once for each token, when the token is the last one of ``sampler.context``.
 
-    Logits of a pass with drafts that are NaN or infinite are not trusted: a rejected draft that overflowed may have
-    caused them. Acceptance ends before such a node. If it is the root, nothing is accepted and the result is None:
-    the step must be computed again without drafts.
+    A rejected draft token that overflowed can make the logits of other nodes NaN or infinite, so acceptance ends
+    before such a node. If the node is the root, nothing is accepted and the result is None: the step must be
+    computed again without drafts.
     """
-    choose = sampler.over(logits, finite_only=len(tree) > 0)
+    choose = sampler.chooser(logits, finite_only=len(tree) > 0)
     path: list[int] = []
     tokens: list[int] = []
     node = ROOT

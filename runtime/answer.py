@@ -1,4 +1,4 @@
-"""One answer while it is made, and the conversation that it belongs to."""
+"""One answer, iterated over while it is generated, and the conversation that contains it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hdtool.runtime.text_stream import TextStream, text_of
 
 
 class Conversation:
-    """A prompt, and what was said since."""
+    """The messages of a prompt, the answers to them and the user turns that follow."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.messages: list[Message] = list(prompt.messages)
         self._later = iter(prompt.later_turns)
 
-    def goes_on(self, text: str) -> bool:
-        """Hear an answer; whether the user has something to say to it, which is then part of the messages."""
+    def add_answer(self, text: str) -> bool:
+        """Add an answer and the next user turn to the messages; return False if there is no further turn."""
         turn = next(self._later, None)
         if turn is None:
             return False
@@ -31,7 +31,7 @@ class Conversation:
 
 
 class Answer:
-    """One answer while it is made: iterate over it for its text."""
+    """One answer: iterating over it generates the answer and yields its text."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Answer:
         yield text.end()
 
     def by_source(self) -> Iterator[tuple[str, SourceName]]:
-        """The text token by token, each with the source that drafted it; instead of iterating."""
+        """Generate the answer and yield the text of each token with the source that drafted it."""
         text = TextStream(self._tokenizer)
         for step in self._counted():
             for token, source in zip(step.tokens, step.sources, strict=True):
@@ -74,7 +74,7 @@ class Answer:
         return self.stats.finish is Finish.INTERRUPT
 
     def interrupt(self) -> None:
-        """End the answer where it is; what there is of it stands."""
+        """End the answer here; the tokens generated so far remain."""
         self.stats.finish = Finish.INTERRUPT
 
     @property
@@ -83,19 +83,19 @@ class Answer:
 
 
 class CollectedAnswer(Answer):
-    """An answer that is made beside others: its steps come in from outside, and are looked at afterwards."""
+    """An answer generated in a batch: the batch adds its steps, and iterating replays them."""
 
     def __init__(self, loaded: Loaded, drafter: Drafter, conversation: Conversation, prompt_tokens: int) -> None:
         super().__init__(loaded, drafter, conversation, prompt_tokens)
-        self._made: list[Step] = []
+        self._collected: list[Step] = []
         self._seconds_before = dict(drafter.seconds)
 
     def add(self, step: Step) -> None:
-        self._made.append(step)
+        self._collected.append(step)
         self.output_ids += step.tokens
         self.stats.add(step)
         if step.finish:
             self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
 
     def _counted(self) -> Iterator[Step]:
-        return iter(self._made)
+        return iter(self._collected)

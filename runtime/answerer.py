@@ -1,4 +1,4 @@
-"""Answers to prompts: conversations in, text out, one model and one set of settings for all."""
+"""Answers to prompts: encodes conversations, decodes them with one model and one set of options, yields answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answer import Answer, CollectedAnswer, Conversation
 from hdtool.runtime.batch import Request, decode_batch
-from hdtool.runtime.batched_answers import Seated, SideBySide
+from hdtool.runtime.batched_answers import BatchedAnswers, BatchKey
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import Step, decode, room_for
 from hdtool.runtime.drafter import Drafter
@@ -22,7 +22,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 
 class Answerer:
-    """A model with the settings that every answer of a command shares."""
+    """A loaded model with its stores, drafters and options, which all answers of a command share."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Answerer:
         self._chat = chat
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse a prompt that cannot be answered before the first one is."""
+        """Raise PromptError if any prompt cannot be answered, before the first one is."""
         for prompt in prompts:
             try:
                 self._ids(prompt.messages)
@@ -51,12 +51,12 @@ class Answerer:
                 raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
 
     def all_answers(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
-        """The answers to all prompts in their order, as many made at once as the settings say.
+        """The answers to all prompts in their order, generated in batches of ``batch_size``.
 
-        Every one must be iterated before the next is taken; after an interrupted one there are no new ones.
+        Iterate over each answer before taking the next one. An interrupted answer is the last one.
         """
         if len(self._drafters) > 1:
-            yield from SideBySide(prompts, self._request, self._drafters).answers(self._decode_batch)
+            yield from BatchedAnswers(prompts, self._request, self._drafters).answers(self._decode_batch)
             return
         for prompt in prompts:
             for answer in self.answers(prompt):
@@ -65,11 +65,11 @@ class Answerer:
                     return
 
     def answers(self, prompt: Prompt) -> Iterator[Answer]:
-        """The answer to each of the user's turns; every one must be iterated before the next is taken."""
+        """The answer to each user turn. Iterate over each answer before taking the next one."""
         conversation = Conversation(prompt)
         answer = self._answer(conversation)
         yield answer
-        while conversation.goes_on(answer.text):
+        while conversation.add_answer(answer.text):
             answer = self._answer(conversation)
             yield answer
 
@@ -86,16 +86,18 @@ class Answerer:
         sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=self._decoding.max_new_tokens)
         return Request(answer, ids, sampler, drafter, stops)
 
-    def _decode_batch(self, ask: Callable[[], Request[Seated] | None]) -> Iterator[tuple[Request[Seated], Step]]:
+    def _decode_batch(
+        self, next_request: Callable[[], Request[BatchKey] | None]
+    ) -> Iterator[tuple[Request[BatchKey], Step]]:
         return decode_batch(
             self.loaded.target,
-            ask,
+            next_request,
             len(self._drafters),
             max_new_tokens=self._decoding.max_new_tokens,
         )
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
-        """Refuses what cannot be answered."""
+        """Encode messages; raise PromptError if the model cannot answer them."""
         ids = self._encode(messages)
         room_for(self.loaded.target, ids, self._decoding.max_new_tokens)
         return ids

@@ -1,4 +1,4 @@
-"""Several answers at once: one pass checks the trees of all of them."""
+"""Continuous batching (Orca, OSDI 2022): one forward pass verifies the trees of several requests."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Request(Generic[Key]):
-    """A prompt that waits for a seat."""
+    """A prompt to answer in a batch slot, and the options of its answer."""
 
     key: Key
-    """Whose it is, for whoever asked."""
+    """Identifies the request in what ``decode_batch`` yields."""
     prompt: Sequence[int]
     sampler: Sampler
     drafter: Drafter = field(default_factory=NoDraft)
-    """Of this conversation alone, until it ends."""
+    """Used by this request alone until it ends."""
     stops: Container[int] = ()
-    """Tokens that end this answer; none given, those of the whole batch do."""
+    """Tokens that end this answer; if empty, those of the whole batch are used."""
 
 
 class BatchSlots:
-    """The target's memory of several conversations, the taken seats in front."""
+    """The KV cache of a batch of requests; the first slots are in use."""
 
     def __init__(self, target: Target, size: int) -> None:
         self._target = target
         self._size = size
         self._rows: list[StaticKVCache] = []
         self._pending: list[int] = []
-        self._lay_out(0)
+        self._allocate(0)
 
     @torch.inference_mode()
     def prefill(self, slot: int, context: Sequence[int], room: int) -> torch.Tensor:
-        """Read a whole context in a seat and return the logits ``[1, vocabulary]`` that follow it."""
+        """Prefill a slot with a whole context and return the logits ``[1, vocabulary]`` after it."""
         if (needed := rows_needed(context, room)) > self._memory.capacity:
-            self._lay_out(needed)
+            self._allocate(needed)
         self._pending[slot] = len(context)
         self._rows[slot].clear_from(len(context))
         return self._target.read(context, self._rows[slot])
 
     @torch.inference_mode()
     def recompute(self, slot: int, root: int) -> torch.Tensor:
-        """Verify the root alone for one conversation, after a pass with drafts that overflowed."""
+        """Verify the root of one slot without drafts, after a pass with drafts overflowed."""
         target, rows = self._target, self._rows[slot]
         rows.clear_from(rows.length)
         all_hidden = target.all_hidden
         mask = tree_mask(DraftTree.bare(root), rows.length, target.windows, target.dtype, target.device)
         logits = target.forward([[root]], [[rows.length]], mask, rows)[0]
-        target.all_hidden = all_hidden  # the other conversations still read theirs
+        target.all_hidden = all_hidden  # the drafters of the other slots still read theirs
         return logits
 
     @torch.inference_mode()
     def verify(self, trees: Sequence[DraftTree]) -> list[torch.Tensor]:
-        """Check a tree in each of the first seats: logits ``[1 + nodes, vocabulary]`` of each."""
+        """Verify one tree in each of the first slots: logits ``[1 + nodes, vocabulary]`` for each."""
         target = self._target
         lengths = [rows.length for rows, _ in zip(self._rows, trees, strict=False)]
         most = max(map(len, trees)) + 1
@@ -84,7 +84,7 @@ class BatchSlots:
 
     @torch.inference_mode()
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Make the root and the nodes of ``path`` part of a seat's context."""
+        """Append the root and the nodes of ``path`` to the context of a slot."""
         self._rows[slot].commit(self._pending[slot], path)
 
     @torch.inference_mode()
@@ -92,8 +92,8 @@ class BatchSlots:
         self._rows[to].copy_from(self._rows[slot])
 
     @torch.inference_mode()
-    def _lay_out(self, capacity: int) -> None:
-        """Take memory for conversations of ``capacity`` tokens, and those that are going on into it."""
+    def _allocate(self, capacity: int) -> None:
+        """Allocate a cache for ``capacity`` tokens a slot and copy the slots in use into it."""
         self._memory = self._target.memory(capacity, self._size)
         rows = [StaticKVCache(self._memory.of_slot(slot)) for slot in range(self._size)]
         for new, old in zip(rows, self._rows, strict=False):
@@ -103,22 +103,22 @@ class BatchSlots:
 
 def decode_batch(
     target: Target,
-    ask: Callable[[], Request[Key] | None],
+    next_request: Callable[[], Request[Key] | None],
     size: int,
     *,
     max_new_tokens: int,
     stops: Container[int] = (),
 ) -> Iterator[tuple[Request[Key], Step]]:
-    """Answer prompts, ``size`` of them at once; who is done makes place for the next.
+    """Answer prompts in ``size`` batch slots; finished requests are replaced (continuous batching).
 
-    Whenever a seat is free the next request is asked for, so requests may depend on answers before. Who has none
-    now may have one when another answer has ended.
+    ``next_request`` is called whenever a slot is free, so a request may depend on earlier answers. If it returns
+    None, it is called again after the next step.
     """
     slots = BatchSlots(target, size)
-    taken: list[tuple[Request[Key], DecodeState]] = []
+    running: list[tuple[Request[Key], DecodeState]] = []
     while True:
-        while len(taken) < size and (request := ask()) is not None:
-            turn = DecodeState(
+        while len(running) < size and (request := next_request()) is not None:
+            state = DecodeState(
                 target,
                 request.prompt,
                 request.sampler,
@@ -126,29 +126,29 @@ def decode_batch(
                 stops=request.stops or stops,
                 drafter=request.drafter,
             )
-            logits = slots.prefill(len(taken), turn.begin(), turn.room)
-            step = _answered(slots, len(taken), turn, logits)
+            logits = slots.prefill(len(running), state.begin(), state.room)
+            step = _accept_and_commit(slots, len(running), state, logits)
             if not step.finish:
-                taken.append((request, turn))
+                running.append((request, state))
             yield request, step
-        if not taken:
+        if not running:
             return
-        verified = slots.verify([turn.draft() for _, turn in taken])
+        verified = slots.verify([state.draft() for _, state in running])
         steps = []
-        for slot, (_, turn) in enumerate(taken):
+        for slot, (_, state) in enumerate(running):
             target.select_slot(slot)
-            steps.append(_answered(slots, slot, turn, verified[slot]))
-        for (request, _), step in zip(taken, steps, strict=True):
+            steps.append(_accept_and_commit(slots, slot, state, verified[slot]))
+        for (request, _), step in zip(running, steps, strict=True):
             yield request, step
-        for slot in range(len(taken) - 1, -1, -1):
+        for slot in range(len(running) - 1, -1, -1):
             if steps[slot].finish:
-                last = taken.pop()
-                if slot < len(taken):
-                    slots.move(len(taken), to=slot)
-                    taken[slot] = last
+                last = running.pop()
+                if slot < len(running):
+                    slots.move(len(running), to=slot)
+                    running[slot] = last
 
 
-def _answered(slots: BatchSlots, slot: int, turn: DecodeState, logits: torch.Tensor) -> Step:
-    accepted, logits = turn.accept(logits, partial(slots.recompute, slot))
+def _accept_and_commit(slots: BatchSlots, slot: int, state: DecodeState, logits: torch.Tensor) -> Step:
+    accepted, logits = state.accept(logits, partial(slots.recompute, slot))
     slots.commit(slot, accepted.path)
-    return turn.observe(accepted, logits)
+    return state.observe(accepted, logits)

@@ -1,4 +1,4 @@
-"""Conversations that are answered several at once, and told in the order of their prompts."""
+"""Conversations that are answered in one batch; their answers are yielded in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hdtool.runtime.batch import Request
 from hdtool.runtime.decode import Step
 from hdtool.runtime.drafter import Drafter
 
-Seated = tuple["BatchedConversation", CollectedAnswer]
+BatchKey = tuple["BatchedConversation", CollectedAnswer]
 Start = Callable[[Conversation, Drafter], Request[CollectedAnswer]]
-"""Makes a request of what a conversation has come to; refuses one that cannot be answered."""
-Decode = Callable[[Callable[[], Request[Seated] | None]], Iterator[tuple[Request[Seated], Step]]]
-"""Answers requests, as many at once as it likes, until there are none."""
+"""Makes a request for the next answer of a conversation; raises PromptError if it cannot be answered."""
+Decode = Callable[[Callable[[], Request[BatchKey] | None]], Iterator[tuple[Request[BatchKey], Step]]]
+"""Decodes the requests that the callable returns, several at once, until it returns None."""
 
 
 class BatchedConversation(Conversation):
-    """A conversation that others are waiting with."""
+    """A conversation of a batch, with its answers so far."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -28,66 +28,66 @@ class BatchedConversation(Conversation):
         self.is_over = False
         self.error: PromptError | None = None
 
-    def told(self) -> Iterator[Answer]:
+    def all_answers(self) -> Iterator[Answer]:
         yield from self.answers
         if self.error:
             raise self.error
 
 
-class SideBySide:
+class BatchedAnswers:
     """The answers to a list of prompts."""
 
     def __init__(self, prompts: Sequence[Prompt], start: Start, drafters: Sequence[Drafter]) -> None:
-        """There must be a drafter for each conversation that is answered at once."""
+        """``drafters`` are as many as conversations are answered at once."""
         self._start = start
         self._free = list(drafters)
-        self._untold = deque(BatchedConversation(prompt) for prompt in prompts)
-        self._waiting = deque(self._untold)
+        self._unreported = deque(BatchedConversation(prompt) for prompt in prompts)
+        self._waiting = deque(self._unreported)
 
     def answers(self, decode: Decode) -> Iterator[Answer]:
-        """Prompt by prompt, turn by turn. After an interrupt, by Ctrl-C or of an answer, what there is by then."""
+        """Yield answers prompt by prompt, turn by turn; after an interrupt, also the unfinished ones."""
         try:
-            for request, step in decode(self._ask):
+            for request, step in decode(self._next_request):
                 self._add(*request.key, step)
-                for answer in self._told():
+                for answer in self._finished():
                     yield answer
                     if answer.interrupted:
                         raise KeyboardInterrupt
-            yield from self._told()
+            yield from self._finished()
         except KeyboardInterrupt:
-            yield from self._cut_short()
+            yield from self._interrupted()
 
-    def _ask(self) -> Request[Seated] | None:
-        """The next who can be answered: someone who has a further question, else someone new."""
+    def _next_request(self) -> Request[BatchKey] | None:
+        """A request of the next conversation that can be answered: one with a further turn, else the next prompt."""
         while self._waiting:
-            talk = self._waiting.popleft()
+            conversation = self._waiting.popleft()
             try:
-                request = self._start(talk, self._free[-1])
+                request = self._start(conversation, self._free[-1])
             except PromptError as error:
-                talk.error, talk.is_over = error, True
-                self._waiting.clear()  # nothing behind an error is told
+                conversation.error, conversation.is_over = error, True
+                self._waiting.clear()  # no prompt after an error is answered
                 continue
             self._free.pop()
-            talk.answers.append(request.key)
-            return Request((talk, request.key), request.prompt, request.sampler, request.drafter, request.stops)
+            conversation.answers.append(request.key)
+            return Request((conversation, request.key), request.prompt, request.sampler, request.drafter, request.stops)
         return None
 
-    def _add(self, talk: BatchedConversation, answer: CollectedAnswer, step: Step) -> None:
+    def _add(self, conversation: BatchedConversation, answer: CollectedAnswer, step: Step) -> None:
         answer.add(step)
         if step.finish:
             self._free.append(answer.drafter)
-            if talk.goes_on(answer.text):
-                self._waiting.appendleft(talk)
+            if conversation.add_answer(answer.text):
+                self._waiting.appendleft(conversation)
             else:
-                talk.is_over = True
+                conversation.is_over = True
 
-    def _told(self) -> Iterator[Answer]:
-        while self._untold and self._untold[0].is_over:
-            yield from self._untold.popleft().told()
+    def _finished(self) -> Iterator[Answer]:
+        while self._unreported and self._unreported[0].is_over:
+            yield from self._unreported.popleft().all_answers()
 
-    def _cut_short(self) -> Iterator[Answer]:
-        for talk in self._untold:
-            for answer in talk.answers:
+    def _interrupted(self) -> Iterator[Answer]:
+        for conversation in self._unreported:
+            for answer in conversation.answers:
                 if not answer.stats.finish:
                     answer.interrupt()
                 yield answer

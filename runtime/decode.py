@@ -1,4 +1,4 @@
-"""The loop that the whole program exists for: draft, verify, accept, keep, observe."""
+"""The decoding loop: draft, verify, accept, commit, observe."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Finish(StrEnum):
     """Why a generation ended."""
 
     STOP = "stop"
-    """The model said that it is done."""
+    """The model produced a token that ends the answer."""
     LENGTH = "length"
-    """As many tokens as were asked for."""
+    """The answer has ``max_new_tokens`` tokens."""
     CONTEXT = "context"
     """The model's context is full."""
     INTERRUPT = "interrupt"
-    """The user had enough."""
+    """The user interrupted the answer."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward pass of the target brought."""
+    """The tokens of one forward pass of the target, and how long it took."""
 
     tokens: list[int]
     tree: DraftTree
@@ -47,12 +47,12 @@ class Step:
 
     @property
     def sources(self) -> list[SourceName]:
-        """Where each of the tokens was drafted; the one more came from nowhere."""
+        """The source of each token; ``NONE`` for the bonus token."""
         return [*(SourceName(source) for source in self.tree.sources[self.path].tolist()), SourceName.NONE]
 
 
 class DecodeState:
-    """One answer while it is made: what is decided between two passes of the target."""
+    """The state of one answer between two forward passes of the target."""
 
     def __init__(
         self,
@@ -65,30 +65,30 @@ class DecodeState:
         drafter: Drafter | None = None,
     ) -> None:
         self.prompt = prompt
-        self.room, self._at_the_end = room_for(target, prompt, max_new_tokens)
+        self.room, self._finish_at_limit = room_for(target, prompt, max_new_tokens)
         self._sampler, self._stops, self._drafter = sampler, stops, drafter or NoDraft()
         self._tree = DraftTree.bare(prompt[-1])
-        self._clock = _Clock(target)
+        self._timer = _StepTimer(target)
         self._target, self._vocabulary = target, target.vocabulary
 
     def begin(self) -> Sequence[int]:
-        """The prompt, which is the first step: it has no drafts and brings one token."""
-        self._clock.start()
+        """Start the first step, which prefills the prompt: it has no drafts and yields one token."""
+        self._timer.start()
         self._drafter.begin(self.prompt)
-        self._clock.drafted()
+        self._timer.drafted()
         return self.prompt
 
     def draft(self) -> DraftTree:
-        self._clock.start()
-        # A node deeper than this could only be accepted past the end.
+        self._timer.start()
+        # Deeper nodes would be accepted past the end of the answer.
         drafted = self._drafter.draft(self._sampler.context).clipped(self.room - 1)
         # A tokenizer may have more ids than the model has embeddings.
         self._tree = drafted.embeddable(self._vocabulary)
-        self._clock.drafted()
+        self._timer.drafted()
         return self._tree
 
     def accept(self, logits: torch.Tensor, recompute: Callable[[int], torch.Tensor]) -> tuple[Accepted, torch.Tensor]:
-        """What is accepted, and the logits that it was accepted by.
+        """The accepted tokens, and the logits that decided.
 
         ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
         """
@@ -108,8 +108,8 @@ class DecodeState:
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> Step:
         self._drafter.observe(accepted, logits)
         self.room -= len(accepted.tokens)
-        finish = Finish.STOP if accepted.stopped else self._at_the_end if not self.room else None
-        return Step(accepted.tokens, self._tree, accepted.path, *self._clock.lap(), finish)
+        finish = Finish.STOP if accepted.stopped else self._finish_at_limit if not self.room else None
+        return Step(accepted.tokens, self._tree, accepted.path, *self._timer.lap(), finish)
 
 
 def decode(
@@ -122,22 +122,22 @@ def decode(
     drafter: Drafter | None = None,
 ) -> Iterator[Step]:
     """Answer a prompt, one step after another."""
-    turn = DecodeState(target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
-    begins = True
+    state = DecodeState(target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
+    is_first = True
     while True:
-        with target.held_by(turn, begins=begins):
-            logits = target.prefill(turn.begin(), turn.room) if begins else target.verify(turn.draft())
-            accepted, logits = turn.accept(logits, target.recompute)
+        with target.held_by(state, begins=is_first):
+            logits = target.prefill(state.begin(), state.room) if is_first else target.verify(state.draft())
+            accepted, logits = state.accept(logits, target.recompute)
             target.commit(accepted.path)
-            step = turn.observe(accepted, logits)
+            step = state.observe(accepted, logits)
         yield step
         if step.finish:
             return
-        begins = False
+        is_first = False
 
 
 def room_for(target: Target, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
-    """How many tokens may follow the prompt, and what it means to have said them all."""
+    """The number of tokens that may follow the prompt, and why the answer ends after them."""
     _check_prompt(prompt, target.vocabulary)
     limit = target.context_limit(len(prompt))
     if limit is None or len(prompt) + max_new_tokens <= limit:
@@ -161,8 +161,8 @@ def _check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
         )
 
 
-class _Clock:
-    """Splits the time of a step; time that the consumer takes between steps is not counted."""
+class _StepTimer:
+    """Measures the parts of a step; time that the consumer spends between steps is not counted."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -176,6 +176,6 @@ class _Clock:
         self._draft_end = time.perf_counter()
 
     def lap(self) -> tuple[float, float, float]:
-        """Seconds drafting, in the model, and in all."""
+        """Seconds of drafting, of the forward pass, and of the whole step."""
         whole = time.perf_counter() - self._started
         return self._draft_end - self._started, self._target.seconds_in_model - self._in_model, whole

@@ -1,4 +1,4 @@
-"""What the loop asks for drafts."""
+"""The interface of drafters, and plain decoding without one."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from hdtool.runtime.tree import DraftTree
 
 
 class Drafter(Protocol):
-    """Guesses what the target will say next, and learns from what it said."""
+    """Proposes a draft tree for each step and is updated with what was accepted."""
 
     @property
     def seconds(self) -> Mapping[SourceName, float]:
-        """Time spent in each source since the drafter exists."""
+        """Seconds spent in each source since the drafter was made."""
         ...
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt of a new generation; what was drafted from the last one is forgotten."""
+        """Start a new answer with its prompt; state of the last answer is discarded."""
         ...
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        """A tree below the last token of ``context``: all that was begun with, and all that was observed since."""
+        """A tree below the last token of ``context``, which is the prompt and all tokens emitted since."""
         ...
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        """Hear what became of the last tree; ``logits`` has a row for its root and for each node."""
+        """Update with the outcome of the last tree; ``logits`` has a row for its root and for each node."""
         ...
 
 
 class NoDraft:
-    """Plain decoding: nothing is ever drafted."""
+    """Plain decoding: every tree is empty."""
 
     seconds: Mapping[SourceName, float] = {}
 

@@ -1,4 +1,4 @@
-"""On what a figure was measured: the machine, the versions, the model and the stores."""
+"""The environment of a measurement: machine, versions, model and stores."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SAMPLED = 16
 """Numbers of each parameter that go into a model's fingerprint."""
 
 
-def surroundings(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
-    """All that a reader of figures needs to place them; the same twice only where figures may be compared."""
+def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
+    """The environment that is saved with figures; only figures with equal environments are comparable."""
     target = loaded.target
     return {
         "machine": machine(target.device),
@@ -52,7 +52,7 @@ def surroundings(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
 
 
 def compute_with(threads: int | None) -> None:
-    """Let torch compute with so many threads; with None, as many as it chose."""
+    """Set the number of threads of torch; None leaves its default."""
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -63,17 +63,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> str:
-    """What tells models apart: the names and shapes of their weights, and a few numbers out of each."""
-    found = hashlib.sha256(type(model).__name__.encode())
+    """A hash of the names, the shapes and a few numbers of all weights."""
+    digest = hashlib.sha256(type(model).__name__.encode())
     for name, weight in model.named_parameters():
-        # As far as all types tell numbers apart: a checkpoint is the same whatever it is loaded as.
-        corners = [part[(0,) * (part.dim() - 1)].reshape(-1)[:SAMPLED].to(torch.bfloat16) for part in parts_of(weight)]
-        found.update(f"{name} {tuple(weight.shape)} {', '.join(str(corner.tolist()) for corner in corners)}".encode())
-    return found.hexdigest()[:16]
+        # Rounded to bfloat16, so that the fingerprint does not depend on the dtype that a checkpoint is loaded in.
+        samples = [part[(0,) * (part.dim() - 1)].reshape(-1)[:SAMPLED].to(torch.bfloat16) for part in parts_of(weight)]
+        digest.update(f"{name} {tuple(weight.shape)} {', '.join(str(corner.tolist()) for corner in samples)}".encode())
+    return digest.hexdigest()[:16]
 
 
 def machine(device: torch.device | None = None) -> str:
-    """In words; of the fastest device, if none is named."""
+    """A description of the machine and the versions; by default of its GPU, else of its CPU."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = device_name(device)
@@ -83,7 +83,7 @@ def machine(device: torch.device | None = None) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Of a GPU its own, of others that of the processor."""
+    """The name of a GPU, or of the processor for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 

@@ -1,4 +1,4 @@
-"""What ``generate`` would choose tokens by: it prepares its processors and criteria itself, and they are taken over."""
+"""The logits processors and stopping criteria of ``generate``: prepared by ``transformers``, applied in our loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NO_SETTINGS = "none"
-"""In place of a file of generation settings: those of the library."""
+"""The value of --generation-config that selects the defaults of the library."""
 
 Refused = Callable[[Any], bool]
 
@@ -41,19 +41,19 @@ def _several(value: Any) -> bool:
 
 
 REFUSED: dict[str, tuple[Refused, str]] = {
-    "num_beams": (_several, "hdtool follows one sequence, not beams"),
-    "num_beam_groups": (_several, "hdtool follows one sequence, not beams"),
-    "num_return_sequences": (_several, "hdtool gives one answer a prompt"),
+    "num_beams": (_several, "hdtool decodes one sequence, not beams"),
+    "num_beam_groups": (_several, "hdtool decodes one sequence, not beams"),
+    "num_return_sequences": (_several, "hdtool returns one answer for each prompt"),
     "penalty_alpha": (_given, "contrastive search is not supported"),
     "dola_layers": (_given, "DoLa decoding is not supported"),
     "constraints": (_given, "constrained beam search is not supported"),
     "force_words_ids": (_given, "constrained beam search is not supported"),
-    "token_healing": (_given, "hdtool keeps the tokens of the prompt as they are"),
+    "token_healing": (_given, "hdtool does not change the tokens of the prompt"),
     "is_assistant": (_given, "the model ends its answers early, as a draft model of another"),
     "assistant_ensemble_weight": (_given, "it changes the distribution that tokens are drawn from"),
     "cache_implementation": (lambda value: value == "quantized", "a quantized KV cache changes the output"),
 }
-"""Settings that change what ``generate`` says and that this loop cannot honour, each with when and why."""
+"""Settings that change the output of ``generate`` and are not supported: which values, and why."""
 
 WITHOUT_EFFECT: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
@@ -67,20 +67,20 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "output_attentions": False,
     "output_hidden_states": False,
 }
-"""Settings of how ``generate`` drafts, caches and reports: none of them changes a token."""
+"""Settings of drafting, caching and reporting in ``generate``: none of them changes the output."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``generate`` handed to the decoding loop."""
+    """What ``generate`` prepared for the decoding loop."""
 
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
-    """Those beside the longest length and the tokens that end an answer."""
+    """All but the maximum length and the end tokens, which our loop handles."""
 
 
 class Stops:
-    """Whether a token ends the answer: an end token, or a stopping criterion that is met."""
+    """A container of the tokens that end the answer: end tokens, and any token at which a criterion is met."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class Stops:
         device: torch.device,
         scores: Callable[[], Any] = lambda: None,
     ) -> None:
-        """``scores`` returns what the criteria get as their second argument."""
+        """``scores`` returns the second argument of the criteria."""
         self._ends, self._criteria, self._sampler = ends, criteria, sampler
         self._device, self._scores = device, scores
 
     def __contains__(self, token: object) -> bool:
         if token in self._ends:
             return True
-        # Criteria may keep a state: each is called once for each token.
+        # Criteria may be stateful: each is called once for each token.
         ids = self._sampler.ids(self._device)
         return bool(self._criteria) and bool(self._criteria(ids, self._scores()).all())
 
@@ -111,9 +111,9 @@ def sampler_as_generate(
     max_new_tokens: int,
     ends: frozenset[int],
 ) -> tuple[Sampler, Container[int]]:
-    """A sampler, and the stops of one answer, by the processors and criteria that ``generate`` would use.
+    """The sampler and the stops of one answer, with the processors and criteria that ``generate`` would use.
 
-    Settings that ``config`` leaves open are the model's own, else the library's.
+    Options that are None in ``config`` are taken from the model's generation settings, else from the library.
     """
     prepared = prepare(model, tokenizer, config, prompt, max_new_tokens=max_new_tokens, ends=ends)
     sampler = Sampler(config, prompt, processors=prepared.processors)
@@ -131,7 +131,7 @@ def prepare(
     max_new_tokens: int,
     ends: frozenset[int],
 ) -> Prepared:
-    """Have ``generate`` prepare an answer to ``prompt`` and stop before the first forward pass."""
+    """Call ``generate`` with a ``custom_generate`` that returns before the first forward pass."""
     settings = model.generation_config
     refuse_settings(settings)
     found: list[Prepared] = []
@@ -144,7 +144,7 @@ def prepare(
         generation_config: GenerationConfig,
         **others: Any,
     ) -> torch.Tensor:
-        # The loop itself ends an answer by its length and at its end tokens.
+        # Our loop itself checks the length and the end tokens.
         own = (MaxLengthCriteria, EosTokenCriteria)
         criteria = [criterion for criterion in stopping_criteria if not isinstance(criterion, own)]
         found.append(Prepared(logits_processor, StoppingCriteriaList(criteria)))
@@ -153,16 +153,16 @@ def prepare(
     ids = torch.tensor([list(prompt)], device=model.device)
     options = WITHOUT_EFFECT | generate_options(config, settings, ends, max_new_tokens)
     try:
-        # The library hands no tokenizer to a callable, so it could not build this criterion.
+        # ``generate`` passes no tokenizer with ``custom_generate``, so it cannot build this criterion.
         generate: Any = model.generate
         generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take, **options, stop_strings=None)
         if strings := settings.stop_strings:
             found[0].criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
     except HdtoolError:
         raise
-    except Exception as error:  # whatever the library says of settings that cannot be
+    except Exception as error:  # the library raises many kinds for invalid settings
         raise ModelError(
-            f"the generation settings of the model cannot be used ({reason_of(error)}): mend its "
+            f"the generation settings of the model cannot be used ({reason_of(error)}): correct its "
             f"generation_config.json, or name another file with --generation-config, or {NO_SETTINGS}"
         ) from error
     return found[0]
@@ -171,7 +171,7 @@ def prepare(
 def generate_options(
     config: SamplingConfig, settings: GenerationConfig, ends: frozenset[int], max_new_tokens: int
 ) -> dict[str, Any]:
-    """The arguments of ``generate`` by which it chooses tokens as hdtool does, but for its draws."""
+    """Arguments of ``generate`` for which it has the distribution of tokens that hdtool has."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": not config.is_greedy}
     if ends:
         options["eos_token_id"] = sorted(ends)
@@ -183,7 +183,7 @@ def generate_options(
 
 
 def refused_setting(settings: GenerationConfig) -> tuple[str, str] | None:
-    """The first setting that would change what ``generate`` says and cannot be honoured, and why."""
+    """The first setting that changes the output of ``generate`` and is not supported, and why."""
     for name, (is_refused, reason) in REFUSED.items():
         if is_refused(getattr(settings, name, None)):
             return name, reason
@@ -191,7 +191,7 @@ def refused_setting(settings: GenerationConfig) -> tuple[str, str] | None:
 
 
 def refuse_settings(settings: GenerationConfig) -> None:
-    """Raise for settings of a model that cannot be honoured."""
+    """Raise for generation settings that are not supported."""
     if refused := refused_setting(settings):
         name, reason = refused
         raise ModelError(
@@ -201,7 +201,7 @@ def refuse_settings(settings: GenerationConfig) -> None:
 
 
 def generation_settings(chosen: str, own: GenerationConfig) -> GenerationConfig:
-    """Generation settings from a file or its folder, or the library's; the model's end tokens unless they name some."""
+    """Generation settings from a file, its folder or the library, with the model's special tokens if they have none."""
     if chosen == NO_SETTINGS:
         settings = GenerationConfig()
     else:
@@ -215,7 +215,7 @@ def generation_settings(chosen: str, own: GenerationConfig) -> GenerationConfig:
                 f"{file} cannot be read ({error.strerror or error}): name a file of generation settings, or "
                 f"{NO_SETTINGS}"
             ) from None
-        except Exception as error:  # whatever the library says of settings that cannot be
+        except Exception as error:  # the library raises many kinds for invalid settings
             raise ModelError(
                 f"{file} holds no generation settings ({reason_of(error)}): name a generation_config.json"
             ) from None

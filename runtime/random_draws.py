@@ -1,4 +1,4 @@
-"""Random numbers for drawing tokens: a function of seed, position and token, on every machine the same."""
+"""Sampling by exponential race (Gumbel-max), with random numbers that are a function of seed, position and token."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import numpy.typing as npt
 from numba import njit
 
 U64 = np.uint64
-WORD = 2**64 - 1
+U64_MAX = 2**64 - 1
 STRIDE = U64(0x9E3779B97F4A7C15)
-"""Of SplitMix64, a generator whose n-th number is a hash of start + n strides: any may be had without the others."""
+"""The increment of SplitMix64 (Steele et al., 2014): its n-th number is a hash of start + n strides."""
 
 
-class Draws:
-    """A uniform number in [0, 1) for each position and token, and the token that they choose there.
+class ExponentialRace:
+    """A uniform number in [0, 1) for each position and token, and the token that they choose at a position.
 
-    The choice is a race: each token arrives after an exponential time of the rate of its probability, so
-    the first to arrive is each of them as often as it is probable. Rounding can only change who wins where
-    two arrive at nearly the same time. With one number for each position, compared with cumulative
-    probabilities, it could wherever the number falls next to any border of thousands.
+    The token is numbers by an exponential race, which is the Gumbel-max trick: each token gets an exponential time
+    with its probability as the rate, and the smallest time wins, so each token wins with its probability. Rounding
+    changes the result only where two times are nearly equal. Inverse-CDF sampling with one number per position is
+    less robust: rounding matters next to any border of the cumulative probabilities.
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = U64(seed & WORD)
+        self._seed = U64(seed & U64_MAX)
 
-    def first(self, position: int, probabilities: npt.NDArray[np.float32]) -> int:
-        """The token that arrives first, never one of no probability; -1 if none does or they are not numbers."""
-        return int(_first(self._seed, position, probabilities))
+    def sample(self, position: int, probabilities: npt.NDArray[np.float32]) -> int:
+        """The token that wins the race, never one with probability 0; -1 if there is none or they are NaN."""
+        return int(_sample(self._seed, position, probabilities))
 
-    def at(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
-        """The numbers of so many tokens at a position."""
-        drawn: npt.NDArray[np.float64] = _drawn(self._seed, position, tokens)
-        return drawn
+    def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
+        """The uniform numbers of the first ``tokens`` tokens at a position."""
+        numbers: npt.NDArray[np.float64] = _uniforms(self._seed, position, tokens)
+        return numbers
 
 
 @njit(cache=True, nogil=True)
@@ -45,7 +45,7 @@ def _hashed(number: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _start(seed: Any, position: Any) -> Any:
-    """Where a position's stream starts; hashed, so that neighbours have nothing in common."""
+    """The start of a position's stream, hashed so that streams of neighbouring positions are independent."""
     return _hashed(_hashed(seed + STRIDE) + U64(position) * STRIDE)
 
 
@@ -55,23 +55,23 @@ def _uniform(number: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def _drawn(seed: Any, position: Any, tokens: Any) -> Any:
-    drawn = np.empty(tokens)
+def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
+    numbers = np.empty(tokens)
     number = _start(seed, position)
     for token in range(tokens):
         number += STRIDE
-        drawn[token] = _uniform(number)
-    return drawn
+        numbers[token] = _uniform(number)
+    return numbers
 
 
 @njit(cache=True, nogil=True)
-def _first(seed: Any, position: Any, probabilities: Any) -> Any:
+def _sample(seed: Any, position: Any, probabilities: Any) -> Any:
     winner, earliest = -1, np.inf
     number = _start(seed, position)
     for token in range(probabilities.shape[0]):
         number += STRIDE
         draw = _uniform(number)
-        # A time is never below its number, which spares all but a few tokens the logarithm.
+        # -log1p(-u) >= u, so most tokens are ruled out without a logarithm.
         if draw < probabilities[token] * earliest:
             time = -np.log1p(-draw) / probabilities[token]
             if time < earliest:

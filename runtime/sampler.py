@@ -1,4 +1,4 @@
-"""How the next token is chosen from the target's logits, the same way wherever they were computed."""
+"""Choosing the next token from logits: arg-max, or sampling by exponential race with draws keyed by position."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from transformers import (
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.topk import argmax_at, likeliest
-from hdtool.runtime.random_draws import Draws
+from hdtool.runtime.random_draws import ExponentialRace
 
 NOT_FINITE = -1
 """In place of a token: the logits are NaN or infinite."""
 
 
 class Sampler:
-    """Chooses tokens one after another; it is told each choice that stands, so that it knows the context.
+    """Chooses the tokens of one answer. The caller appends each accepted token to ``context``.
 
     The choice at a position depends on the context before it, its logits and the draws for that
-    position. Whether the logits came from plain decoding or from a node of a tree plays no part,
-    which is why drafting changes nothing in what is said.
+    position. It does not depend on whether the logits came from plain decoding or from a node of a
+    tree, so drafting does not change the output.
     """
 
     def __init__(
@@ -39,25 +39,25 @@ class Sampler:
         processors: LogitsProcessorList | None = None,
         padding: Sequence[int] = (),
     ) -> None:
-        """``processors`` replace those of ``config``, of which then only the seed counts, and whether it is greedy.
+        """``processors`` replace those of ``config``, of which then only the seed and the choice of greedy are used.
 
-        Processors see ``padding`` in front of the context; the model has never read it.
+        Processors get ``padding`` tokens in front of the context; the model does not read them.
         """
         self._greedy = config.is_greedy
         self._processors = processors_of(config) if processors is None else processors
         self.only_argmax = self._greedy and not self._processors
         """Whether the arg-max of the logits is all that is needed."""
-        self._draws = Draws(config.seed)
+        self._race = ExponentialRace(config.seed)
         self._ids = _GrowingIds(padding)
         self.context = list(context)
         self.overflowed = False
-        """Whether the highest logit of any row that was looked at was NaN or infinite."""
+        """Whether the highest logit of any row used so far was NaN or infinite."""
 
-    def over(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
+    def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
         """A function from a row of ``logits`` to the token chosen there, given the context so far.
 
-        With ``finite_only``, it returns ``NOT_FINITE`` for a row whose highest logit is NaN or infinite, and nothing
-        else has happened then: no processor was called.
+        With ``finite_only``, it returns ``NOT_FINITE`` for a row whose highest logit is NaN or infinite, without
+        calling any processor.
         """
         if self.only_argmax:
             best = argmax_at(logits)
@@ -84,9 +84,9 @@ class Sampler:
         """The context so far, ``[1, length]``, as processors and stopping criteria read it."""
         return self._ids.of(self.context, device)
 
-    @torch.no_grad()  # not inference mode: processors of others may keep what they make, and use it elsewhere
+    @torch.no_grad()  # not inference mode: a processor may keep tensors and use them outside
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the processors make of one row of logits, given the context so far; the row stays as it is."""
+        """One row of logits after the processors, given the context so far; the row itself is not changed."""
         given = cast(torch.FloatTensor, logits[None].to(torch.float32, copy=True))
         return self._processors(self.ids(logits.device), given)[0]
 
@@ -94,25 +94,25 @@ class Sampler:
     def choose(self, scores: torch.Tensor) -> int:
         if self._greedy:
             return int(likeliest(scores))
-        token = self._draws.first(len(self.context), scores.softmax(dim=-1).cpu().numpy())
+        token = self._race.sample(len(self.context), scores.softmax(dim=-1).cpu().numpy())
         if token < 0:
             raise ModelError("the model's logits are not numbers: its dtype may be too small, try --dtype float32")
         return token
 
-    def decisive(self, scores: torch.Tensor) -> torch.Tensor:
-        """What the choice goes by, the highest winning: the scores, and where tokens are drawn their noise on top.
+    def perturbed_scores(self, scores: torch.Tensor) -> torch.Tensor:
+        """The values whose arg-max is the chosen token: the scores, plus Gumbel noise if tokens are sampled.
 
-        The logarithm of how early a token arrives in the race of ``Draws``, but for a constant.
+        Up to a constant, these are the negative logarithms of the times in the exponential race.
         """
         scores = scores.double().cpu()
         if self._greedy:
             return scores
-        drawn = torch.from_numpy(self._draws.at(len(self.context), len(scores)))
-        return scores - (-(-drawn).log1p()).log()
+        uniforms = torch.from_numpy(self._race.uniforms(len(self.context), len(scores)))
+        return scores - (-(-uniforms).log1p()).log()
 
 
 class _GrowingIds:
-    """A context as a tensor; it grows in place, where a new tensor for each token would cost its length."""
+    """A context as a tensor that grows in place; a new tensor for each token would be a copy of the context."""
 
     def __init__(self, padding: Sequence[int]) -> None:
         self._padding = list(padding)
@@ -133,9 +133,9 @@ class _GrowingIds:
 
 
 def processors_of(config: SamplingConfig) -> LogitsProcessorList:
-    """The processors of explicit settings alone, in the order of ``generate``; what is None changes nothing.
+    """The processors of explicit options alone, in the order of ``generate``; None adds no processor.
 
-    ``runtime/generate_settings.py`` has those that ``generate`` would use, the model's own settings included.
+    ``runtime/generate_settings.py`` makes those of ``generate``, which include the model's own settings.
     """
     chosen = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):

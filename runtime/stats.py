@@ -1,4 +1,4 @@
-"""What a generation took, summed over its steps."""
+"""Statistics of answers, summed over their steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Stats:
     verify_seconds: float = 0.0
     finish: Finish | None = None
     drafted: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
-    """Nodes, by the number of their source."""
+    """Draft nodes of each source."""
     accepted: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
-    """Nodes that the target took."""
+    """Accepted nodes of each source."""
     hits: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
-    """Steps for which a source had something to draft."""
+    """Steps in which a source drafted at least one node."""
     source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: _by_source().astype(np.float64))
 
     def add(self, step: Step) -> None:
@@ -45,7 +45,7 @@ class Stats:
             self.accepted += np.bincount(step.tree.sources[step.path], minlength=len(SourceName))
 
     def counted(self, steps: Iterable[Step], drafter: Drafter) -> Iterator[Step]:
-        """The steps, added while they pass; with the last of them what each source has taken."""
+        """Yield the steps and add each to the sums; at the end, add the seconds of each source."""
         before = dict(drafter.seconds)
         try:
             for step in steps:
@@ -55,7 +55,7 @@ class Stats:
             self.add_seconds(before, drafter.seconds)
 
     def add_seconds(self, before: Mapping[SourceName, float], after: Mapping[SourceName, float]) -> None:
-        """What the sources took between two readings of a drafter's clock."""
+        """Add the seconds of each source between two readings of ``Drafter.seconds``."""
         for source, seconds in after.items():
             self.source_seconds[source] += seconds - before.get(source, 0.0)
 
@@ -76,12 +76,12 @@ class Stats:
 
     @property
     def sources(self) -> list[SourceName]:
-        """Those that drafted anything or took any time."""
+        """The sources that drafted a node or took time."""
         found = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
         return [source for source in found if source]
 
-    def told_sources(self) -> dict[str, dict[str, float]]:
-        """By the names that users see; these stay as they are once they have shipped."""
+    def sources_json(self) -> dict[str, dict[str, float]]:
+        """The figures of each source under the names of the JSON output, which must not change."""
         return {
             str(source): {
                 "drafted": int(self.drafted[source]),
@@ -110,7 +110,7 @@ class Stats:
 
     @property
     def outside_us_per_step(self) -> float:
-        """Everything that is not the model's own forward pass."""
+        """Microseconds of a step outside the model's forward pass."""
         return self._per_step(self.seconds - self.verify_seconds) * 1e6
 
     def source_us_per_step(self, source: SourceName) -> float:

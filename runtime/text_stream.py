@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive."""
+"""Incremental detokenization: token ids to text while they are generated."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer shows for bytes that are not a whole character yet."""
+"""The replacement character that a tokenizer returns for an incomplete character."""
 
 
 class TextStream:
-    """Gives out text as soon as it can no longer change; the pieces join to ``text_of`` of all ids.
+    """Returns text as soon as it can no longer change; the pieces join to ``text_of`` of all ids.
 
-    How a token reads may depend on the one before it, so new ids are decoded together with those
-    given out last: these lie from ``_start`` to ``_read``. Special tokens, which ``text_of`` skips, are
-    dropped while nothing is given out: else a long run of them would be decoded again with each new one.
+    The text of a token may depend on the token before it, so new ids are decoded together with those
+    whose text was returned last: these lie from ``_start`` to ``_read``. Special tokens, which ``text_of``
+    skips, are dropped as they come, so that a long run of them is not decoded again with each new one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -28,7 +28,7 @@ class TextStream:
         self._read = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete; empty while a character is still in pieces."""
+        """The text that these ids complete; empty while a character is incomplete."""
         self._ids.extend(ids)
         fresh = self._unread()
         if not fresh or fresh.endswith(UNFINISHED):
@@ -38,18 +38,18 @@ class TextStream:
         return fresh
 
     def end(self) -> str:
-        """What is left when no more ids come: bytes that never became a character."""
+        """The rest of the text at the end of the answer, incomplete characters included."""
         fresh = self._unread()
         self._read = len(self._ids)
         return fresh
 
     def _drop_skipped(self, newest: int) -> None:
-        """Forget those of the newest ids that never show, whatever stands around them."""
+        """Drop those of the newest ids that have no text in any context."""
         first = len(self._ids) - newest
         self._ids[first:] = [id_ for id_ in self._ids[first:] if not self._is_skipped(id_)]
 
     def _is_skipped(self, id_: int) -> bool:
-        """Whether an id shows only where special tokens do: a decoder never sees it otherwise."""
+        """Whether an id has text only if special tokens are not skipped."""
         if id_ not in self._skipped:
             shown = text_of(self._tokenizer, [id_])
             self._skipped[id_] = not shown and bool(text_of(self._tokenizer, [id_], skip_special_tokens=False))

@@ -1,4 +1,4 @@
-"""The draft tree: the nodes that one forward pass checks."""
+"""The draft tree: the nodes that one forward pass verifies."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hdtool.runtime.config import LARGEST_BUDGET
 ROOT = -1
 """The parent of a node that follows the last emitted token directly."""
 LARGEST_TREE = LARGEST_BUDGET
-"""Nodes that a target has room for."""
+"""The largest number of nodes that a target verifies in one pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Guesses at what follows ``root``, the last emitted token, which the target has not read yet.
+    """Draft tokens after ``root``, the last emitted token, which is not in the KV cache yet.
 
-    A parent stands before its children. A tree of no nodes is plain decoding.
+    Nodes are sorted so that a parent comes before its children. A tree without nodes is plain decoding.
     """
 
     root: int
     tokens: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int32]
     sources: npt.NDArray[np.uint8]
-    """Where each node came from: a ``SourceName``."""
+    """The ``SourceName`` of each node."""
 
     @classmethod
     def bare(cls, root: int) -> DraftTree:
@@ -46,17 +46,17 @@ class DraftTree:
 
     @property
     def all_tokens(self) -> list[int]:
-        """The root's and the nodes', row by row."""
+        """The tokens of the root and the nodes, in the order of the rows of a pass."""
         return [self.root, *self.tokens.tolist()] if len(self) else [self.root]
 
     @cached_property
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
-        """Row by row, which rows each one descends from, itself included; row 0 is the root."""
+        """``[row, other]`` is True where ``other`` is the row itself or its ancestor; row 0 is the root."""
         return _ancestor_mask(self.parents)
 
     @cached_property
     def depths(self) -> npt.NDArray[np.int64]:
-        """Row by row, how many tokens below the root it stands."""
+        """The depth of each row below the root; row 0 is the root."""
         return _depths(self.parents)
 
     def child(self, node: int, token: int) -> int | None:
@@ -65,24 +65,24 @@ class DraftTree:
         return int(found[0]) if len(found) else None
 
     def clipped(self, depth: int) -> DraftTree:
-        """The tree down to ``depth``, so that no node stands past the end of the context."""
+        """The tree without nodes deeper than ``depth``."""
         if len(self) <= depth or self.depths.max() <= depth:
             return self
         return self.picked(np.flatnonzero(self.depths[1:] <= depth))
 
     def embeddable(self, vocabulary: int) -> DraftTree:
-        """The tree without tokens that a model with so many embeddings cannot read, and without their descendants."""
-        # Read as unsigned numbers, negative ids are too large as well.
+        """The tree without tokens that have no embedding, and without their descendants."""
+        # As unsigned numbers, negative ids are too large as well.
         if not len(self) or self.tokens.view(np.uint64).max() < vocabulary:
             return self
         return self.picked(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
 
     def picked(self, order: npt.NDArray[np.int64]) -> DraftTree:
-        """These nodes in this order; each node's parent must be among them, and before it."""
+        """These nodes in this order; each node's parent must be among them and come before it."""
         return DraftTree(self.root, self.tokens[order], _moved(self.parents, order), self.sources[order])
 
     def check_integrity(self) -> None:
-        """Our own invariants, for tests and debugging."""
+        """Assert the invariants of a tree, for tests and debugging."""
         assert len(self.tokens) == len(self.parents) == len(self.sources)
         assert np.all(self.parents >= ROOT)
         assert np.all(self.parents < np.arange(len(self)))
@@ -93,7 +93,7 @@ _NO_NODES = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8)
 
 @njit(cache=True, nogil=True)
 def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """The parents of nodes once they stand in this order."""
+    """The parents of nodes after sorting them into this order."""
     places = np.full(len(parents) + 1, ROOT, np.int32)  # the last one is the root's
     above = np.empty(len(order), np.int32)
     for place in range(len(order)):
@@ -106,7 +106,7 @@ def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.
 def _embeddable(
     tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], vocabulary: int
 ) -> npt.NDArray[np.bool_]:
-    """Which nodes have an embedding, all of their ancestors included."""
+    """Which nodes have an embedding and only ancestors that have one."""
     kept = np.empty(len(tokens), np.bool_)
     for node in range(len(tokens)):
         kept[node] = 0 <= tokens[node] < vocabulary and (parents[node] == ROOT or kept[parents[node]])
@@ -120,7 +120,7 @@ def _ancestor_mask(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     related[0, 0] = True
     for row in range(1, rows):
         above = parents[row - 1] + 1
-        for column in range(above + 1):  # nothing stands above what comes behind it
+        for column in range(above + 1):  # ancestors come before their descendants
             related[row, column] = related[above, column]
         related[row, row] = True
     return related

@@ -80,7 +80,7 @@ def record(answer: Answer) -> dict[str, Any]:
         "verify_ms_per_step": round(stats.verify_ms_per_step, 4),
         "outside_us_per_step": round(stats.outside_us_per_step, 1),
         "finish": stats.finish,
-        "sources": stats.told_sources(),
+        "sources": stats.sources_json(),
     }
 
 

@@ -1,4 +1,4 @@
-"""A benchmark as it was asked for, and carrying it out: from settings and questions to a folder of results."""
+"""The plan of a benchmark and its execution: from settings and questions to a folder of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.data.spec_bench import question_id
 from hdtool.runtime.config import METHODS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafters.heads.select_heads import methods_with_heads
-from hdtool.runtime.environment import compute_with, surroundings
+from hdtool.runtime.environment import compute_with, describe_environment
 from hdtool.runtime.evaluation.bench import Bench, hash_of
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.evaluation.scores import baseline_of
@@ -21,12 +21,12 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.stores.store_set import StoreSet
 
 FREE = ("method", "out", "baseline", "limit", "trust_remote_code")
-"""Settings that change no answer and no time; what the limit leaves of the questions counts as the questions."""
+"""Settings that change no answer and no time; the limit is part of the hash of the questions."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides what is measured."""
+    """All settings of a measurement."""
 
     questions: Sequence[Prompt]
     bench: BenchConfig = field(default_factory=BenchConfig)
@@ -37,21 +37,27 @@ class Plan:
     chat: bool | None = None
 
     def options(self) -> dict[str, Any]:
-        """As they are written down, to tell whether results go on or are others."""
-        parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)  # the bench's threads count
+        """The settings as ``run.json`` records them; a run with equal settings is resumed."""
+        parts = (
+            self.model,
+            self.decoding,
+            self.sampling,
+            self.store_set,
+            self.bench,
+        )  # the bench's threads replace the model's
         named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
         methods = list(self.bench.methods) if self.bench.methods else None
         heads = list(self.decoding.heads)
         return named | {"methods": methods, "heads": heads, "chat": self.chat, "questions": hash_of(self.questions)}
 
     def at(self, temperature: float) -> Plan:
-        """The same at another temperature, its results in a folder within the one of these."""
+        """The same plan at another temperature, with its results in a subfolder."""
         place = Path(self.bench.out) / f"temperature-{temperature:g}"
         sampling = replace(self.sampling, temperature=temperature)
         return replace(self, bench=replace(self.bench, out=str(place)), sampling=sampling)
 
-    def results(self, told: Callable[[int], None] = lambda answered: None) -> Results:
-        """The results; what the folder lacks is measured. ``told`` hears how many questions are answered."""
+    def results(self, on_progress: Callable[[int], None] = lambda answered: None) -> Results:
+        """Measure what the folder lacks; ``on_progress`` receives the number of answered questions."""
         folder = Path(self.bench.out)
         before = Run.read(folder)
         if before is not None:
@@ -60,15 +66,15 @@ class Plan:
             if found.complete:
                 return found
         with locked(folder):
-            self._measure(folder, told)
+            self._measure(folder, on_progress)
         return read_results(folder)
 
     def _databases(self) -> str:
-        """The letters of those that any of the methods draws on."""
+        """The letters of the databases that any of the methods uses."""
         ours = [name for name in self.bench.methods or METHODS if name in METHODS]
         return "".join({letter for name in ours for letter in METHODS[name].databases})
 
-    def _measure(self, folder: Path, told: Callable[[int], None]) -> None:
+    def _measure(self, folder: Path, on_progress: Callable[[int], None]) -> None:
         compute_with(self.bench.threads)
         loaded = load(self.model)
         store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, self._databases())
@@ -79,12 +85,12 @@ class Plan:
             self.options(),
             methods,
             len(self.questions),
-            surroundings(loaded, store_set),
+            describe_environment(loaded, store_set),
             datetime.now(UTC).isoformat(timespec="seconds"),
         )
         ids = [question_id(question.id) for question in self.questions]
         results = ResultFolder(folder, run, ids)
-        told(results.answered)
+        on_progress(results.answered)
         lineup = Lineup(loaded, store_set, self.model, self.decoding, self.sampling)
         bench = Bench(
             loaded,
@@ -97,4 +103,4 @@ class Plan:
         bench.warm_up(self.questions, self.bench.warm_up)
         for answers in bench.answers(self.questions, results.answered):
             results.add(answers)
-            told(results.answered)
+            on_progress(results.answered)

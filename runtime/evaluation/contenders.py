@@ -1,10 +1,11 @@
-"""What is measured against each other: our methods, and what the library itself offers."""
+"""The contenders of a benchmark: hdtool's methods, and ``generate`` of transformers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -25,13 +26,13 @@ T = TypeVar("T")
 
 
 class Contender(Protocol):
-    """Answers a prompt, and says what it took."""
+    """Answers a prompt and measures the answer."""
 
     def answer(self, prompt: list[int]) -> AnsweredTurn: ...
 
 
-class Drafting:
-    """One of our methods."""
+class DraftingContender:
+    """One of hdtool's methods."""
 
     def __init__(self, loaded: Loaded, drafter: Drafter, sampling: SamplingConfig, max_new_tokens: int) -> None:
         self._loaded = loaded
@@ -54,7 +55,7 @@ class Drafting:
             draft_seconds=stats.draft_seconds,
             model_seconds=stats.verify_seconds,
             drafted_by=[int(source) for step in steps for source in step.sources],
-            sources=stats.told_sources(),
+            sources=stats.sources_json(),
         )
 
     def _steps(self, prompt: list[int]) -> Iterator[Step]:
@@ -63,10 +64,10 @@ class Drafting:
         return decode(target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=self._drafter)
 
 
-class Generating:
-    """The library's ``generate`` with a model as its users load it: same ends, same length, same temperature.
+class GenerateContender:
+    """``generate`` of transformers, with the same stop tokens, length and temperature.
 
-    Greedy answers are those of plain decoding. Sampled ones are not: the library draws in its own way.
+    Greedy answers equal plain decoding. Sampled ones differ: transformers draws tokens in its own way.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Generating:
         max_new_tokens: int,
         **drafting: Any,
     ) -> None:
-        """``drafting`` is what ``generate`` is told about drafts: nothing means that it makes none."""
+        """``drafting`` holds the options of ``generate`` for assisted decoding; without any, it drafts nothing."""
         self._loaded = loaded
         self._model: Any = model
         self._seed = sampling.seed
@@ -90,9 +91,12 @@ class Generating:
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)
         torch.manual_seed(self._seed % 2**63)
         passes = _Passes(len(prompt))
-        # A plain pass brings one token; who needs no counting goes without.
+        generated = partial(
+            generate_ids, self._loaded, self._sampling, prompt, room, model=self._model, **self._drafting
+        )
+        # Without drafts every pass brings one token, and the hook that counts passes is left out of the timing.
         with passes.counted(self._model, wanted=bool(self._drafting)):
-            output_ids, seconds = timed(self._model.device, lambda: self._generate(prompt, room))
+            output_ids, seconds = timed(self._model.device, generated)
         ended = output_ids[-1] in self._loaded.stops
         return AnsweredTurn(
             text_of(self._loaded.tokenizer, output_ids),
@@ -103,25 +107,33 @@ class Generating:
             nodes=passes.drafted,
         )
 
-    def _generate(self, prompt: list[int], room: int) -> list[int]:
-        asked = torch.tensor([prompt], device=self._model.device)
-        said = self._model.generate(
-            asked,
-            attention_mask=torch.ones_like(asked),
-            **generate_options(self._sampling, self._model.generation_config, self._loaded.stops, room),
-            **({"tokenizer": self._loaded.tokenizer} if self._model.generation_config.stop_strings else {})
-            | self._drafting,
-        )
-        answer: list[int] = said[0, len(prompt) :].tolist()
-        return answer
+
+def generate_ids(
+    loaded: Loaded,
+    sampling: SamplingConfig,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    model: PreTrainedModel | None = None,
+    **options: Any,
+) -> list[int]:
+    """The answer of ``model.generate``, without the prompt; ``model`` replaces the target of ``loaded``."""
+    model = model or loaded.target.model
+    ids = torch.tensor([prompt], device=model.device)
+    if model.generation_config.stop_strings:
+        options = {"tokenizer": loaded.tokenizer, **options}
+    options |= generate_options(sampling, model.generation_config, loaded.stops, max_new_tokens)
+    output: Any = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    answer: list[int] = output[0, len(prompt) :].tolist()
+    return answer
 
 
 class _Passes:
-    """What forward passes inside ``generate`` were given, from which follows what each of them brought."""
+    """Counts the tokens of each forward pass inside ``generate`` from the lengths of its inputs."""
 
     def __init__(self, prompt_length: int) -> None:
         self._known = [prompt_length]
-        """Tokens of the conversation at the start of each pass, and at last at the end."""
+        """Tokens of the conversation at the start of each pass."""
         self.drafted = 0
         self._first = True
 
@@ -135,7 +147,7 @@ class _Passes:
                 hook.remove()
 
     def tokens(self, answered: int) -> list[int]:
-        """The tokens that each pass brought, of so many in all."""
+        """The tokens of each pass, of ``answered`` tokens in total."""
         ends = [*self._known[1:], self._known[0] + answered]
         return [end - start for start, end in zip(self._known, ends, strict=True)]
 
@@ -145,20 +157,20 @@ class _Passes:
             self._first = False
             self.drafted += rows - self._known[0]
         else:
-            # The last token said is not in the cache yet: it is the first row of the pass.
+            # The last token is not in the KV cache yet: it is the first input of the pass.
             self._known.append(options["past_key_values"].get_seq_length() + 1)
             self.drafted += rows - 1
 
 
 def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
-    """What an action gives, and its seconds, with all work of the device done before and after."""
-    _settle(device)
+    """The result of an action and its seconds; the device is synchronized before and after."""
+    _synchronize(device)
     started = time.perf_counter()
     found = action()
-    _settle(device)
+    _synchronize(device)
     return found, time.perf_counter() - started
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

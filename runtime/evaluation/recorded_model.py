@@ -1,4 +1,4 @@
-"""Real steps that say what is on record: what drafting brings a model of some shape, without its weights."""
+"""Real forward passes with recorded answers: the speed of a model of some shape, without its weights."""
 
 from __future__ import annotations
 
@@ -21,85 +21,87 @@ from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
 
 COPIED = {"cuda": 1 << 31}
-"""Bytes that bandwidth is measured by, far more than a cache holds."""
+"""Bytes copied to measure memory bandwidth: many times the size of the processor's caches."""
 COPIED_ELSEWHERE = 1 << 27
 COPIES = 5
 
 
 class RecordedSampler(Sampler):
-    """Chooses what was said, whatever the logits say."""
+    """Chooses the recorded tokens, whatever the logits."""
 
     def __init__(self, turn: RecordedTurn) -> None:
         super().__init__(SamplingConfig(), turn.prompt)
         self._begin, self._answer = len(turn.prompt), turn.answer
 
-    def over(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
-        likeliest(logits)  # a real choice would wait for it
+    def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
+        likeliest(logits)  # as slow as a real choice
         return lambda row: self._answer[len(self.context) - self._begin]
 
 
 @dataclass
-class Timed:
-    """What answers on record took somebody."""
+class Timing:
+    """The time that one contender took for recorded answers."""
 
     tokens: int = 0
     seconds: float = 0.0
     stats: Stats | None = None
-    """Of ours, step by step."""
+    """Only for hdtool's own methods."""
     later: Stats | None = None
-    """The same without the prompts' own passes."""
+    """The same without the passes over prompts."""
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-Teller = Callable[[RecordedTurn], Timed]
-"""Makes an answer that is on record."""
+ReplayRunner = Callable[[RecordedTurn], Timing]
+"""Makes a recorded answer again and times it."""
 
 
-def ours(target: Target, drafter: Drafter) -> Teller:
-    def tell(turn: RecordedTurn) -> Timed:
+def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
+    """hdtool's own loop."""
+
+    def run(turn: RecordedTurn) -> Timing:
         steps = decode(target, turn.prompt, RecordedSampler(turn), max_new_tokens=len(turn.answer), drafter=drafter)
         made, seconds = timed(target.device, lambda: list(steps))
         stats = _added(made)
-        return Timed(stats.tokens, seconds, stats, _added(made[1:]))
+        return Timing(stats.tokens, seconds, stats, _added(made[1:]))
 
-    return tell
+    return run
 
 
-def theirs(target: Target, **options: Any) -> Teller:
-    """``model.generate``, for as many tokens; what it says are others."""
+def generate_runner(target: Target, **options: Any) -> ReplayRunner:
+    """``model.generate``, for as many tokens as recorded; its tokens differ from the recorded ones."""
     model: Any = target.model
 
-    def tell(turn: RecordedTurn) -> Timed:
-        asked = torch.tensor([turn.prompt], device=target.device)
-        many = len(turn.answer)
-        given = {"attention_mask": torch.ones_like(asked), "do_sample": False, "eos_token_id": None, **options}
-        said, seconds = timed(
-            target.device, lambda: model.generate(asked, max_new_tokens=many, min_new_tokens=many, **given)
+    def run(turn: RecordedTurn) -> Timing:
+        prompt = torch.tensor([turn.prompt], device=target.device)
+        length = len(turn.answer)
+        given = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, **options}
+        output, seconds = timed(
+            target.device, lambda: model.generate(prompt, max_new_tokens=length, min_new_tokens=length, **given)
         )
-        return Timed(said.shape[1] - len(turn.prompt), seconds)
+        return Timing(output.shape[1] - len(turn.prompt), seconds)
 
-    return tell
+    return run
 
 
 @dataclass
-class Race:
-    """Everybody answers a turn before the next one comes, and another one begins each time."""
+class PairedBenchmark:
+    """All contenders answer a turn before the next turn starts; the order rotates from turn to turn."""
 
-    tellers: Mapping[str, Teller]
-    found: dict[str, Timed] = field(default_factory=dict)
+    runners: Mapping[str, ReplayRunner]
+    results: dict[str, Timing] = field(default_factory=dict)
 
     def run(self, turns: Sequence[RecordedTurn]) -> Iterator[int]:
-        """Yields how many turns are done; the first is told once before, and not counted."""
-        for tell in self.tellers.values():
-            tell(turns[0])
-        totals: dict[str, list[Timed]] = {name: [] for name in self.tellers}
+        """Yields how many turns are done; the first turn is run once before as a warm-up."""
+        for run in self.runners.values():
+            run(turns[0])
+        totals: dict[str, list[Timing]] = {name: [] for name in self.runners}
         for place, turn in enumerate(turns):
-            for name in in_turn(list(self.tellers), place):
-                totals[name].append(self.tellers[name](turn))
-            self.found = {name: _sum(parts) for name, parts in totals.items()}
+            for name in in_turn(list(self.runners), place):
+                totals[name].append(self.runners[name](turn))
+            self.results = {name: _sum(parts) for name, parts in totals.items()}
             yield place + 1
 
 
@@ -110,10 +112,10 @@ def _added(steps: Sequence[Step]) -> Stats:
     return stats
 
 
-def _sum(parts: Sequence[Timed]) -> Timed:
+def _sum(parts: Sequence[Timing]) -> Timing:
     stats = [part.stats for part in parts if part.stats]
     later = [part.later for part in parts if part.later]
-    return Timed(
+    return Timing(
         sum(part.tokens for part in parts),
         sum(part.seconds for part in parts),
         Stats.total(stats) if stats else None,
@@ -122,7 +124,7 @@ def _sum(parts: Sequence[Timed]) -> Timed:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second that this device reads and writes when it copies; the best of some copies."""
+    """Bytes per second that this device reads and writes in a copy; the best of several copies."""
     size = COPIED.get(device.type, COPIED_ELSEWHERE)
     source, copy = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     best = float("inf")

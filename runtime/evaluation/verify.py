@@ -1,11 +1,10 @@
-"""Losslessness where the user is: a method's answers against plain decoding, and that against ``generate``."""
+"""Verification of losslessness: a method against plain decoding, and plain decoding against ``generate``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import torch
 
@@ -13,7 +12,8 @@ from hdtool.data.errors import HdtoolError, reason_of
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode, room_for
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.generate_settings import generate_options, refuse_settings
+from hdtool.runtime.evaluation.contenders import generate_ids
+from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.precision import HIGHER, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantized_layers import quantised_layers
@@ -21,36 +21,36 @@ from hdtool.runtime.sampler import Sampler
 
 
 class Oracle(StrEnum):
-    """What an answer is compared with."""
+    """The reference that an answer is compared with."""
 
     PLAIN = "plain"
-    """Our own loop with nothing drafted: what the method must equal."""
+    """hdtool's loop without drafts: the method must give the same tokens."""
     GENERATE = "generate"
-    """The library's ``model.generate``: what our own loop must equal, where nothing is drawn."""
+    """``model.generate`` of transformers: hdtool's greedy loop must give the same tokens."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two answers part."""
+    """The first position at which two answers differ."""
 
     prompt: str
     oracle: Oracle
     asked: list[int]
     before: list[int]
-    """What both had said until there."""
+    """The tokens that both answers share before it."""
     expected: int | None
     found: int | None
-    """The token of either side; None where an answer has ended."""
+    """The token of each side; None where an answer has ended."""
 
     @property
     def position(self) -> int:
-        """Counted from the first token of the answer, which is 0."""
+        """Counted from the first token of the answer, from 0."""
         return len(self.before)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One prompt, answered in all ways."""
+    """The comparisons of one prompt."""
 
     prompt: str
     tokens: int
@@ -63,34 +63,34 @@ class Check:
 
 @dataclass(frozen=True)
 class Measure:
-    """What both tokens of a difference are worth, in one precision."""
+    """The logits of both tokens of a difference, in one precision."""
 
     dtype: str
     expected: float
     found: float
     """Logits, after penalties and temperature."""
     gap: float
-    """How far the two are apart in what decides: in their logits, with their noise where tokens are drawn."""
+    """The distance of the two scores: of their logits, with the Gumbel noise where tokens are sampled."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Whether rounding explains a difference, and what that rests on."""
+    """Whether rounding explains a difference, with the evidence."""
 
     difference: Difference
     working: Measure | None = None
     precise: Measure | None = None
     rounding: float | None = None
-    """How far rounding moves what decides, measured at this very place."""
+    """The largest change of a logit between the two precisions at this position."""
     chosen: int | None = None
-    """The token that the more precise computation takes."""
+    """The token that the more precise computation chooses."""
     near_tie: bool = False
     reason: str = ""
-    """Why there is no more to tell, if so."""
+    """Why there is no evidence, if so."""
 
 
 class Verifier:
-    """A loaded model whose answers are checked, with one drafter and one way of choosing tokens."""
+    """Checks the answers of a loaded model with one drafter and one sampling configuration."""
 
     def __init__(self, loaded: Loaded, sampling: SamplingConfig, drafter: Drafter, max_new_tokens: int) -> None:
         refuse_settings(loaded.target.model.generation_config)
@@ -102,36 +102,36 @@ class Verifier:
 
     @property
     def oracles(self) -> list[Oracle]:
-        """``generate`` draws its tokens in another way, so it has a say in greedy decoding only."""
+        """``generate`` samples in another way, so it is an oracle of greedy decoding only."""
         return [Oracle.PLAIN, Oracle.GENERATE] if self._sampling.is_greedy else [Oracle.PLAIN]
 
     def check(self, prompt: str, ids: list[int]) -> Check:
-        """Answer a prompt in all ways and compare token for token."""
+        """Answer a prompt with and without drafts and compare token for token."""
         plain, _ = self._decoded(ids, NoDraft())
         drafted, steps = self._decoded(ids, self._drafter)
         pairs = [(Oracle.PLAIN, plain, drafted)]
         if Oracle.GENERATE in self.oracles:
-            pairs.append((Oracle.GENERATE, self._generated(ids), plain))
-        found = [_difference(prompt, oracle, ids, expected, said) for oracle, expected, said in pairs]
+            pairs.append((Oracle.GENERATE, generate_ids(self._loaded, self._sampling, ids, self._room(ids)), plain))
+        found = [_difference(prompt, oracle, ids, expected, answer) for oracle, expected, answer in pairs]
         return Check(prompt, len(plain), steps, [difference for difference in found if difference])
 
     def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
-        """Compute the parting places once more, plainly, in the working precision and in the next higher one."""
-        open_ones = list(differences)
-        places = [[*difference.asked, *difference.before] for difference in open_ones]
+        """Recompute the logits at each difference in the working precision and in the next higher one."""
+        differences = list(differences)
+        places = [[*difference.asked, *difference.before] for difference in differences]
         working = [logits_after(self._model, place) for place in places]
         names = [str(self._model.dtype).removeprefix("torch.")] * 2
         try:
-            if quantised_layers(self._model):  # which has no more precise form
-                again = [logits_step_by_step(self._model, one.asked, one.before) for one in open_ones]
+            if quantised_layers(self._model):  # there is no more precise form of these
+                again = [logits_step_by_step(self._model, one.asked, one.before) for one in differences]
                 names[1] += ", token by token"
             else:
                 again = self._precisely(places) if places else []
                 names[1] = str(HIGHER.get(self._model.dtype)).removeprefix("torch.")
-        except (HdtoolError, RuntimeError, TypeError) as error:  # no higher type, or code that knows only its own
+        except (HdtoolError, RuntimeError, TypeError) as error:  # no higher precision, or custom code that refuses it
             reason = f"it cannot be recomputed: {reason_of(error)}"
-            return [Explanation(difference, reason=reason) for difference in open_ones]
-        return [self._explained(*case, names) for case in zip(open_ones, working, again, strict=True)]
+            return [Explanation(difference, reason=reason) for difference in differences]
+        return [self._explained(*case, names) for case in zip(differences, working, again, strict=True)]
 
     def _decoded(self, ids: list[int], drafter: Drafter) -> tuple[list[int], int]:
         target, most = self._loaded.target, self._most
@@ -139,20 +139,11 @@ class Verifier:
         steps = list(decode(target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
         return [token for step in steps for token in step.tokens], len(steps)
 
-    def _generated(self, ids: list[int]) -> list[int]:
-        asked = torch.tensor([ids], device=self._model.device)
-        room, _ = room_for(self._loaded.target, ids, self._most)
-        said: Any = self._model.generate(
-            asked,
-            attention_mask=torch.ones_like(asked),
-            tokenizer=self._loaded.tokenizer if self._model.generation_config.stop_strings else None,
-            **generate_options(self._sampling, self._model.generation_config, self._loaded.stops, room),
-        )
-        answer: list[int] = said[0, len(ids) :].tolist()
-        return answer
+    def _room(self, ids: list[int]) -> int:
+        return room_for(self._loaded.target, ids, self._most)[0]
 
     def _precisely(self, places: Sequence[list[int]]) -> list[torch.Tensor]:
-        """On the model's device, or, where that has no room for it, on the CPU."""
+        """On the model's device, or on the CPU if the device has too little memory."""
         try:
             with more_precise(self._model, self._model.device):
                 return [logits_after(self._model, place) for place in places]
@@ -169,7 +160,7 @@ class Verifier:
         if difference.expected is None or difference.found is None:
             return Explanation(difference, chosen=sampler.choose(fine), reason="one of the answers ends here")
         pair = difference.expected, difference.found
-        lags = [_lag(sampler.decisive(fine), token) for token in pair]
+        lags = [_lag(sampler.perturbed_scores(fine), token) for token in pair]
         rounding = _moved(rough, fine)
         return Explanation(
             difference,
@@ -177,7 +168,7 @@ class Verifier:
             precise=_measure(names[1], fine, pair, sampler),
             rounding=rounding,
             chosen=sampler.choose(fine),
-            # Each of the two passes may be off by as much, in opposite directions.
+            # Either pass may be off by this much, in opposite directions.
             near_tie=max(lags) <= 2 * rounding,
         )
 
@@ -190,22 +181,22 @@ def _difference(
     shared = 0
     while shared < min(len(expected), len(found)) and expected[shared] == found[shared]:
         shared += 1
-    sides = (said[shared] if shared < len(said) else None for said in (expected, found))
+    sides = (answer[shared] if shared < len(answer) else None for answer in (expected, found))
     return Difference(prompt, oracle, asked, found[:shared], *sides)
 
 
 def _measure(dtype: str, scores: torch.Tensor, pair: tuple[int, int], sampler: Sampler) -> Measure:
-    decisive = sampler.decisive(scores)
+    perturbed_scores = sampler.perturbed_scores(scores)
     expected, found = (float(scores[token]) for token in pair)
-    return Measure(dtype, expected, found, float((decisive[pair[0]] - decisive[pair[1]]).abs()))
+    return Measure(dtype, expected, found, float((perturbed_scores[pair[0]] - perturbed_scores[pair[1]]).abs()))
 
 
-def _lag(decisive: torch.Tensor, token: int) -> float:
-    """How far a token is from being chosen."""
-    return float(decisive.max() - decisive[token])
+def _lag(perturbed_scores: torch.Tensor, token: int) -> float:
+    """The distance of a token from the chosen one."""
+    return float(perturbed_scores.max() - perturbed_scores[token])
 
 
 def _moved(rough: torch.Tensor, fine: torch.Tensor) -> float:
-    """How far rounding moves a logit, at most."""
+    """The largest change of a logit by rounding."""
     there = rough.isfinite() & fine.isfinite()
     return float((rough - fine)[there].abs().max())

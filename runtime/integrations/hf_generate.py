@@ -167,8 +167,8 @@ class _Recorder(Sampler):
         self.logits_kept: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
         self.only_argmax &= not (request.wants_scores or request.wants_logits)
 
-    def over(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
-        return super().over(logits.to(self.device), finite_only=finite_only)
+    def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
+        return super().chooser(logits.to(self.device), finite_only=finite_only)
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         scores = self.scores(logits[row])

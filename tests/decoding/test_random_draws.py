@@ -7,18 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.runtime.random_draws import Draws
+from hdtool.runtime.random_draws import ExponentialRace
 
 
 def test_draws_are_keyed_by_seed_position_and_token() -> None:
-    draws = Draws(7)
-    assert draws.at(5, 100).tolist() == Draws(7).at(5, 200)[:100].tolist()
-    others = [draws.at(5, 100), draws.at(6, 100), Draws(8).at(5, 100), Draws(7 + 2**63).at(5, 100)]
+    draws = ExponentialRace(7)
+    assert draws.uniforms(5, 100).tolist() == ExponentialRace(7).uniforms(5, 200)[:100].tolist()
+    others = [
+        draws.uniforms(5, 100),
+        draws.uniforms(6, 100),
+        ExponentialRace(8).uniforms(5, 100),
+        ExponentialRace(7 + 2**63).uniforms(5, 100),
+    ]
     assert len({number for row in others for number in row.tolist()}) == 400
 
 
 def test_draws_are_uniform_and_unrelated() -> None:
-    rows = np.stack([Draws(seed).at(position, 500) for seed in range(4) for position in range(50)])
+    rows = np.stack([ExponentialRace(seed).uniforms(position, 500) for seed in range(4) for position in range(50)])
     assert rows.min() >= 0 and rows.max() < 1
     share = np.histogram(rows, bins=20, range=(0, 1))[0] / rows.size
     np.testing.assert_allclose(share, 0.05, atol=0.0025)
@@ -28,8 +33,8 @@ def test_draws_are_uniform_and_unrelated() -> None:
 
 def test_draws_stay_what_they_are() -> None:
     """Whoever wrote a seed down gets the same answer from every later version."""
-    assert Draws(0).at(0, 2).round(12).tolist() == PINNED[0]
-    assert Draws(2**64 - 1).at(5000, 2).round(12).tolist() == PINNED[1]
+    assert ExponentialRace(0).uniforms(0, 2).round(12).tolist() == PINNED[0]
+    assert ExponentialRace(2**64 - 1).uniforms(5000, 2).round(12).tolist() == PINNED[1]
 
 
 PINNED = [[0.338052454196, 0.269130271226], [0.808300189932, 0.071769562068]]
@@ -39,11 +44,11 @@ PINNED = [[0.338052454196, 0.269130271226], [0.808300189932, 0.071769562068]]
 def test_the_first_to_arrive_is_chosen(seed: int, position: int, weights: list[float]) -> None:
     rates = np.array(weights, np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
-        times = -np.log1p(-Draws(seed).at(position, len(rates))) / rates
+        times = -np.log1p(-ExponentialRace(seed).uniforms(position, len(rates))) / rates
     expected = int(times.argmin()) if rates.any() else -1
-    assert Draws(seed).first(position, rates) == expected
+    assert ExponentialRace(seed).sample(position, rates) == expected
 
 
 @pytest.mark.parametrize("rates", [[0.0, 0.0], [np.nan, np.nan], []])
 def test_nobody_arrives_where_nobody_starts(rates: list[float]) -> None:
-    assert Draws(0).first(3, np.array(rates, np.float32)) == -1
+    assert ExponentialRace(0).sample(3, np.array(rates, np.float32)) == -1

@@ -45,7 +45,7 @@ def test_choices_follow_the_probabilities() -> None:
     logits = torch.tensor([[0.5, 0.2, 0.0, 0.3]]).log()
     counts = np.zeros(4)
     for seed in range(4000):
-        counts[Sampler(SamplingConfig(temperature=1.0, seed=seed), [0]).over(logits)(0)] += 1
+        counts[Sampler(SamplingConfig(temperature=1.0, seed=seed), [0]).chooser(logits)(0)] += 1
     assert counts[2] == 0
     np.testing.assert_allclose(counts / counts.sum(), [0.5, 0.2, 0.0, 0.3], atol=0.03)
 
@@ -55,7 +55,7 @@ def test_the_choice_is_the_highest_of_what_decides(seed: int, position: int, sco
     for temperature in (0.0, 1.0):
         sampler = Sampler(SamplingConfig(temperature=temperature, seed=seed), [0] * position)
         logits = torch.tensor(scores)
-        assert sampler.choose(logits) == int(sampler.decisive(logits).argmax())
+        assert sampler.choose(logits) == int(sampler.perturbed_scores(logits).argmax())
 
 
 def test_rounding_changes_next_to_no_choice() -> None:
@@ -82,15 +82,15 @@ def test_settings_that_change_nothing_have_no_processor() -> None:
 
 
 def test_greedy_takes_the_first_of_equals_in_one_go() -> None:
-    choose = Sampler(SamplingConfig(), [0]).over(torch.zeros(3, VOCABULARY))
+    choose = Sampler(SamplingConfig(), [0]).chooser(torch.zeros(3, VOCABULARY))
     assert [choose(row) for row in range(3)] == [0, 0, 0]
 
 
 def test_a_temperature_next_to_nothing_is_greedy() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    assert Sampler(SamplingConfig(temperature=1e-300), [0]).over(logits)(0) == 1
+    assert Sampler(SamplingConfig(temperature=1e-300), [0]).chooser(logits)(0) == 1
 
 
 def test_logits_that_are_no_numbers_are_named() -> None:
     with pytest.raises(ModelError, match="--dtype"):
-        Sampler(SamplingConfig(temperature=1.0), [0]).over(torch.full((1, 5), torch.nan))(0)
+        Sampler(SamplingConfig(temperature=1.0), [0]).chooser(torch.full((1, 5), torch.nan))(0)

@@ -131,14 +131,14 @@ def test_the_likeliest_token_is_the_one_that_greedy_sampling_takes(dtype: torch.
     assert [int(likeliest(row)) for row in logits] == expected
     assert likeliest(logits[:0]).tolist() == []
     for kind in (logits, logits.clone().requires_grad_(), logits.T.clone().T):
-        choice = map(Sampler(SamplingConfig(), [1]).over(kind), range(len(kind)))
+        choice = map(Sampler(SamplingConfig(), [1]).chooser(kind), range(len(kind)))
         assert list(choice) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_greedy_acceptance_looks_only_at_the_rows_that_it_reaches(dtype: torch.dtype) -> None:
     logits = torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=dtype)
-    choose = Sampler(SamplingConfig(), [1]).over(logits)
+    choose = Sampler(SamplingConfig(), [1]).chooser(logits)
     assert choose(0) == 1
     logits[1, 0] = 2.0
     assert choose(1) == 0

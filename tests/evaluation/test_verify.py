@@ -92,7 +92,7 @@ def test_generate_has_no_say_where_tokens_are_drawn(small: Loaded) -> None:
 
 def credulous(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, *, stops: object = (), most: int) -> Accepted:
     """An acceptance that believes any first child."""
-    choose = sampler.over(logits)
+    choose = sampler.chooser(logits)
     first = tree.parents.tolist().index(ROOT) if len(tree) and most > 1 else None
     tokens = [choose(0)] if first is None else [int(tree.tokens[first]), choose(first + 1)]
     sampler.context += tokens
@@ -185,7 +185,7 @@ def between_the_twins(sampling: SamplingConfig, pair: tuple[int, int]) -> Sampli
     """With a seed that gives the two tokens that are left next to the same noise."""
 
     def apart(seed: int) -> float:
-        noise = Sampler(SamplingConfig(1.0, seed=seed), PROMPT).decisive(torch.zeros(VOCABULARY))
+        noise = Sampler(SamplingConfig(1.0, seed=seed), PROMPT).perturbed_scores(torch.zeros(VOCABULARY))
         return abs(float(noise[pair[0]] - noise[pair[1]]))
 
     return SamplingConfig(sampling.temperature, top_k=sampling.top_k, seed=min(range(2000), key=apart))

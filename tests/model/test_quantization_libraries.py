@@ -14,7 +14,7 @@ from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.environment import fingerprint, surroundings
+from hdtool.runtime.environment import describe_environment, fingerprint
 from hdtool.runtime.evaluation.verify import Verifier
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.llm_int8 import RowByRow
@@ -65,10 +65,8 @@ def check(loaded: Loaded, *, exact: bool) -> None:
 def test_torchao_with_weights_alone(torchao: Any, tmp_path: Path) -> None:
     loaded = load(saved(tmp_path, TorchAoConfig(torchao.Int8WeightOnlyConfig())))
     check(loaded, exact=True)
-    assert (
-        surroundings(loaded, StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig("none", "none")))["quantised"]
-        == "torchao"
-    )
+    stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig("none", "none"))
+    assert describe_environment(loaded, stores)["quantised"] == "torchao"
 
 
 def test_torchao_with_activations(torchao: Any, tmp_path: Path) -> None:
@@ -103,8 +101,8 @@ def test_bitsandbytes_row_by_row(bitsandbytes: Any) -> None:
 @pytest.mark.parametrize(("quantise", "exact"), [("int8", True), ("nf4", False)])
 def test_quantised_on_loading(quantise: str, exact: bool) -> None:
     pytest.importorskip("torchao" if quantise == "int8" else "bitsandbytes")
-    check(load(ModelConfig(quantise=quantise)), exact=exact)
-    load(ModelConfig(quantise=quantise, device_map="auto"))
+    check(load(ModelConfig(quantization=quantise)), exact=exact)
+    load(ModelConfig(quantization=quantise, device_map="auto"))
 
 
 def test_a_model_that_its_owner_quantised(torchao: Any) -> None:
