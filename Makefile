@@ -1,11 +1,12 @@
-# Two commands: `make demo` shows hdtool at work, `make test` checks all but `make test-quantised test-ray test-vllm`.
+# Two commands: `make demo` shows hdtool at work, `make test` checks it. `make test-long` checks what takes longer,
+# `make test-quantised test-ray test-vllm` what needs libraries of its own.
 # Each sets up its environment on its first run and again only when the pins change.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-quantised test-ray test-vllm format types unit docs bench clean
+.PHONY: demo test test-long test-quantised test-ray test-vllm format types unit docs bench clean
 
 demo: .venv/installed .compiled
 	$(BIN)/hdtool demo
@@ -15,7 +16,11 @@ test: .venv/installed-dev .compiled
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
 	$(BIN)/python -m tests.command_reference --check
-	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/pytest -n auto --dist loadfile -m "not long"
+
+# What is exhaustive or slow: all families of models, the wheel, the script of GPU checks, whole benchmarks.
+test-long: .venv/installed-dev .compiled
+	$(BIN)/pytest -n auto --dist loadfile -m long
 
 # vLLM brings its own torch and transformers, so it has an environment of its own.
 test-vllm: .venv-vllm/installed .venv-vllm/numba

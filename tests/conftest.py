@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
+import pytest
 import torch
 from transformers.utils import logging
 
@@ -22,3 +23,15 @@ logging.disable_progress_bar()
 
 hypothesis.settings.register_profile("hdtool", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("hdtool")
+
+FAMILIES = {"llama", "gemma2", "gpt2", "qwen3_moe", "llama4", "mistral"}
+"""Full, sliding and chunked attention, learned positions, mixtures of experts; the others are tested by test-long."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            family = item.callspec.params.get("family")
+            if isinstance(family, str) and family not in FAMILIES:
+                item.add_marker(pytest.mark.long)
