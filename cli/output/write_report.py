@@ -1,4 +1,4 @@
-"""How replays and benchmarks become a page: ``--report``."""
+"""``--report``: writes the page of a replay or a benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hdtool.data.traces import Trace
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.evaluation.bench_plan import Plan
-    from hdtool.runtime.evaluation.replay_results import Played
+    from hdtool.runtime.evaluation.replay_results import ReplayResult
     from hdtool.runtime.evaluation.report.ablations import Study
     from hdtool.runtime.evaluation.report.measured import Measured
     from hdtool.runtime.evaluation.report.page import Page
@@ -27,24 +27,24 @@ def report_replay(
     study: Study,
     traces: Sequence[Trace],
     tokenizer: PreTrainedTokenizerBase,
-    played: Mapping[str, Played],
+    results: Mapping[str, ReplayResult],
     curve: CostCurve | None,
     *,
     quiet: bool,
 ) -> None:
     from hdtool.runtime.evaluation.report.pages import page_of_replay
-    from hdtool.runtime.evaluation.report.recordings import shown_by
+    from hdtool.runtime.evaluation.report.recordings import data_of
 
-    shown = shown_by(study, traces, tokenizer, build=_build_alone, quiet=quiet)
-    _write(folder, page_of_replay(_command(), study, shown, played, curve))
+    data = data_of(study, traces, tokenizer, build=_build_in_process, quiet=quiet)
+    _write(folder, page_of_replay(_command(), study, data, results, curve))
 
 
 def report_bench(folder: Path, plan: Plan, measured: Measured, *, quiet: bool) -> None:
-    """The answers that were measured are replayed for what no benchmark can show."""
+    """The page of a benchmark, with replays of the measured answers for the figures that need them."""
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
     from hdtool.runtime.evaluation.report.ablations import Study
     from hdtool.runtime.evaluation.report.pages import page_of_bench
-    from hdtool.runtime.evaluation.report.recordings import shown_by, traces_of
+    from hdtool.runtime.evaluation.report.recordings import data_of, traces_of
     from hdtool.runtime.model.load import load_stops, load_tokenizer
     from hdtool.runtime.stores.store_set import StoreSet
 
@@ -54,15 +54,15 @@ def report_bench(folder: Path, plan: Plan, measured: Measured, *, quiet: bool) -
     reader = TurnReader(tokenizer, load_stops(plan.model, tokenizer), tokenizer.eos_token_id, plan.chat)
     traces = traces_of(plan.questions, answers[replayed])
     store_set = StoreSet.for_tokenizer(tokenizer, plan.store_set)
-    study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.budget)
-    shown = shown_by(study, traces, tokenizer, build=_build_alone, quiet=quiet)
-    _write(folder, page_of_bench(_command(), measured, study, shown, replayed))
+    study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
+    data = data_of(study, traces, tokenizer, build=_build_in_process, quiet=quiet)
+    _write(folder, page_of_bench(_command(), measured, study, data, replayed))
 
 
-def _build_alone(
+def _build_in_process(
     folder: Path, documents: Iterable[Document], tokenizer: TokenizerFingerprint, sources: Sequence[Source]
 ) -> None:
-    """Build a corpus index in this process alone."""
+    """Build a corpus index in this process."""
     from hdtool.builders.stores.build_corpus_index import build_corpus_index
     from hdtool.builders.stores.engine import LocalEngine
 
@@ -70,7 +70,7 @@ def _build_alone(
 
 
 def _command() -> str:
-    """As it was typed."""
+    """The command line of this process."""
     return shlex.join(["hdtool", *sys.argv[1:]])
 
 

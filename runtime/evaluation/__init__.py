@@ -1,4 +1,4 @@
-"""What drafting brings: benchmarks, replays of recorded answers, verification of losslessness, reports.
+"""Measurements: benchmarks, replays of recorded answers, verification of losslessness, and reports.
 
 Imports everything of `runtime` but `integrations`.
 """

@@ -1,4 +1,4 @@
-"""A benchmark: every question answered by all contenders in turn, one after another, on one model."""
+"""A benchmark: all contenders answer every question, one after another, on one model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from hdtool.runtime.evaluation.contenders import Contender
 from hdtool.runtime.model.load import Loaded
 
 Rounds = dict[str, list[AnsweredQuestion]]
-"""What each contender answered to one question, in each round."""
+"""The answers of each contender to one question, one per round."""
 
 
 class Bench:
     """Contenders on one model.
 
-    A question is answered by all of them before the next one is asked, so that whatever slows the machine
-    down slows all of them down; who begins changes from question to question. Later turns follow a
-    contender's own answers.
+    All of them answer a question before the next one starts, so that a change in the speed of the machine affects
+    all of them; the order rotates from question to question. Later turns follow a contender's own answers.
     """
 
     def __init__(
@@ -37,32 +36,32 @@ class Bench:
     ) -> None:
         self._loaded = loaded
         self._contenders = contenders
-        self._most = max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self._chat = chat
         self._rounds = rounds
 
     def check(self, questions: Sequence[Prompt]) -> None:
-        """Refuse a question that cannot be answered before the first one is."""
+        """Refuse a question that cannot be answered, before any is answered."""
         for question in questions:
             try:
-                room_for(self._loaded.target, self._encode(question.messages), self._most)
+                room_for(self._loaded.target, self._encode(question.messages), self._max_new_tokens)
                 if question.later_turns:
                     self._encode(self._conversation(question, [""] * len(question.later_turns)))
             except PromptError as error:
                 raise PromptError(f"question {question.id}: {error}") from None
 
     def warm_up(self, questions: Sequence[Prompt], count: int) -> None:
-        """Ask a few questions of different categories in vain: caches fill, kernels are chosen, clocks rise."""
+        """Answer a few questions of different categories without measuring: fill caches and choose kernels."""
         for question in of_all_categories(questions, count):
             for contender in self._contenders.values():
                 self._answered(question, contender)
 
     def answers(self, questions: Sequence[Prompt], done: int = 0) -> Iterator[dict[str, AnsweredQuestion]]:
-        """What all contenders say to each question, of several rounds the one of median speed."""
+        """The answers of all contenders to each question; of several rounds, the one of median speed."""
         for place, question in enumerate(questions[done:], start=done):
-            yield {name: _of_median_speed(rounds) for name, rounds in self._ask(question, place).items()}
+            yield {name: _of_median_speed(rounds) for name, rounds in self._rounds_of(question, place).items()}
 
-    def _ask(self, question: Prompt, place: int) -> Rounds:
+    def _rounds_of(self, question: Prompt, place: int) -> Rounds:
         found: Rounds = {name: [] for name in self._contenders}
         for turn in range(place * self._rounds, (place + 1) * self._rounds):
             for name in in_turn(list(self._contenders), turn):
@@ -91,23 +90,23 @@ class Bench:
 
 
 OUT_OF_CONTEXT = AnsweredTurn("", [], [], 0.0, finish=str(Finish.CONTEXT))
-"""The answer to a later turn when those before it have filled the model's context."""
+"""The answer to a later turn if the turns before it fill the model's context."""
 
 
 def in_turn(names: Sequence[str], turn: int) -> list[str]:
-    """All of them, beginning with another one each time."""
+    """The names, rotated by one more place each turn."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 def hash_of(questions: Sequence[Prompt]) -> str:
-    """What tells two lists of questions apart."""
+    """A hash of a list of questions."""
     rows = [[question.id, question.category, question.messages, question.later_turns] for question in questions]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def _of_median_speed(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
-    """One of several rounds, whole, so that its tokens and its times belong together; of two, the slower."""
+    """The round of median speed as a whole, so that tokens and times belong together; of two, the slower."""
     by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)

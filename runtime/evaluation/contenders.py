@@ -118,12 +118,12 @@ def generate_ids(
     **options: Any,
 ) -> list[int]:
     """The answer of ``model.generate``, without the prompt; ``model`` replaces the target of ``loaded``."""
-    model = model or loaded.target.model
-    ids = torch.tensor([prompt], device=model.device)
-    if model.generation_config.stop_strings:
+    generator: Any = model or loaded.target.model
+    ids = torch.tensor([prompt], device=generator.device)
+    if generator.generation_config.stop_strings:
         options = {"tokenizer": loaded.tokenizer, **options}
-    options |= generate_options(sampling, model.generation_config, loaded.stops, max_new_tokens)
-    output: Any = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    options |= generate_options(sampling, generator.generation_config, loaded.stops, max_new_tokens)
+    output = generator.generate(ids, attention_mask=torch.ones_like(ids), **options)
     answer: list[int] = output[0, len(prompt) :].tolist()
     return answer
 

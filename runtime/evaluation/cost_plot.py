@@ -1,4 +1,4 @@
-"""A picture of what forward passes cost."""
+"""The plot of a cost curve."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def draw_cost(curve: CostCurve, path: Path) -> None:
 
 
 def picture_file(path: Path) -> OutputFile:
-    """The picture, replaced only if hdtool drew the old one."""
+    """The plot, replaced only if hdtool drew the old one."""
     return OutputFile(path, "a picture of hdtool bench --cost", is_own_png, CostError)

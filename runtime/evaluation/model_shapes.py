@@ -1,4 +1,4 @@
-"""Models of real sizes with random weights: what a pass costs does not depend on what the weights say."""
+"""Models of real sizes with random weights: the cost of a pass does not depend on their values."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SEED = 0
 def load_shape(shape: str, config: ModelConfig) -> Loaded:
     """A model of a known shape, or of a configuration on disk, with the tokenizer of the model in ``config``."""
     tokenizer = load_tokenizer(config)
-    if config.quantise:
+    if config.quantization:
         raise OptionError(
-            f"quantise is {config.quantise}: a shape has weights that nothing is computed from, leave it out"
+            f"--quantization {config.quantization} has no effect on a shape, whose weights are random: leave it out"
         )
     settings = _settings(shape)
     refuse_by_configuration(settings)
@@ -62,13 +62,13 @@ def _dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 def _random_model(settings: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(SEED)
-    with device:  # weights are made where they stay: a copy on the way would need as much memory again
+    with device:  # made in place: a copy would need twice the memory
         model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     return model
 
 
 def weights_read(target: Target) -> int:
-    """Bytes of weights that a pass of one row reads: all but the embeddings of other tokens."""
+    """Bytes of weights that a pass over one token reads: all but the embeddings of other tokens."""
     model: Any = target.model
     whole = sum(int(weight.nbytes) for weight in model.parameters())
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()

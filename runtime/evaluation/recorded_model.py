@@ -15,7 +15,7 @@ from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.evaluation.bench import in_turn
 from hdtool.runtime.evaluation.contenders import timed
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
-from hdtool.runtime.kernels.topk import likeliest
+from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
@@ -34,7 +34,7 @@ class RecordedSampler(Sampler):
         self._begin, self._answer = len(turn.prompt), turn.answer
 
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
-        likeliest(logits)  # as slow as a real choice
+        argmax(logits)  # as slow as a real choice
         return lambda row: self._answer[len(self.context) - self._begin]
 
 

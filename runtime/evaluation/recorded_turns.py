@@ -1,4 +1,4 @@
-"""Turns: what the model was asked, as token ids, and what it is on record to have said."""
+"""Recorded turns as token ids: the context of each answer, and the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """One recorded answer and the context that it was given in."""
+    """One recorded answer and its context."""
 
     conversation: str
     category: str
@@ -26,13 +26,13 @@ class RecordedTurn:
     """Within its conversation, from 0."""
     prompt: list[int]
     answer: list[int]
-    """The last token is the end of the turn, unless the answer was cut off."""
+    """Ends with the token that ends a turn, unless the answer was cut off."""
     most: int | None = None
-    """Tokens that the answer was allowed to have: near the end, the loop clips its trees to what is left."""
+    """The limit of the answer's length: near the limit, the loop clips draft trees."""
 
 
 class TurnReader:
-    """Rebuilds the contexts of conversations with the tokenizer of the model that was asked."""
+    """Rebuilds the contexts of recorded answers with the tokenizer of the model that gave them."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: Container[int], end: int | None, chat: bool | None = None
@@ -52,7 +52,7 @@ class TurnReader:
         asked = conversation_text(self._tokenizer, trace.messages[: recorded.place], chat=self._chat)
         prompt = self._ids(asked)
         if not prompt:
-            raise PromptError("nothing stands before the answer: leave the conversation out")
+            raise PromptError("there is nothing before the answer: leave the conversation out")
         if recorded.ids is None:
             answer, most = self._answer(asked, prompt, trace.messages[: recorded.place + 1]), None
         else:
@@ -60,15 +60,15 @@ class TurnReader:
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, most)
 
     def _answer(self, asked: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
-        """The tokens of an answer that is known as text, which is taken to have ended by itself."""
-        said = messages[-1]["content"]
-        whole = conversation_text(self._tokenizer, messages, chat=True, answered=True) if self._chat else asked + said
+        """The tokens of an answer recorded as text, which counts as complete."""
+        text = messages[-1]["content"]
+        whole = conversation_text(self._tokenizer, messages, chat=True, answered=True) if self._chat else asked + text
         ids = self._ids(whole)
         answer = ids[len(prompt) :]
         ended = self._ending_of(answer)
-        # A template may tell an answer otherwise once it is given, or not mark its end.
+        # A template may render a given answer differently, or not mark its end.
         if ids[: len(prompt)] != prompt or (self._chat and ended is None):
-            answer = encode_text(self._tokenizer, said, special=False)
+            answer = encode_text(self._tokenizer, text, special=False)
             ended = self._ending_of(answer)
         if ended is not None:
             return answer[: ended + 1]
@@ -82,9 +82,9 @@ class TurnReader:
     def _ending_of(self, answer: list[int]) -> int | None:
         return next((place for place, token in enumerate(answer) if token in self._stops), None)
 
-    def _checked(self, ids: Sequence[int], said: str) -> list[int]:
-        """Recorded ids; another tokenizer would read them otherwise."""
-        if max(ids) >= len(self._tokenizer) or text_of(self._tokenizer, ids) != said:
+    def _checked(self, ids: Sequence[int], text: str) -> list[int]:
+        """The recorded ids; raises unless they decode to the recorded text."""
+        if max(ids) >= len(self._tokenizer) or text_of(self._tokenizer, ids) != text:
             raise PromptError(
                 "the ids of an answer do not spell its text with this tokenizer: name the model that answered, "
                 "with --model"

@@ -1,7 +1,8 @@
-"""Replay: what a method would have had accepted of recorded answers, without the model.
+"""Replay: the drafts of a method compared with recorded answers, without the model.
 
-An answer is a complete oracle for whatever drafts from tokens alone. Its last token counts; the prompt's
-own pass is a step and brings one token, as in the loop; a drafter is told of each turn with its whole prompt.
+A recorded answer decides for every draft whether the model would have accepted it, as long as the method drafts
+from tokens alone. As in the loop, the pass over the prompt is a step with one token, and the token that ends an
+answer counts. The drafter starts each turn with its whole prompt.
 """
 
 from __future__ import annotations
@@ -20,50 +21,49 @@ from hdtool.runtime.config import FIXED_BUDGET, DecodeConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
-from hdtool.runtime.evaluation.replay_results import Played, PlayedTurn
+from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, tree_mask
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 
 WARM_UP = 1000
-"""Tokens, about, that are played once in vain, so that what is compiled or loaded at first use is in no time."""
+"""Tokens replayed once before measuring, so that compiling and loading at first use are in no measured time."""
 NO_LOGITS = torch.empty(0)
 REACHES, CPU = [AttentionWindow(FULL)], torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method with its settings, under a name of its own."""
+    """A method with its settings."""
 
     name: str
     config: DecodeConfig
-    """A budget of None means as many nodes as pay by ``curve``."""
+    """With ``curve`` and no number of draft nodes, the curve decides how many pay."""
     curve: CostCurve | None = None
 
     def budget(self) -> FixedBudget | CostBudget:
-        if self.config.budget is None and self.curve:
+        if self.config.draft_tokens is None and self.curve:
             return CostBudget(self.curve)
-        return FixedBudget(FIXED_BUDGET if self.config.budget is None else self.config.budget)
+        return FixedBudget(FIXED_BUDGET if self.config.draft_tokens is None else self.config.draft_tokens)
 
 
 def play(
-    contender: Contender, turns: Sequence[RecordedTurn], store_set: StoreSet, told: Callable[[], None] | None = None
-) -> Played:
-    """Let a fresh drafter guess at recorded answers, one after another; ``told`` is called after each."""
-    for _ in _played(contender, _start(turns), store_set)[0]:
+    contender: Contender, turns: Sequence[RecordedTurn], store_set: StoreSet, on_turn: Callable[[], None] = lambda: None
+) -> ReplayResult:
+    """Replay recorded answers one after another with a fresh drafter; ``on_turn`` is called after each."""
+    for _ in _replayed(contender, _start(turns), store_set)[0]:
         pass
-    playing, drafter = _played(contender, turns, store_set)
+    replayed, drafter = _replayed(contender, turns, store_set)
     done = []
-    for turn in playing:
+    for turn in replayed:
         done.append(turn)
-        if told:
-            told()
-    return Played(contender.name, tuple(done), dict(drafter.seconds))
+        on_turn()
+    return ReplayResult(contender.name, tuple(done), dict(drafter.seconds))
 
 
 def _start(turns: Sequence[RecordedTurn]) -> Iterator[RecordedTurn]:
-    """As many of the first turns as make a warm-up."""
+    """The first turns, up to ``WARM_UP`` tokens."""
     tokens = 0
     for turn in turns:
         if tokens >= WARM_UP:
@@ -72,17 +72,17 @@ def _start(turns: Sequence[RecordedTurn]) -> Iterator[RecordedTurn]:
         tokens += len(turn.answer)
 
 
-def _played(
+def _replayed(
     contender: Contender, turns: Iterable[RecordedTurn], store_set: StoreSet
-) -> tuple[Iterator[PlayedTurn], Drafter]:
+) -> tuple[Iterator[ReplayedTurn], Drafter]:
     budget = contender.budget()
     drafter = drafter_within(lambda: budget, contender.config, store_set)
-    hear = budget.hear if isinstance(budget, CostBudget) else lambda context: None
-    return (_play_turn(drafter, turn, hear) for turn in turns), drafter
+    observe = budget.start_step if isinstance(budget, CostBudget) else lambda context: None
+    return (_play_turn(drafter, turn, observe) for turn in turns), drafter
 
 
-def _play_turn(drafter: Drafter, turn: RecordedTurn, hear: Callable[[int], None]) -> PlayedTurn:
-    clock, truth, sheet = time.perf_counter, turn.answer, MaskBuffer()
+def _play_turn(drafter: Drafter, turn: RecordedTurn, observe_context: Callable[[int], None]) -> ReplayedTurn:
+    clock, truth, masks = time.perf_counter, turn.answer, MaskBuffer()
     drafter.begin(turn.prompt)
     context = [*turn.prompt, truth[0]]
     drafter.observe(Accepted([], truth[:1]), NO_LOGITS)
@@ -91,12 +91,12 @@ def _play_turn(drafter: Drafter, turn: RecordedTurn, hear: Callable[[int], None]
     seconds = [(0.0, 0.0)]
     done = 1
     while done < len(truth):
-        hear(len(context) - 1)
+        observe_context(len(context) - 1)
         started = clock()
         tree = drafter.draft(context)
         if turn.most is not None:
             tree = tree.clipped(turn.most - done - 1)
-        tree_mask(tree, len(context) - 1, REACHES, torch.float32, CPU, sheet)
+        tree_mask(tree, len(context) - 1, REACHES, torch.float32, CPU, masks)
         (len(context) - 1 + tree.depths).tolist()
         drafted = clock()
         accepted = follow(tree, truth[done:])
@@ -107,14 +107,14 @@ def _play_turn(drafter: Drafter, turn: RecordedTurn, hear: Callable[[int], None]
         paths.append(accepted.path)
         context += accepted.tokens
         done += len(accepted.tokens)
-    return _told(turn, trees, paths, seconds)
+    return _replayed_turn(turn, trees, paths, seconds)
 
 
 def follow(tree: DraftTree, truth: Sequence[int]) -> Accepted:
-    """What the target would have taken of a tree: the truth, as far as the tree holds it, and one token more."""
+    """The accepted path of a tree: the recorded tokens as far as the tree holds them, and the bonus token."""
     path: list[int] = []
     node = ROOT
-    for token in truth[:-1]:  # nothing is followed past the last one
+    for token in truth[:-1]:  # the last token can only be the bonus token
         child = tree.child(node, token)
         if child is None:
             break
@@ -123,13 +123,13 @@ def follow(tree: DraftTree, truth: Sequence[int]) -> Accepted:
     return Accepted(path, list(truth[: len(path) + 1]))
 
 
-def _told(
+def _replayed_turn(
     turn: RecordedTurn, trees: Sequence[DraftTree], paths: Sequence[list[int]], seconds: Sequence[tuple[float, float]]
-) -> PlayedTurn:
+) -> ReplayedTurn:
     drafted = np.array([np.bincount(tree.sources, minlength=len(SourceName)) for tree in trees])
     origins = [[*tree.sources[path].tolist(), int(SourceName.NONE)] for tree, path in zip(trees, paths, strict=True)]
     times = np.array(seconds)
-    return PlayedTurn(
+    return ReplayedTurn(
         conversation=turn.conversation,
         category=turn.category,
         number=turn.number,

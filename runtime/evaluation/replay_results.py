@@ -1,4 +1,4 @@
-"""What a replay brought: turn by turn and step by step, and what is summed up from that."""
+"""Results of a replay: per turn and per step, and the sums over them."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class PlayedTurn:
-    """A recorded answer as a method would have made it. The first step is the prompt's own pass."""
+class ReplayedTurn:
+    """The steps in which a method would have made a recorded answer. The first step is the pass over the prompt."""
 
     conversation: str
     category: str
     number: int
     prompt_tokens: int
     tokens: Ints
-    """Of the answer."""
+    """The answer."""
     sources: Ints
-    """Of each token: the ``SourceName`` of what drafted it, NONE where the model said it itself."""
+    """Per token: the ``SourceName`` that drafted it; NONE for a bonus token."""
     accept_lengths: Ints
-    """Of each step: the tokens that it brought, the one more included."""
+    """Per step: the accepted tokens and the bonus token."""
     nodes: Ints
-    """Of each step: the size of its tree."""
+    """Per step: the size of its draft tree."""
     draft_seconds: Floats
-    """Of each step: drafting, the tree's mask and its positions."""
+    """Per step: drafting, the tree's mask and its positions."""
     observe_seconds: Floats
-    """Of each step: learning what became of the tree."""
+    """Per step: the drafter's ``observe``."""
     drafted: Ints
-    """Nodes by the number of their source."""
+    """Drafted nodes per source."""
     hits: Ints
-    """Steps for which a source had something to draft."""
+    """Steps in which a source drafted anything, per source."""
 
     @property
     def contexts(self) -> Ints:
-        """Of each step: the tokens that its pass had behind it."""
+        """Per step: the tokens in the KV cache before its pass."""
         return self.prompt_tokens + np.cumsum(self.accept_lengths) - self.accept_lengths
 
 
 @dataclass(frozen=True)
 class InputShare:
-    """What one source brought."""
+    """Counts of one source."""
 
     drafted: int
     accepted: int
     hits: int
     unique: int
-    """Different tokens of the vocabulary among those accepted."""
+    """Distinct accepted tokens."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Tokens per second, from what forward passes cost."""
+    """Tokens per second, computed from the cost of forward passes."""
 
     tokens_per_second: float
     plain_tokens_per_second: float
@@ -77,16 +77,16 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Played:
-    """Turns that one method was replayed on."""
+class ReplayResult:
+    """All turns of one method."""
 
     method: str
-    turns: tuple[PlayedTurn, ...]
+    turns: tuple[ReplayedTurn, ...]
     source_seconds: Mapping[SourceName, float]
 
     @classmethod
-    def joined(cls, parts: Sequence[Played]) -> Played:
-        """Of one method, in the order given."""
+    def joined(cls, parts: Sequence[ReplayResult]) -> ReplayResult:
+        """The parts of one method's replay, in the order given."""
         seconds = dict.fromkeys((source for part in parts for source in part.source_seconds), 0.0)
         for part in parts:
             for source, taken in part.source_seconds.items():
@@ -107,7 +107,7 @@ class Played:
 
     @property
     def drafted_steps(self) -> int:
-        """Those after which something could be drafted: all but the prompts' own passes."""
+        """All steps but the passes over prompts, for which nothing is drafted."""
         return self.steps - len(self.turns)
 
     @property
@@ -120,25 +120,26 @@ class Played:
 
     @property
     def accepted_share(self) -> float:
-        """Of the nodes."""
+        """Accepted tokens over drafted nodes."""
         return (self.tokens - self.steps) / max(1, self.nodes)
 
     def draft_us(self, percentile: float) -> float:
-        """Drafting, mask and positions of a step."""
+        """A percentile of a step's drafting time, mask and positions included, in microseconds."""
         return _percentile([turn.draft_seconds[1:] for turn in self.turns], percentile)
 
     def observe_us(self, percentile: float) -> float:
         return _percentile([turn.observe_seconds[1:] for turn in self.turns], percentile)
 
-    def by_category(self) -> dict[str, Played]:
-        """The same for the turns of each category, without the times of the sources."""
+    def by_category(self) -> dict[str, ReplayResult]:
+        """One result per category, without the times of the sources."""
         names = dict.fromkeys(turn.category for turn in self.turns)
         return {
-            name: Played(self.method, tuple(turn for turn in self.turns if turn.category == name), {}) for name in names
+            name: ReplayResult(self.method, tuple(turn for turn in self.turns if turn.category == name), {})
+            for name in names
         }
 
     def by_source(self) -> dict[SourceName, InputShare]:
-        """Of each source that drafted anything or took any time."""
+        """The counts of each source that drafted anything or took any time."""
         drafted = sum((turn.drafted for turn in self.turns), np.zeros(len(SourceName), np.int64))
         hits = sum((turn.hits for turn in self.turns), np.zeros(len(SourceName), np.int64))
         tokens = np.concatenate([turn.tokens for turn in self.turns])
@@ -154,7 +155,7 @@ class Played:
         return shares
 
     def predict(self, curve: CostCurve) -> Prediction:
-        """Tokens per second where passes cost so much; a prompt's own pass counts as one without drafts."""
+        """Tokens per second with passes of this cost; the pass over a prompt counts as one without drafts."""
         plain = drafting = 0.0
         for turn in self.turns:
             places = turn.prompt_tokens + np.arange(len(turn.tokens))

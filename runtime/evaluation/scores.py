@@ -1,4 +1,4 @@
-"""What a benchmark's answers come to, task by task, counted as Spec-Bench counts."""
+"""The scores of a benchmark, task by task, computed as Spec-Bench computes them."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from hdtool.data.spec_bench import AnsweredQuestion
 from hdtool.runtime.config import PEERS, SamplingConfig
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-"""Categories that Spec-Bench pools under the name of the benchmark that they come from."""
+"""Categories that Spec-Bench pools as one task."""
 OVERALL = "overall"
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one method made of the questions of one task."""
+    """The scores of one method on the questions of one task."""
 
     questions: int
     tokens_per_second: float
-    """The mean over questions, whatever their length."""
+    """The mean over questions, not weighted by length."""
     speedup: float
-    """This over the same of the baseline."""
+    """Tokens per second over those of the baseline."""
     tokens_per_step: float
     """The mean over all steps of all questions."""
     identical: int | None
-    """Questions with the very tokens of the reference in all turns; None where they are not comparable."""
+    """Questions answered with the same tokens as the reference in all turns; None where not comparable."""
     nodes_per_step: float
     draft_us_per_step: float | None
-    """None for what the library does: it does not tell."""
+    """None for ``generate``, which does not report it."""
     model_ms_per_step: float | None
 
 
 @dataclass(frozen=True)
 class Scores:
-    """All methods on all tasks, and all tasks taken together, which come last."""
+    """All methods on all tasks, and over all tasks, which come last."""
 
     baseline: str
     reference: str | None
-    """The method whose answers count as the right ones."""
+    """The method that the answers of the others are compared with."""
     tasks: dict[str, dict[str, Score]]
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Scores:
 
 
 def scores_of(results: Results, baseline: str | None = None) -> Scores:
-    """The scores of all questions that every method has answered, and there is one at least."""
+    """The scores over all questions that every method has answered; there must be at least one."""
     methods = results.run.methods
     against = baseline_of(methods, baseline)
     greedy = SamplingConfig(temperature=results.run.options["temperature"]).is_greedy
@@ -76,7 +76,7 @@ def scores_of(results: Results, baseline: str | None = None) -> Scores:
 
 
 def baseline_of(methods: Sequence[str], wanted: str | None = None) -> str:
-    """What the others are compared with."""
+    """The method that speed-ups refer to."""
     if wanted is None:
         return "generate" if "generate" in methods else methods[0]
     if wanted not in methods:
@@ -85,9 +85,9 @@ def baseline_of(methods: Sequence[str], wanted: str | None = None) -> str:
 
 
 def _places(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
-    """Which questions belong to each task."""
+    """The indexes of the questions of each task."""
     tasks: dict[str, list[int]] = {}
-    # A set of questions of another origin may well have a category `math` of its own.
+    # Other sets of questions may have a category `math` too.
     pooled = len({question.category for question in questions} & set(MT_BENCH)) > 1
     for place, question in enumerate(questions):
         task = "mt_bench" if pooled and question.category in MT_BENCH else question.category

@@ -1,7 +1,7 @@
-"""A crew of processes that shares the work of a replay.
+"""Replay in several processes.
 
-A job is one contender on one part of the conversations. Parts are of a fixed size and each starts with a
-fresh drafter, so what comes out does not depend on how many processes there are.
+A job is one contender on one part of the conversations. Parts have a fixed size and each starts with a fresh
+drafter, so the results do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from multiprocessing import active_children, get_context
 from threading import current_thread, main_thread
 from typing import Any
@@ -24,18 +24,16 @@ from hdtool.data.errors import HdtoolError
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
-from hdtool.runtime.evaluation.replay_results import Played
+from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.stores.store_set import StoreSet
 
-PART = 128
-"""Conversations that one drafter lives through."""
-WORTH_A_CREW = 250_000
-"""Tokens to be played, over all contenders, that take longer than processes take to start."""
-LOOK_EVERY = 0.1
-"""Seconds."""
+CONVERSATIONS_PER_JOB = 128
+MIN_TOKENS_FOR_WORKERS = 250_000
+"""With fewer tokens over all contenders, starting processes takes longer than the replay."""
+POLL_SECONDS = 0.1
 
 Conversation = Sequence[RecordedTurn]
-Advance = Callable[[int], None]
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -50,72 +48,69 @@ def replay(
     store_set: StoreSet,
     *,
     workers: int | None = None,
-    told: Advance | None = None,
-) -> dict[str, Played]:
-    """Every contender on all conversations; ``told`` hears how many turns have been played by now."""
-    starts = range(0, len(conversations), PART)
-    parts = [list(chain.from_iterable(conversations[start : start + PART])) for start in starts]
+    on_progress: Progress = lambda done: None,
+) -> dict[str, ReplayResult]:
+    """Replay every contender on all conversations; ``on_progress`` receives the number of turns done so far."""
+    starts = range(0, len(conversations), CONVERSATIONS_PER_JOB)
+    parts = [list(chain.from_iterable(conversations[start : start + CONVERSATIONS_PER_JOB])) for start in starts]
     jobs = [Job(contender, part) for contender in contenders for part in parts]
-    for contender in contenders:  # what has to be compiled is compiled once, and what is lacking said here
+    for contender in contenders:  # compiles the kernels once, and raises here if a store is missing
         drafter_within(contender.budget, contender.config, store_set)
-    count = min(len(jobs), _worthwhile(jobs) if workers is None else workers)
-    done = _alone(jobs, store_set, told) if count == 1 else _together(jobs, store_set, count, told)
+    processes = min(len(jobs), _default_workers(jobs) if workers is None else workers)
+    if processes == 1:
+        done = _in_this_process(jobs, store_set, on_progress)
+    else:
+        done = _in_processes(jobs, store_set, processes, on_progress)
     names = [contender.name for contender in contenders]
-    return {name: Played.joined([part for part in done if part.method == name]) for name in names}
+    return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
 
 
-def _worthwhile(jobs: Sequence[Job]) -> int:
-    work = sum(len(turn.answer) for job in jobs for turn in job.turns)
-    return (os.cpu_count() or 1) if work > WORTH_A_CREW else 1
+def _default_workers(jobs: Sequence[Job]) -> int:
+    tokens = sum(len(turn.answer) for job in jobs for turn in job.turns)
+    return (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1
 
 
-def _alone(jobs: Sequence[Job], store_set: StoreSet, told: Advance | None) -> list[Played]:
-    count = 0
-
-    def hear() -> None:
-        nonlocal count
-        count += 1
-        if told:
-            told(count)
-
-    return [play(job.contender, job.turns, store_set, hear) for job in jobs]
+def _in_this_process(jobs: Sequence[Job], store_set: StoreSet, on_progress: Progress) -> list[ReplayResult]:
+    done = count(1)
+    return [play(job.contender, job.turns, store_set, lambda: on_progress(next(done))) for job in jobs]
 
 
-def _together(jobs: Sequence[Job], store_set: StoreSet, count: int, told: Advance | None) -> list[Played]:
+def _in_processes(
+    jobs: Sequence[Job], store_set: StoreSet, processes: int, on_progress: Progress
+) -> list[ReplayResult]:
     context = get_context("spawn")  # a fork would copy the locks of torch's threads
-    played = context.Value("q", 0)
-    others = set(active_children())
-    pool = ProcessPoolExecutor(count, context, _join, (store_set, played))
+    turns_done = context.Value("q", 0)
+    other_children = set(active_children())
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (store_set, turns_done))
     try:
-        with _deaf():
-            futures = [pool.submit(_work, job) for job in jobs]
-        left: set[Future[Played]] = set(futures)
-        while left:
-            done, left = wait(left, LOOK_EVERY)
+        with _sigint_ignored():
+            futures = [pool.submit(_run, job) for job in jobs]
+        pending: set[Future[ReplayResult]] = set(futures)
+        while pending:
+            done, pending = wait(pending, POLL_SECONDS)
             for future in done:
-                future.result()  # what failed, fails here
-            if told:
-                told(played.value)
+                future.result()  # raises the error of a failed job
+            on_progress(turns_done.value)
         return [future.result() for future in futures]
     except BrokenProcessPool:
         raise HdtoolError(
             "a process of the replay was ended from outside, as happens where memory is short: try --workers 1"
         ) from None
     except BaseException:
-        for process in set(active_children()) - others:
-            process.terminate()  # nobody waits for its work any more
+        for process in set(active_children()) - other_children:
+            process.terminate()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 _worker: dict[str, Any] = {}
-"""What a process of the crew was given."""
+"""The stores and the shared counter of a worker process."""
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes started in here do not hear Ctrl-C, from their first moment on: it is for the one who waits."""
+def _sigint_ignored() -> Iterator[None]:
+    """Processes started in this block ignore Ctrl-C; the parent handles it and terminates them."""
     if current_thread() is not main_thread():  # where signals cannot be set
         yield
         return
@@ -126,15 +121,15 @@ def _deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _join(store_set: StoreSet, played: Any) -> None:
+def _start_worker(store_set: StoreSet, turns_done: Any) -> None:
     torch.set_num_threads(1)
-    _worker.update(store_set=store_set, played=played)
+    _worker.update(store_set=store_set, turns_done=turns_done)
 
 
-def _work(job: Job) -> Played:
-    return play(job.contender, job.turns, _worker["shelf"], _hear)
+def _run(job: Job) -> ReplayResult:
+    return play(job.contender, job.turns, _worker["store_set"], _count_turn)
 
 
-def _hear() -> None:
-    with _worker["played"].get_lock():
-        _worker["played"].value += 1
+def _count_turn() -> None:
+    with _worker["turns_done"].get_lock():
+        _worker["turns_done"].value += 1

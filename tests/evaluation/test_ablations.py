@@ -22,7 +22,7 @@ from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
-from hdtool.runtime.evaluation.replay_results import Played, PlayedTurn
+from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
 from hdtool.runtime.evaluation.report import corpus_sizes as sizes_of_corpora
 from hdtool.runtime.evaluation.report.ablations import Study, coverage_of, orders_of, shares_of, subsets_of
 from hdtool.runtime.evaluation.report.cases import case_of, pieces
@@ -30,7 +30,7 @@ from hdtool.runtime.evaluation.report.corpus_sizes import sizes
 from hdtool.runtime.evaluation.report.findings import findings
 from hdtool.runtime.evaluation.report.measured import Measured
 from hdtool.runtime.evaluation.report.recordings import traces_of
-from hdtool.runtime.evaluation.report.repeats import distances, in_context, marks_of, repeats
+from hdtool.runtime.evaluation.report.repeats import distances, hashes_of, in_context, repeats
 from hdtool.runtime.evaluation.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, wins_of
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.source_names import SourceName
@@ -47,11 +47,11 @@ def turn(prompt: list[int], answer: list[int], conversation: str = "1") -> Recor
     return RecordedTurn(conversation, "", 0, prompt, answer)
 
 
-def played_turn(tokens: list[int], sources: list[int], steps: list[int] | None = None) -> PlayedTurn:
+def played_turn(tokens: list[int], sources: list[int], steps: list[int] | None = None) -> ReplayedTurn:
     steps = steps or [1] * len(tokens)
     nothing = np.zeros(len(steps))
     drafted = np.bincount(sources, minlength=len(SourceName))
-    return PlayedTurn(
+    return ReplayedTurn(
         "1", "", 0, 3, np.array(tokens), np.array(sources, np.uint8), np.array(steps), nothing.astype(int),
         nothing, nothing, drafted, (drafted > 0).astype(int),
     )  # fmt: skip
@@ -75,7 +75,7 @@ def test_both_hierarchies_are_played_with_every_choice_and_the_paper_in_every_or
     assert by_name["hd CS"].use == "CS" and by_name["hd CS"].method == "hd"
     assert by_name["hd-paper SMC"].order == "SMC" and by_name["hd-paper SMC"].use == "SMC"
     assert by_name["hd-paper MS"].order == "MSC" and by_name["hd-paper MS"].use == "MS"
-    assert all(config.budget == 7 and not config.lookahead for config in by_name.values())
+    assert all(config.draft_tokens == 7 and not config.lookahead for config in by_name.values())
 
 
 def test_a_database_that_is_not_there_is_in_no_choice() -> None:
@@ -105,7 +105,7 @@ def test_coverage_is_what_sets_say(rows: list[tuple[int, bool, bool, bool]]) -> 
     letters = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
     tokens = [row[0] for row in rows]
     singles = {
-        letter: Played("hd", (played_turn(tokens, [int(source) * row[place] for row in rows]),), {})
+        letter: ReplayResult("hd", (played_turn(tokens, [int(source) * row[place] for row in rows]),), {})
         for place, (letter, source) in enumerate(letters.items(), start=1)
     }
     found = coverage_of("hd", singles)
@@ -121,7 +121,7 @@ def test_coverage_is_what_sets_say(rows: list[tuple[int, bool, bool, bool]]) -> 
 
 def test_shares_are_of_the_steps_that_could_be_drafted_for() -> None:
     one = played_turn([1, 2, 3, 4], [0, 1, 1, 0], [1, 3])
-    shares = shares_of("hd", Played("hd", (one,), {SourceName.MODEL: 0.1}))
+    shares = shares_of("hd", ReplayResult("hd", (one,), {SourceName.MODEL: 0.1}))
     assert shares.steps == 1
     assert shares.sources == {"context": Share(2, 2, 1, 1)}, "what only took time drafted nothing"
 
@@ -143,7 +143,7 @@ def test_a_source_wins_a_step_once(steps: list[list[int]]) -> None:
 ORDERS = {"CMS": 2.0, "CSM": 1.9, "MCS": 1.8, "MSC": 1.7, "SCM": 1.6, "SMC": 1.5}
 
 
-def judged(
+def verdicts(
     verified: tuple[int, int, int] = (30, 20, 10),
     won: tuple[int, int, int] = (6, 4, 2),
     alone: tuple[int, int, int] = (3, 2, 1),
@@ -162,7 +162,7 @@ def judged(
 
 
 def test_findings_hold_where_the_numbers_do() -> None:
-    assert judged() == dict.fromkeys(("success", "own", "pair", "order"), True)
+    assert verdicts() == dict.fromkeys(("success", "own", "pair", "order"), True)
 
 
 @pytest.mark.parametrize(
@@ -177,15 +177,15 @@ def test_findings_hold_where_the_numbers_do() -> None:
     ],
 )
 def test_a_finding_falls_with_one_number(claim: str, changed: dict[str, Any]) -> None:
-    found = judged(**changed)
+    found = verdicts(**changed)
     assert found.pop(claim) is False
     assert all(found.values())
 
 
-def test_what_cannot_be_told_is_not_judged() -> None:
+def test_what_cannot_be_told_is_not_verdicts() -> None:
     lacking = Shares("hd", 9, {"context": Share(9, 5, 9, 5), "model": Share(9, 4, 9, 4)})
     for one in findings([lacking], [], [Trials("hd", (Trial("C", 1.0, 1, 1),))], None):
-        assert one.holds is None and one.verdict == "cannot be told"
+        assert one.holds is None and one.verdict == "not decided"
     unequal = [
         Shares(name, 9, {**lacking.sources, "corpus": Share(9, last, 9, last)})
         for name, last in (("hd", 3), ("hd-paper", 8))
@@ -221,7 +221,7 @@ def test_distances_are_what_searching_finds(answers: list[list[int]]) -> None:
     for number, (place, gram) in enumerate(said):
         before = [other for other, same in said[:number] if same == gram]
         expected += [place - before[-1]] if before else []
-    assert sorted(distances([marks_of(answer) for answer in answers]).tolist()) == sorted(expected)
+    assert sorted(distances([hashes_of(answer) for answer in answers]).tolist()) == sorted(expected)
 
 
 def test_repeats_know_earlier_answers_and_stores(tmp_path: Path) -> None:
@@ -256,13 +256,13 @@ def test_smaller_corpora_are_parts_of_larger_ones(tmp_path: Path) -> None:
     mark = TokenizerFingerprint("a", 1000)
     documents = [Document([at, at, at]) for at in range(400)]
     build_corpus_index(tmp_path, documents, mark, [Source("text", "")], engine=LocalEngine(1))
-    told: list[int] = []
+    done: list[int] = []
     answer = [5, 5, 5, 6, 6, 6]
     study = Study([[turn([1], answer)]], StoreSet(None, CorpusIndex(tmp_path)))
-    found = sizes(study, build_corpus_index, lambda: told.append(1))
+    found = sizes(study, build_corpus_index, lambda: done.append(1))
     assert not isinstance(found, str)
     counts = [row.tokens for row in found.rows]
-    assert counts == sorted(set(counts)) and counts[-1] == 1200 and len(told) == len(counts) == 5
+    assert counts == sorted(set(counts)) and counts[-1] == 1200 and len(done) == len(counts) == 5
     assert abs(counts[-2] - 600) < 150
 
 
@@ -272,7 +272,7 @@ def test_a_case_is_the_answer_nearest_to_the_mean() -> None:
     turns = tuple(
         played_turn(ids, [0] * 60, [60 // count] * count) for count in (60, 30, 10)
     )  # 1, 2 and 6 a step: 1.8 of all
-    case = case_of("hd", Played("hd", turns, {}), tokenizer, ["first", "second", "third"])
+    case = case_of("hd", ReplayResult("hd", turns, {}), tokenizer, ["first", "second", "third"])
     assert (case.question, case.tokens, case.steps) == ("second", 60, 30)
     assert "".join(text for text, _ in case.pieces) == text_of(tokenizer, ids)
     named = pieces(tokenizer, ids[1:4], [0, 1, 3])  # the first has no text
@@ -327,7 +327,7 @@ def test_a_benchmark_makes_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[s
     [
         (["--temperatures", "0.5"], "--temperatures belongs to --report"),
         (["--temperatures", "0.5,hot", "--report", "r"], "numbers separated by commas"),
-        (["--temperatures", "-1", "--report", "r"], "temperature is -1.0"),
+        (["--temperatures", "-1", "--report", "r"], "--temperature must be 0 (greedy) or more, got -1.0"),
         (["--cost", "--report", "r"], "--cost asks no questions: leave out --report"),
         (["--cost", "--temperatures", "0.5"], "--cost asks no questions: leave out --temperatures"),
     ],

@@ -28,14 +28,14 @@ from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.evaluation.bench import Bench, hash_of, in_turn
 from hdtool.runtime.evaluation.bench_plan import Plan
-from hdtool.runtime.evaluation.contenders import Generating
+from hdtool.runtime.evaluation.contenders import GenerateContender
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.spec_bench_answers import turn_of
 
-QUICK = ["--limit", "4", "--max-new-tokens", "24", "--warm-up", "0", "--quiet"]
+QUICK = ["--num-prompts", "4", "--max-new-tokens", "24", "--warm-up", "0", "--quiet"]
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ class Puts(BaseStreamer):
 def test_steps_of_the_library_are_counted_as_it_takes_them(embedded: Loaded, name: str) -> None:
     lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=60), SamplingConfig())
     contender = lineup.contenders([name], str(demo.MODEL))[name]
-    assert isinstance(contender, Generating)
+    assert isinstance(contender, GenerateContender)
     for prompt in of_all_categories(read_prompts(demo.PROMPTS), 4):
         ids = encode_conversation(embedded.tokenizer, prompt.messages)
         found = contender.answer(ids)
@@ -249,7 +249,7 @@ def test_the_library_runs_on_weights_as_its_users_have_them(embedded: Loaded) ->
     """Layers of CPU models multiply otherwise for our own methods; a peer that ran on those would be another one."""
     lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(), SamplingConfig())
     peer = lineup.contenders(["generate"])["generate"]
-    assert isinstance(peer, Generating)
+    assert isinstance(peer, GenerateContender)
     assert not has_own_products(peer._model)
     assert has_own_products(embedded.target.model)
     for theirs, own in zip(peer._model.parameters(), embedded.target.model.parameters(), strict=True):
@@ -327,7 +327,9 @@ def test_other_settings_go_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert f"{tmp_path} holds a run with max-new-tokens 24, not 25" in complaint(
         capfd, *arguments, "--max-new-tokens", "25"
     )
-    assert "holds a run over other questions: choose another --out" in complaint(capfd, *arguments, "--limit", "5")
+    assert "holds a run over other questions: choose another --out" in complaint(
+        capfd, *arguments, "--num-prompts", "5"
+    )
     assert "with methods ar, not ar,pld" in complaint(capfd, *arguments, "--methods", "pld")
 
 
@@ -357,18 +359,18 @@ def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture
     ("arguments", "said", "code"),
     [
         (["--questions", "no-such.jsonl"], "no-such.jsonl does not exist", 1),
-        (["--methods", "ar,warp"], "methods is warp: it must be names out of generate, generate-pld", 2),
-        (["--methods", ""], "methods is : it must be names", 2),
+        (["--methods", "ar,warp"], "--methods must be names from generate, generate-pld", 2),
+        (["--methods", ""], "--methods must be names", 2),
         (["--methods", "ar,ar"], "each method at most once", 2),
         (["--methods", "generate-assisted"], "a draft model for generate-assisted", 2),
         (["--methods", "ar", "--assistant", "x"], "left out without generate-assisted", 2),
-        (["--methods", "ar", "--baseline", "pld"], "baseline is pld: it must be one of ar", 2),
-        (["--limit", "0"], "limit is 0: it must be 1 or more", 2),
-        (["--rounds", "0"], "rounds is 0", 2),
-        (["--warm-up", "-1"], "warm-up is -1", 2),
-        (["--threads", "0"], "threads is 0", 2),
-        (["--temperature", "-1"], "temperature is -1", 2),
-        (["--budget", "65"], "budget is 65", 2),
+        (["--methods", "ar", "--baseline", "pld"], "--baseline must be one of ar, got pld", 2),
+        (["--num-prompts", "0"], "--num-prompts must be 1 or more, got 0", 2),
+        (["--rounds", "0"], "--rounds must be 1 or more, got 0", 2),
+        (["--warm-up", "-1"], "--warm-up must be 0 or more, got -1", 2),
+        (["--threads", "0"], "--threads must be 1 or more, got 0", 2),
+        (["--temperature", "-1"], "--temperature must be 0 (greedy) or more, got -1", 2),
+        (["--draft-tokens", "65"], "--draft-tokens must be between 0 and 64, got 65", 2),
         (["--dtype", "float7"], "dtype is float7", 2),
         (["--model", "no/such/model"], "no/such/model does not exist", 1),
         (["--methods", "hd", "--corpus-db", "nowhere"], "nowhere holds no store", 1),

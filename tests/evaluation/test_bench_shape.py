@@ -14,7 +14,7 @@ from hdtool.cli.app import run
 from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
-from hdtool.runtime.evaluation.recorded_model import fitting, ours
+from hdtool.runtime.evaluation.recorded_model import drafting_runner, fitting
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.model.cuda_graphs import direct
@@ -72,10 +72,10 @@ def test_the_table_says_what_it_is(traces: Path, capfd: pytest.CaptureFixture[st
 def test_as_much_is_accepted_as_in_a_replay(budget: int) -> None:
     words = [(7 * place) % 11 + 3 for place in range(60)]
     turns = [RecordedTurn("c", "", 0, words[:12], words[12:], None), RecordedTurn("d", "", 0, words[:5], words, None)]
-    config = DecodeConfig("hd", budget=budget)
+    config = DecodeConfig("hd", draft_tokens=budget)
     target = Target(model_of("llama"), direct)
     played = play(Contender("hd", config), turns, StoreSet())
-    tell = ours(target, drafter_for(config, target, StoreSet()))
+    tell = drafting_runner(target, drafter_for(config, target, StoreSet()))
     for turn, there in zip(turns, played.turns, strict=True):
         found = tell(turn)
         assert found.stats and found.later
@@ -128,8 +128,8 @@ def test_known_shapes_are_as_large_as_their_names_say() -> None:
         (["--shape", "tiny"], "--shape needs answers on record: name a file of them with --traces", 2),
         (["--traces", "x"], "--traces belongs to --shape", 2),
         (["--shape", "huge", "--traces", "TRACES"], "shape is 'huge': it must be one of tiny, llama-7b, llama-3-8b", 2),
-        (["--shape", "tiny", "--traces", "TRACES", "--methods", "lade"], "methods is lade: it must be one that", 2),
-        (["--shape", "tiny", "--traces", "TRACES", "--methods", "x"], "methods is x: it must be names out of", 2),
+        (["--shape", "tiny", "--traces", "TRACES", "--methods", "lade"], "--methods must be methods that", 2),
+        (["--shape", "tiny", "--traces", "TRACES", "--methods", "x"], "--methods must be names from", 2),
         (["--shape", "tiny", "--traces", "TRACES", "--baseline", "ar"], "leave out --baseline", 2),
         (["--shape", "TRACES", "--traces", "TRACES"], "is no configuration of a model", 1),
     ],

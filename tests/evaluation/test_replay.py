@@ -38,10 +38,10 @@ from hdtool.runtime.config import (
 )
 from hdtool.runtime.decode import Finish, Step, decode
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.evaluation import worker_pool as crew
+from hdtool.runtime.evaluation import worker_pool
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
 from hdtool.runtime.evaluation.replay import Contender, follow, play
-from hdtool.runtime.evaluation.replay_results import Played
+from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
@@ -125,7 +125,7 @@ def conversations(loaded: Loaded, recorded: Path) -> list[list[RecordedTurn]]:
 def test_a_replay_is_a_real_run_step_by_step(
     method: str, budget: int, loaded: Loaded, store_set: StoreSet, conversations: list[list[RecordedTurn]]
 ) -> None:
-    config = DecodeConfig(method, budget=budget, lookahead=False)
+    config = DecodeConfig(method, draft_tokens=budget, lookahead=False)
     drafter = drafter_for(config, loaded.target, store_set)
     turns = [turn for conversation in conversations for turn in conversation]
     played = play(Contender(method, config), turns, store_set)
@@ -152,15 +152,15 @@ def test_every_method_is_replayed_or_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def played(store_set: StoreSet, conversations: list[list[RecordedTurn]]) -> dict[str, Played]:
+def played(store_set: StoreSet, conversations: list[list[RecordedTurn]]) -> dict[str, ReplayResult]:
     return replay(contenders(), conversations, store_set, workers=1)
 
 
 def contenders(curve: CostCurve | None = None, budget: int | None = 8) -> list[Contender]:
-    return [Contender(name, DecodeConfig(name, budget=budget, lookahead=False), curve) for name in ("pld", "hd")]
+    return [Contender(name, DecodeConfig(name, draft_tokens=budget, lookahead=False), curve) for name in ("pld", "hd")]
 
 
-def test_sums_are_those_of_the_turns(played: dict[str, Played]) -> None:
+def test_sums_are_those_of_the_turns(played: dict[str, ReplayResult]) -> None:
     one = played["hd"]
     shares = one.by_source()
     assert sum(share.accepted for share in shares.values()) == one.tokens - one.steps
@@ -173,13 +173,15 @@ def test_sums_are_those_of_the_turns(played: dict[str, Played]) -> None:
     assert one.nodes_per_step <= 8 and 0 < one.draft_us(50) <= one.draft_us(99)
 
 
-def test_contexts_grow_by_what_was_accepted(played: dict[str, Played], conversations: list[list[RecordedTurn]]) -> None:
+def test_contexts_grow_by_what_was_accepted(
+    played: dict[str, ReplayResult], conversations: list[list[RecordedTurn]]
+) -> None:
     for one, turn in zip(played["hd"].turns, (turn for turns in conversations for turn in turns), strict=True):
         behind = np.concatenate([[0], np.cumsum(one.accept_lengths)[:-1]]) + len(turn.prompt)
         assert one.contexts.tolist() == behind.tolist()
 
 
-def test_tokens_per_second_follow_from_the_cost_of_passes(played: dict[str, Played]) -> None:
+def test_tokens_per_second_follow_from_the_cost_of_passes(played: dict[str, ReplayResult]) -> None:
     one = played["hd"]
     flat = one.predict(CostCurve((0, 64), ((1e6, 1e6),)))
     assert flat.speedup == pytest.approx(one.tokens_per_step, rel=1e-4)
@@ -207,7 +209,7 @@ def test_the_cost_chooses_the_nodes_where_no_budget_does(
 # Processes ------------------------------------------------------------------------------------
 
 
-def counted(played: Played) -> list[Any]:
+def counted(played: ReplayResult) -> list[Any]:
     """All of it but the times."""
     return [
         {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(turn).items()}
@@ -219,14 +221,14 @@ def counted(played: Played) -> list[Any]:
 def test_two_processes_bring_what_one_does(
     store_set: StoreSet, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew, "PART", 3)
-    heard: list[int] = []
+    monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 3)
+    counts: list[int] = []
     one, two = (
-        replay(contenders(), conversations, store_set, workers=workers, told=heard.append) for workers in (1, 2)
+        replay(contenders(), conversations, store_set, workers=workers, on_progress=counts.append) for workers in (1, 2)
     )
     assert list(one) == list(two) == ["pld", "hd"]
     assert all(counted(one[name]) == counted(two[name]) for name in one)
-    assert heard[-1] == 14, "turns of both methods"
+    assert counts[-1] == 14, "turns of both methods"
     assert set(two["hd"].source_seconds) == set(one["hd"].source_seconds)
 
 
@@ -244,10 +246,10 @@ def test_a_process_that_is_ended_from_outside(
 def test_each_part_starts_anew(
     store_set: StoreSet, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew, "PART", 1)
+    monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 1)
     parted = replay(contenders(), conversations, store_set, workers=1)["hd"]
     alone = [replay(contenders(), [turns], store_set, workers=1)["hd"] for turns in conversations]
-    assert counted(parted) == counted(Played.joined(alone))
+    assert counted(parted) == counted(ReplayResult.joined(alone))
 
 
 def test_a_shelf_opens_its_stores_anew_elsewhere(store_set: StoreSet) -> None:
@@ -347,14 +349,14 @@ def test_steps_replace_no_other_file(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--methods", "magic"], "method is magic: it must be one of ar, pld"),
+        (["--methods", "magic"], "--method must be one of ar, pld"),
         (["--methods", "pld,hd", "--methods", "pld"], "method pld is given twice"),
         (["--methods", "pld,lade"], "method lade cannot be replayed: it drafts from the model's logits"),
-        (["--budget", "65"], "budget is 65"),
-        (["--use", "X"], "use is X"),
+        (["--draft-tokens", "65"], "--draft-tokens must be between 0 and 64, got 65"),
+        (["--sources", "X"], "--sources must be names from context, model, corpus"),
         (["--order", "CM"], "order is CM"),
-        (["--workers", "0"], "workers is 0"),
-        (["--limit", "0"], "limit is 0"),
+        (["--workers", "0"], "--workers must be 1 or more, got 0"),
+        (["--limit", "0"], "--limit must be 1 or more, got 0"),
     ],
 )
 def test_bad_usage(options: list[str], said: str, command: list[str], capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The page of a report: every figure is drawn, nothing comes from elsewhere, what is missing is said."""
+"""The page of a report: every figure is drawn, the page loads nothing, missing figures are listed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from hdtool.data.errors import ResultError
 from hdtool.runtime.config import METHODS, PEERS
-from hdtool.runtime.evaluation.report.figures import Shown, exhibits, missing
+from hdtool.runtime.evaluation.report.figures import ReportData, figures_of, missing
 from hdtool.runtime.evaluation.report.findings import findings
 from hdtool.runtime.evaluation.report.page import Page
 from hdtool.runtime.evaluation.report.tables import (
@@ -26,20 +26,20 @@ from hdtool.runtime.evaluation.report.tables import (
     Sizes,
     Speedups,
     Table,
+    TemperatureSpeeds,
     Trial,
     Trials,
-    Warmth,
 )
 from hdtool.runtime.evaluation.report.theme import DOTS, THEMES, WIDTH, Theme
 from hdtool.runtime.evaluation.report.write import PICTURE, prepare, write
 from hdtool.runtime.source_names import SourceName
 
 EVIL = "<script>alert('&')</script>"
-SHOWN = Shown(
+DATA = ReportData(
     tables=(Table("Tokens per step", ("method", "all | of them"), (("hd", "2.87"),), "A note."),),
     speedups=Speedups("generate", ("qa", "overall"), {"pld": (1.2, 1.3), "hd": (0.9, 2.0)}),
     durations=Durations({"generate": ((10, 0.2), (20, 0.4)), "hd": ((10, 0.1), (20, 0.2), (30, 0.3))}),
-    warmth=Warmth((0.1, 1.0), {"generate": (50.0, 49.0), "hd": (100.0, 80.0)}),
+    temperatures=TemperatureSpeeds((0.1, 1.0), {"generate": (50.0, 49.0), "hd": (100.0, 80.0)}),
     shares=(Shares("hd", 10, {"context": Share(40, 10, 9, 6), "model": Share(0, 0, 0, 0)}),),
     subsets=(Trials("hd", (Trial("C", 1.5, 9, 20), Trial("M", 1.0, 9, 20), Trial("CM", 2.0, 20, 30))),),
     orders=Trials("hd-paper", (Trial("CM", 2.0, 9, 20), Trial("MC", 1.8, 9, 20))),
@@ -50,24 +50,24 @@ SHOWN = Shown(
 )
 
 
-def page_of(shown: Shown) -> Page:
+def page_of(data: ReportData) -> Page:
     return Page(
         title="Replay",
         lead="lead",
         command=f"hdtool replay --traces '{EVIL}'",
         facts={"machine": "a machine"},
-        findings=findings(shown.shares, shown.coverage, shown.subsets, shown.orders),
-        tables=shown.tables,
-        exhibits=tuple(exhibits(shown)),
-        case=shown.case,
-        missing=tuple(missing(shown)),
+        findings=findings(data.shares, data.coverage, data.subsets, data.orders),
+        tables=data.tables,
+        figures=tuple(figures_of(data)),
+        case=data.case,
+        missing=tuple(missing(data)),
     )
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report") / "within"
-    assert write(folder, page_of(SHOWN)) == folder / "index.html"
+    assert write(folder, page_of(DATA)) == folder / "index.html"
     return folder
 
 
@@ -77,18 +77,18 @@ def size_of(png: bytes) -> tuple[int, int]:
 
 
 def test_every_figure_is_a_picture_in_both_themes(written: Path) -> None:
-    names = [one.name for one in exhibits(SHOWN)]
+    names = [one.name for one in figures_of(DATA)]
     assert len(names) == len(set(names)) == 10
     expected = {f"{name}{ending}.png" for name in names for ending in ("", ".dark")}
     assert {path.name for path in written.glob("*.png")} == expected
-    for one in exhibits(SHOWN):
+    for one in figures_of(DATA):
         light, dark = ((written / f"{one.name}{ending}.png").read_bytes() for ending in ("", ".dark"))
         assert size_of(light) == size_of(dark) == (int(WIDTH * DOTS), int(one.height * DOTS))
         assert light != dark
         assert 5_000 < len(light) < 300_000
 
 
-def test_the_page_asks_for_nothing_from_elsewhere(written: Path) -> None:
+def test_the_page_loads_nothing(written: Path) -> None:
     page = (written / "index.html").read_text(encoding="utf-8")
     assert "http" not in re.sub(r"base64,[^\"]*", "", page)  # within a picture any four letters may stand
     assert not re.search(r"<(script|link|iframe)\b|@import|url\(", page)
@@ -97,7 +97,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(written: Path) -> None:
 
 
 class Balanced(HTMLParser):
-    """Complains of an end without a start, and keeps what is open and what has been said."""
+    """Asserts that tags are balanced, and collects texts and alternative texts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def read(folder: Path) -> Balanced:
     return page
 
 
-def test_what_users_and_models_say_stays_text(written: Path) -> None:
+def test_prompts_and_answers_are_escaped(written: Path) -> None:
     page = read(written)
     assert page.texts.count(EVIL) == 2, "the question and a piece of the answer"
     assert f"hdtool replay --traces '{EVIL}'" in page.texts
@@ -138,11 +138,11 @@ def test_a_piece_has_the_class_of_its_source(written: Path) -> None:
     assert '<span class="corpus" title="corpus">b</span>' in page
     assert '<span class="none" title="the model itself">a </span>' in page
     for theme in THEMES:
-        assert f"--corpus:{theme.database('corpus')}" in page
+        assert f"--corpus:{theme.source('corpus')}" in page
 
 
 def test_nothing_is_missing_where_there_is_data_for_all(written: Path) -> None:
-    assert not list(missing(SHOWN))
+    assert not list(missing(DATA))
     assert "Not shown" not in read(written).texts
 
 
@@ -151,7 +151,7 @@ def test_nothing_is_missing_where_there_is_data_for_all(written: Path) -> None:
     [
         ("speedups", None, ["speed-up"]),
         ("durations", None, ["generation-time"]),
-        ("warmth", None, ["temperatures"]),
+        ("temperatures", None, ["temperatures"]),
         ("shares", (), ["sources-hd"]),
         ("orders", None, ["orders-hd-paper"]),
         ("coverage", (), ["coverage-hd"]),
@@ -160,15 +160,15 @@ def test_nothing_is_missing_where_there_is_data_for_all(written: Path) -> None:
     ],
 )
 def test_a_figure_without_data_is_left_out_and_named(field: str, empty: object, names: list[str]) -> None:
-    lacking = replace(SHOWN, **{field: empty})  # type: ignore[arg-type]
-    gone = {one.name for one in exhibits(SHOWN)} - {one.name for one in exhibits(lacking)}
+    lacking = replace(DATA, **{field: empty})  # type: ignore[arg-type]
+    gone = {one.name for one in figures_of(DATA)} - {one.name for one in figures_of(lacking)}
     assert gone == set(names)
     ((_, command),) = missing(lacking)
     assert "hdtool" in command or "four tokens" in command
 
 
-def test_a_page_without_any_figure_says_what_would_add_them(tmp_path: Path) -> None:
-    write(tmp_path, page_of(Shown()))
+def test_a_page_without_figures_lists_the_commands_that_add_them(tmp_path: Path) -> None:
+    write(tmp_path, page_of(ReportData()))
     assert not list(tmp_path.glob("*.png"))
     texts = " ".join(read(tmp_path).texts)
     assert "Not shown" in texts
@@ -187,33 +187,33 @@ def test_the_tables_are_markdown_too(written: Path) -> None:
 
 def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
     for _ in range(2):
-        write(tmp_path, page_of(Shown(durations=SHOWN.durations)))
+        write(tmp_path, page_of(ReportData(durations=DATA.durations)))
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_all_pictures_have_the_names_that_are_looked_for(written: Path) -> None:
-    methods = replace(SHOWN, shares=tuple(replace(SHOWN.shares[0], method=name) for name in METHODS))
-    for one in exhibits(methods):
+def test_all_figures_have_recognised_names(written: Path) -> None:
+    methods = replace(DATA, shares=tuple(replace(DATA.shares[0], method=name) for name in METHODS))
+    for one in figures_of(methods):
         assert PICTURE.fullmatch(f"{one.name}.png") and PICTURE.fullmatch(f"{one.name}.dark.png")
 
 
 @pytest.mark.parametrize("name", ["index.html", "tables.md", "speed-up.png", "sources-hd.dark.png"])
 def test_files_of_another_origin_are_refused_before_anything_is_measured(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    for act in (lambda: prepare(tmp_path), lambda: write(tmp_path, page_of(SHOWN))):
+    for act in (lambda: prepare(tmp_path), lambda: write(tmp_path, page_of(DATA))):
         with pytest.raises(ResultError, match=f"{name} is there and is not a file of an hdtool report: choose another"):
             act()
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResultError, match=r"cannot be written .* choose another --report"):
-        write(tmp_path / "file" / "report", page_of(Shown()))
+        write(tmp_path / "file" / "report", page_of(ReportData()))
 
 
-def test_a_line_goes_through_the_answers() -> None:
+def test_durations_fit_a_line_through_the_answers() -> None:
     durations = Durations(
         {"even": ((10, 1.5), (20, 2.0), (40, 3.0)), "one": ((10, 2.0),), "same": ((5, 1.0), (5, 3.0))}
     )
@@ -224,5 +224,5 @@ def test_a_line_goes_through_the_answers() -> None:
 
 @pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
 def test_no_two_methods_and_no_two_sources_look_alike(theme: Theme) -> None:
-    for colours in ([*map(theme.method, {**PEERS, **METHODS})], [theme.database(str(name)) for name in SourceName]):
-        assert len({*colours, theme.ink, theme.paper}) == len(colours) + 2
+    for colours in ([*map(theme.method, {**PEERS, **METHODS})], [theme.source(str(name)) for name in SourceName]):
+        assert len({*colours, theme.foreground, theme.background}) == len(colours) + 2

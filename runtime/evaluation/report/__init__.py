@@ -1,5 +1,5 @@
-"""What drafting brought, told in pictures: one page that needs nothing beside it.
+"""The report of a replay or a benchmark: one self-contained HTML page with tables and figures.
 
-Plain tables stand between what was measured and what is shown. `study.py`, `repeats.py` and `measured.py` fill
-them from replays, texts and benchmarks; `plots.py` draws them, `findings.py` judges by them, `page.py` tells them.
+`ablations.py`, `repeats.py` and `measured.py` compute the data classes of `tables.py`; `figures.py`, `plots.py` and
+`findings.py` present them, and `page.py` renders the page. Imports `data` and `runtime`.
 """

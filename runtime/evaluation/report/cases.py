@@ -1,11 +1,11 @@
-"""A case: one answer, piece by piece, each with the source that it was accepted from."""
+"""The case of a report: one answer in pieces, each with the source that it was accepted from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hdtool.runtime.evaluation.replay_results import Played, PlayedTurn
+from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
 from hdtool.runtime.evaluation.report.tables import Case
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.text_stream import TextStream
@@ -13,15 +13,15 @@ from hdtool.runtime.text_stream import TextStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SHOWN_WHOLE = range(60, 301)
-"""Tokens of an answer that is neither a word nor a screenful."""
+LENGTHS = range(60, 301)
+"""Tokens of an answer that is worth showing and fits a screen."""
 
 
-def case_of(method: str, played: Played, tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> Case:
-    """The answer whose tokens per step are nearest to those of all; there is a question for each turn."""
-    every = list(zip(played.turns, questions, strict=True))
-    fit = [one for one in every if len(one[0].tokens) in SHOWN_WHOLE] or every
-    typical, question = min(fit, key=lambda one: abs(_tokens_per_step(one[0]) - played.tokens_per_step))
+def case_of(method: str, result: ReplayResult, tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> Case:
+    """The answer whose tokens per step are nearest to the average; ``questions`` has one entry per turn."""
+    every = list(zip(result.turns, questions, strict=True))
+    fit = [one for one in every if len(one[0].tokens) in LENGTHS] or every
+    typical, question = min(fit, key=lambda one: abs(_tokens_per_step(one[0]) - result.tokens_per_step))
     return Case(
         method=method,
         question=question,
@@ -34,11 +34,11 @@ def case_of(method: str, played: Played, tokenizer: PreTrainedTokenizerBase, que
 def pieces(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]
 ) -> tuple[tuple[str, str], ...]:
-    """The text that each token completes, and who drafted that."""
+    """The text that each token completes, and the source that drafted the token."""
     text = TextStream(tokenizer)
-    told = [(text.add([token]), str(SourceName(source))) for token, source in zip(tokens, sources, strict=True)]
-    return tuple(piece for piece in (*told, (text.end(), str(SourceName.NONE))) if piece[0])
+    parts = [(text.add([token]), str(SourceName(source))) for token, source in zip(tokens, sources, strict=True)]
+    return tuple(piece for piece in (*parts, (text.end(), str(SourceName.NONE))) if piece[0])
 
 
-def _tokens_per_step(turn: PlayedTurn) -> float:
+def _tokens_per_step(turn: ReplayedTurn) -> float:
     return len(turn.tokens) / len(turn.accept_lengths)

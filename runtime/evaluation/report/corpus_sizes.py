@@ -1,4 +1,4 @@
-"""What the size of the corpus index is worth, and what it costs: replays with smaller ones."""
+"""The benefit and the cost of a larger corpus index: replays with smaller ones."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
 
 PARTS = (16, 8, 4, 2)
-"""One document in so many makes a smaller index."""
-LARGEST = 50_000_000
-"""Tokens of an index that smaller ones are made from: of more, making them takes minutes."""
-FEWEST = 10 * PARTS[0]
-"""Documents."""
+"""Each smaller index holds one document in so many."""
+MAX_TOKENS = 50_000_000
+"""From a larger index, building the smaller ones takes minutes."""
+MIN_DOCUMENTS = 10 * PARTS[0]
 METHOD = "hd"
 
 
@@ -31,30 +30,28 @@ BuildIndex = Callable[[Path, Iterable[Document], TokenizerFingerprint, Sequence[
 """Builds a corpus index in a folder."""
 
 
-def sizes(study: Study, build: BuildIndex, told: Callable[[], None] = lambda: None) -> Sizes | str:
-    """Or why there is nothing to tell; ``told`` is called after each of the replays."""
+def sizes(study: Study, build: BuildIndex, on_replay: Callable[[], None] = lambda: None) -> Sizes | str:
+    """The replays, or the reason why there are none; ``on_replay`` is called after each."""
     corpus = study.store_set.corpus
     if corpus is None:
         return "there is no corpus index"
     counts = corpus.manifest.counts
-    if counts["tokens"] > LARGEST:
-        return (
-            f"the corpus index holds {counts['tokens']:,} tokens, and smaller ones are made of up to {LARGEST:,} only"
-        )
-    if counts["documents"] < FEWEST:
-        return f"the corpus index holds {counts['documents']} documents, and a part of fewer than {FEWEST} says little"
+    if counts["tokens"] > MAX_TOKENS:
+        return f"the corpus index holds {counts['tokens']:,} tokens, and at most {MAX_TOKENS:,} are supported here"
+    if counts["documents"] < MIN_DOCUMENTS:
+        return f"the corpus index holds {counts['documents']} documents, and at least {MIN_DOCUMENTS} are needed"
     rows = []
-    with tempfile.TemporaryDirectory() as passing:
+    with tempfile.TemporaryDirectory() as scratch:
         for part in PARTS:
-            rows.append(_size(study, _thinned(corpus, part, Path(passing) / str(part), build)))
-            told()
+            rows.append(_size(study, _thinned(corpus, part, Path(scratch) / str(part), build)))
+            on_replay()
     rows.append(_size(study, corpus))
-    told()
+    on_replay()
     return Sizes(METHOD, tuple(rows))
 
 
 def _thinned(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) -> CorpusIndex:
-    """An index of one document in so many, by lot: questions and answers stand in turn in many a corpus."""
+    """An index of one document in ``part``, drawn at random: many corpora alternate questions and answers."""
     manifest = corpus.manifest
     stored = stored_documents(corpus.documents, corpus.end)
     drawn = np.random.default_rng(0).random(manifest.counts["documents"]) < 1 / part
@@ -66,12 +63,12 @@ def _thinned(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) ->
 def _size(study: Study, corpus: CorpusIndex) -> Size:
     store_set = StoreSet(study.store_set.model, corpus)
     contender = study.contender(METHOD, study.letters)
-    # Alone on the machine: here the time is what counts.
-    played = replay([contender], study.conversations, store_set, workers=1)[contender.name]
+    # In one process, because the times are reported.
+    result = replay([contender], study.conversations, store_set, workers=1)[contender.name]
     return Size(
         tokens=corpus.manifest.counts["tokens"],
-        tokens_per_step=played.tokens_per_step,
-        draft_us=played.draft_us(50),
-        draft_us_p90=played.draft_us(90),
-        corpus_us=played.source_seconds.get(SourceName.CORPUS, 0.0) / played.drafted_steps * 1e6,
+        tokens_per_step=result.tokens_per_step,
+        draft_us=result.draft_us(50),
+        draft_us_p90=result.draft_us(90),
+        corpus_us=result.source_seconds.get(SourceName.CORPUS, 0.0) / result.drafted_steps * 1e6,
     )

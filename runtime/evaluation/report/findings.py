@@ -1,4 +1,4 @@
-"""What the paper found, and whether it holds here."""
+"""The claims of the Hierarchy Drafting paper, compared with this data."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from hdtool.runtime.evaluation.report.tables import Coverage, Shares, Trials
 
 DATABASES = ("context", "model", "corpus")
 PAPER = "hd-paper"
-"""The method that a verdict is about; what the others say stands beside it."""
+"""The method that decides the verdict; the evidence of other methods is listed too."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim and what this data says of it."""
+    """A claim of the paper, and the evidence of this data."""
 
     claim: str
     holds: bool | None
-    """None where this data cannot tell."""
+    """None if this data does not decide it."""
     evidence: tuple[str, ...]
-    """A line for each method."""
+    """One line per method."""
 
     @property
     def verdict(self) -> str:
-        return {True: "holds", False: "does not hold", None: "cannot be told"}[self.holds]
+        return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
 
 
 def findings(
     shares: Sequence[Shares], coverage: Sequence[Coverage], subsets: Sequence[Trials], orders: Trials | None
 ) -> tuple[Finding, ...]:
     return (
-        _judged("C > M > S in verify success", _verify_success(shares)),
-        _judged("each database accepts tokens that no other does", _own_tokens(coverage)),
-        _judged("C+M beats any single database", _pair_beats_singles(subsets)),
-        _judged("the order C, M, S is the best of the six", _best_order(orders)),
+        _finding("C > M > S in verify success", _verify_success(shares)),
+        _finding("each database accepts tokens that no other does", _own_tokens(coverage)),
+        _finding("C+M beats any single database", _pair_beats_singles(subsets)),
+        _finding("the order C, M, S is the best of the six", _best_order(orders)),
     )
 
 
-def _judged(claim: str, found: Iterator[tuple[str, bool, str]]) -> Finding:
+def _finding(claim: str, found: Iterator[tuple[str, bool, str]]) -> Finding:
     verdicts = {method: (holds, evidence) for method, holds, evidence in found}
     if not verdicts:
         return Finding(claim, None, ("a database is missing, or nothing was drafted from one",))
     paper_first = sorted(verdicts.items(), key=lambda one: one[0] != PAPER)
     holds = paper_first[0][1][0]
-    told = (
-        f"{method}: {evidence}{'' if own == holds else ' (other than above)'}"
+    lines = (
+        f"{method}: {evidence}{'' if own == holds else ' (differs from above)'}"
         for method, (own, evidence) in paper_first
     )
-    return Finding(claim, holds, tuple(told))
+    return Finding(claim, holds, tuple(lines))
 
 
 def _verify_success(shares: Sequence[Shares]) -> Iterator[tuple[str, bool, str]]:
@@ -60,8 +60,8 @@ def _verify_success(shares: Sequence[Shares]) -> Iterator[tuple[str, bool, str]]
             "steps in which something of it was accepted, of those that it drafted in": [one.won for one in sources],
             "accepted of the tokens that it drafted": [one.verified for one in sources],
         }
-        told = "; ".join(f"{what}: {_each(rates)}" for what, rates in counts.items())
-        yield share.method, all(rates[0] > rates[1] > rates[2] for rates in counts.values()), told
+        values = "; ".join(f"{what}: {_each(rates)}" for what, rates in counts.items())
+        yield share.method, all(rates[0] > rates[1] > rates[2] for rates in counts.values()), values
 
 
 def _each(rates: Sequence[float]) -> str:
@@ -73,11 +73,11 @@ def _own_tokens(coverage: Sequence[Coverage]) -> Iterator[tuple[str, bool, str]]
         if not all(name in covered.databases for name in DATABASES):
             continue
         alone = [covered.databases[name].alone for name in DATABASES]
-        told = ", ".join(f"{name} {count:,}" for name, count in zip(DATABASES, alone, strict=True))
+        values = ", ".join(f"{name} {count:,}" for name, count in zip(DATABASES, alone, strict=True))
         yield (
             covered.method,
             min(alone) > 0,
-            f"of {covered.positions:,} tokens, accepted from this database alone: {told}",
+            f"of {covered.positions:,} tokens, accepted from this database alone: {values}",
         )
 
 
@@ -86,14 +86,14 @@ def _pair_beats_singles(subsets: Sequence[Trials]) -> Iterator[tuple[str, bool, 
         rates = {row.databases: row.tokens_per_step for row in trials.rows}
         if not {"C", "M", "S", "CM"} <= set(rates):
             continue
-        told = ", ".join(f"{'+'.join(name)} {rates[name]:.3f}" for name in ("CM", "C", "M", "S"))
-        yield trials.method, all(rates["CM"] > rates[name] for name in "CMS"), f"tokens per step: {told}"
+        values = ", ".join(f"{'+'.join(name)} {rates[name]:.3f}" for name in ("CM", "C", "M", "S"))
+        yield trials.method, all(rates["CM"] > rates[name] for name in "CMS"), f"tokens per step: {values}"
 
 
 def _best_order(orders: Trials | None) -> Iterator[tuple[str, bool, str]]:
     if orders is None or len(orders.rows) < 6:
         return
     ranked = sorted(orders.rows, key=lambda row: -row.tokens_per_step)
-    told = ", ".join(f"{row.databases} {row.tokens_per_step:.3f} ({row.draft_us:.0f} µs)" for row in ranked)
+    values = ", ".join(f"{row.databases} {row.tokens_per_step:.3f} ({row.draft_us:.0f} µs)" for row in ranked)
     best = all(row.databases == "CMS" or orders["CMS"].tokens_per_step > row.tokens_per_step for row in orders.rows)
-    yield orders.method, best, f"tokens per step (drafting, median of the steps): {told}"
+    yield orders.method, best, f"tokens per step (drafting, median of the steps): {values}"

@@ -1,4 +1,4 @@
-"""What a benchmark measured, in the tables of figures."""
+"""The data of a benchmark's figures, computed from its results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from hdtool.data.bench_results import Results
 from hdtool.data.spec_bench import AnsweredQuestion
-from hdtool.runtime.evaluation.report.tables import Durations, Share, Shares, Speedups, Table, Warmth, wins_of
+from hdtool.runtime.evaluation.report.tables import (
+    Durations,
+    Share,
+    Shares,
+    Speedups,
+    Table,
+    TemperatureSpeeds,
+    wins_of,
+)
 from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores, scores_of
 from hdtool.runtime.source_names import SourceName
 
@@ -41,8 +49,8 @@ class Measured:
         }
         return Durations({method: points for method, points in answers.items() if points})
 
-    def warmth(self) -> Warmth | None:
-        """None where there is but one temperature."""
+    def temperatures(self) -> TemperatureSpeeds | None:
+        """None if there is only one temperature."""
         runs = {temperature_of(one): one for one in (self.results, *self.others)}
         if len(runs) < 2:
             return None
@@ -51,10 +59,10 @@ class Measured:
             method: tuple(scores[method].tokens_per_second for scores in overall.values())
             for method in self.results.run.methods
         }
-        return Warmth(tuple(overall), methods)
+        return TemperatureSpeeds(tuple(overall), methods)
 
     def shares(self) -> tuple[Shares, ...]:
-        """Of the methods that drafted from more than one source."""
+        """The sources of the methods that drafted from more than one."""
         found = (_shares(method, rows) for method, rows in self.results.answers.items())
         return tuple(shares for shares in found if len(shares.sources) > 1)
 
@@ -81,9 +89,9 @@ def temperature_of(results: Results) -> float:
     return float(results.run.options["temperature"])
 
 
-def _by_task(title: str, scores: Scores, told: Callable[[Score], str]) -> Table:
+def _by_task(title: str, scores: Scores, formatted: Callable[[Score], str]) -> Table:
     methods = scores.tasks[OVERALL]
-    rows = ((method, *(told(found[method]) for found in scores.tasks.values())) for method in methods)
+    rows = ((method, *(formatted(found[method]) for found in scores.tasks.values())) for method in methods)
     sizes = (f"{task} ({next(iter(found.values())).questions})" for task, found in scores.tasks.items())
     return Table(title, ("method", *sizes), tuple(rows))
 
@@ -105,10 +113,10 @@ def _shares(method: str, rows: Sequence[AnsweredQuestion]) -> Shares:
         wins += wins_of(turn.drafted_by, turn.step_tokens)
     sources = {}
     for name in names:
-        drafted, accepted, hits = (int(sum(turn.sources.get(name, {}).get(key, 0) for turn in turns)) for key in KEYS)
+        drafted, accepted, hits = (
+            int(sum(turn.sources.get(name, {}).get(key, 0) for turn in turns))
+            for key in ("drafted", "accepted", "hits")
+        )
         sources[name] = Share(drafted, accepted, hits, wins[SourceName[name.upper()]])
-    # A prompt's own pass brings a token before anything could be drafted.
+    # Nothing is drafted for the pass over the prompt.
     return Shares(method, sum(len(turn.step_tokens) - 1 for turn in turns), sources)
-
-
-KEYS = ("drafted", "accepted", "hits")

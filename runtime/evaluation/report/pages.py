@@ -1,4 +1,4 @@
-"""The pages of the two commands: of a replay, and of a benchmark whose answers were replayed."""
+"""The pages of the two commands: a replay, and a benchmark with a replay of its answers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.environment import machine
-from hdtool.runtime.evaluation.replay_results import Played
+from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.report.ablations import Study
-from hdtool.runtime.evaluation.report.figures import Shown, exhibits, missing
+from hdtool.runtime.evaluation.report.figures import ReportData, figures_of, missing
 from hdtool.runtime.evaluation.report.findings import findings
 from hdtool.runtime.evaluation.report.measured import Measured, temperature_of
 from hdtool.runtime.evaluation.report.page import Page
@@ -21,9 +21,9 @@ from hdtool.runtime.evaluation.scores import OVERALL
 
 
 def page_of_replay(
-    command: str, study: Study, shown: Shown, played: Mapping[str, Played], curve: CostCurve | None
+    command: str, study: Study, data: ReportData, results: Mapping[str, ReplayResult], curve: CostCurve | None
 ) -> Page:
-    best = max(played.values(), key=lambda one: one.tokens_per_step)
+    best = max(results.values(), key=lambda one: one.tokens_per_step)
     answers = f"{len(best.turns):,} answers"
     facts = {
         "answers": f"{len(study.conversations):,} conversations, {answers}, {best.tokens:,} tokens",
@@ -34,15 +34,14 @@ def page_of_replay(
     }
     lead = (
         f"{best.method} gets {best.tokens_per_step:.2f} tokens a forward pass on {answers} that a model gave, where "
-        "plain decoding gets 1. Nothing was measured on the model itself: what it would have taken of every draft "
-        "follows from what it said."
+        "plain decoding gets 1. The model did not run: the recorded answers determine which draft tokens it accepts."
     )
-    tables = (_rates(played), *([_forecast(played, curve)] if curve else []))
-    return _page("Replay", lead, command, facts, replace(shown, tables=tables))
+    tables = (_rates(results), *([_forecast(results, curve)] if curve else []))
+    return _page("Replay", lead, command, facts, replace(data, tables=tables))
 
 
-def page_of_bench(command: str, measured: Measured, study: Study, shown: Shown, replayed: str) -> Page:
-    """``replayed`` is the method whose answers were replayed."""
+def page_of_bench(command: str, measured: Measured, study: Study, data: ReportData, reresults: str) -> Page:
+    """``reresults`` is the method whose answers were reresults."""
     run, scores = measured.results.run, measured.scores
     about, options = run.surroundings, run.options
     whole = scores.tasks[OVERALL]
@@ -54,7 +53,7 @@ def page_of_bench(command: str, measured: Measured, study: Study, shown: Shown, 
         "temperature": f"{temperature_of(measured.results):g}",
         "rounds": f"{options['rounds']}",
         "stores": _stores(study),
-        "replays": f"of the answers of {replayed}, at most {study.nodes} draft nodes a step",
+        "replays": f"of the answers of {reresults}, at most {study.nodes} draft nodes a step",
         "hdtool": about["hdtool"],
         "machine": about["machine"],
         "begun": run.started,
@@ -63,39 +62,39 @@ def page_of_bench(command: str, measured: Measured, study: Study, shown: Shown, 
         f"{best} answers {whole[best].speedup:.2f} times as fast as {scores.baseline} and gets "
         f"{whole[best].tokens_per_step:.2f} tokens a forward pass, over {whole[best].questions:,} questions."
     )
-    shown = replace(
-        shown,
+    data = replace(
+        data,
         tables=measured.tables(),
         speedups=measured.speedups(),
         durations=measured.durations(),
-        warmth=measured.warmth(),
-        shares=measured.shares() or shown.shares,
+        temperatures=measured.temperatures(),
+        shares=measured.shares() or data.shares,
     )
-    return _page("Benchmark", lead, command, facts, shown)
+    return _page("Benchmark", lead, command, facts, data)
 
 
-def _page(title: str, lead: str, command: str, facts: Mapping[str, str], shown: Shown) -> Page:
+def _page(title: str, lead: str, command: str, facts: Mapping[str, str], data: ReportData) -> Page:
     return Page(
         title=title,
         lead=lead,
         command=command,
         facts=facts,
-        findings=findings(shown.shares, shown.coverage, shown.subsets, shown.orders),
-        tables=shown.tables,
-        exhibits=tuple(exhibits(shown)),
-        case=shown.case,
-        missing=tuple(missing(shown)),
+        findings=findings(data.shares, data.coverage, data.subsets, data.orders),
+        tables=data.tables,
+        figures=tuple(figures_of(data)),
+        case=data.case,
+        missing=tuple(missing(data)),
     )
 
 
 def _stores(study: Study) -> str:
     named = {"model store": study.store_set.model, "corpus index": study.store_set.corpus}
-    told = (f"{name} of {store.manifest.counts['tokens']:,} tokens" for name, store in named.items() if store)
-    return ", ".join(told) or "none"
+    parts = (f"{name} of {store.manifest.counts['tokens']:,} tokens" for name, store in named.items() if store)
+    return ", ".join(parts) or "none"
 
 
-def _rates(played: Mapping[str, Played]) -> Table:
-    parts = {method: one.by_category() for method, one in played.items()}
+def _rates(results: Mapping[str, ReplayResult]) -> Table:
+    parts = {method: one.by_category() for method, one in results.items()}
     first = next(iter(parts.values()))
     categories = list(first) if len(first) > 1 else []
     rows = (
@@ -106,14 +105,14 @@ def _rates(played: Mapping[str, Played]) -> Table:
             f"{one.nodes_per_step:.1f}",
             f"{one.draft_us(50):.0f} / {one.draft_us(99):.0f}",
         )
-        for method, one in played.items()
+        for method, one in results.items()
     )
     columns = ("method", "all", *categories, "nodes a step", "drafting, µs p50 / p99")
     return Table("Tokens per step", columns, tuple(rows), "Drafting with the tree's mask and positions.")
 
 
-def _forecast(played: Mapping[str, Played], curve: CostCurve) -> Table:
-    predicted = {method: one.predict(curve) for method, one in played.items()}
+def _forecast(results: Mapping[str, ReplayResult], curve: CostCurve) -> Table:
+    predicted = {method: one.predict(curve) for method, one in results.items()}
     plain = next(iter(predicted.values())).plain_tokens_per_second
     rows = [("plain decoding", f"{plain:.1f}", "1.00")]
     rows += [(method, f"{one.tokens_per_second:.1f}", f"{one.speedup:.2f}") for method, one in predicted.items()]

@@ -1,4 +1,4 @@
-"""The figures: each draws a plain table on a pair of axes, in the colours of a theme."""
+"""The plots: each function draws one data class on a pair of axes, in the colours of a theme."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from hdtool.runtime.evaluation.report.tables import (
     Shares,
     Sizes,
     Speedups,
+    TemperatureSpeeds,
     Trials,
-    Warmth,
 )
 from hdtool.runtime.evaluation.report.theme import Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.container import BarContainer
 
 MARKERS = "osD^vPX<>"
 LETTERS = {"C": "context", "M": "model", "S": "corpus"}
@@ -35,8 +34,8 @@ def speedups(data: Speedups, axes: Axes, theme: Theme) -> None:
     for number, (method, factors) in enumerate(data.methods.items()):
         at = places - 0.42 + height * (number + 0.5)
         bars = axes.barh(at, factors, height * 0.92, color=theme.method(method), label=method)
-        _values(axes, bars, "{:.2f}", theme, size=7)
-    axes.axvline(1, color=theme.ink, linewidth=1)
+        axes.bar_label(bars, fmt="{:.2f}", fontsize=7, color=theme.foreground, padding=2)
+    axes.axvline(1, color=theme.foreground, linewidth=1)
     axes.set_yticks(places, data.tasks)
     axes.set_ylim(len(places) - 0.45, -0.55)
     axes.grid(False, axis="y")
@@ -59,7 +58,7 @@ def durations(data: Durations, axes: Axes, theme: Theme) -> None:
     _legend(axes, 2)
 
 
-def warmth(data: Warmth, axes: Axes, theme: Theme) -> None:
+def temperatures(data: TemperatureSpeeds, axes: Axes, theme: Theme) -> None:
     for (method, speeds), marker in zip(data.methods.items(), cycle(MARKERS), strict=False):
         axes.plot(data.temperatures, speeds, marker + "-", color=theme.method(method), label=method)
     axes.set_xticks(data.temperatures)
@@ -70,22 +69,22 @@ def warmth(data: Warmth, axes: Axes, theme: Theme) -> None:
 
 
 def shares(data: Shares, axes: Axes, theme: Theme) -> None:
-    """Three bars for each source: how often it drafts, how often some of that stands, and how much of it."""
+    """Three bars per source: how often it drafts, how often some of that is accepted, and how much of it."""
     names = list(data.sources)
     places = np.arange(len(names))
-    colours = [theme.database(name) for name in names]
+    colours = [theme.source(name) for name in names]
     drafts = [100 * share.hits / data.steps if data.steps else 0 for share in data.sources.values()]
     wins = [100 * share.won for share in data.sources.values()]
-    stands = [100 * share.verified for share in data.sources.values()]
+    accepted = [100 * share.verified for share in data.sources.values()]
     looks: Sequence[tuple[list[float], dict[str, Any], str]] = (
         (drafts, {"fill": False}, "steps in which it drafts"),
         (wins, {"fill": False, "hatch": "////"}, "of these, with a token accepted"),
-        (stands, {}, "of its tokens, accepted"),
+        (accepted, {}, "of its tokens, accepted"),
     )
     for number, (values, look, label) in enumerate(looks):
         bars = axes.bar(places + 0.27 * (number - 1), values, 0.24, color=colours, edgecolor=colours, **look)
-        axes.bar_label(bars, fmt="%.0f", fontsize=9, color=theme.ink, padding=2)
-        axes.bar(0, 0, color=theme.ink, edgecolor=theme.ink, label=label, **look)
+        axes.bar_label(bars, fmt="%.0f", fontsize=9, color=theme.foreground, padding=2)
+        axes.bar(0, 0, color=theme.foreground, edgecolor=theme.foreground, label=label, **look)
     axes.set_xticks(places, names)
     axes.grid(False, axis="x")
     axes.set_ylim(0, 108)
@@ -94,23 +93,15 @@ def shares(data: Shares, axes: Axes, theme: Theme) -> None:
 
 
 def trials(data: Trials, axes: Axes, theme: Theme) -> None:
-    """A bar for each choice; its ticks are the letters of the databases, in their order."""
+    """A bar for each choice of databases, labelled with their letters in order."""
     rows = data.rows
     best = data.best
     for place, row in enumerate(rows):
-        bar = axes.bar(place, row.tokens_per_step, 0.7, color=theme.faint, edgecolor=theme.ink, linewidth=0.8)
+        bar = axes.bar(place, row.tokens_per_step, 0.7, color=theme.muted, edgecolor=theme.foreground, linewidth=0.8)
         if row is best:
             bar[0].set(linewidth=2.2)
         _stripes(axes, place, row.databases, theme)
-        axes.annotate(
-            f"{row.tokens_per_step:.2f}\n{row.draft_us:.0f} µs",
-            (place, row.tokens_per_step),
-            (0, 2),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=8,
-        )
+        _label(axes, f"{row.tokens_per_step:.2f}\n{row.draft_us:.0f} µs", (place, row.tokens_per_step), 2, fontsize=8)
     axes.set_xticks(range(len(rows)), [" ".join(row.databases) for row in rows])
     axes.grid(False, axis="x")
     axes.set_ylabel("tokens per step (plain decoding: 1)")
@@ -119,35 +110,27 @@ def trials(data: Trials, axes: Axes, theme: Theme) -> None:
 
 
 def _stripes(axes: Axes, place: int, databases: str, theme: Theme) -> None:
-    """The colours of the databases along the foot of a bar."""
+    """The colours of the databases at the foot of a bar."""
     width = 0.7 / len(databases)
     for number, letter in enumerate(databases):
         left = place - 0.35 + width * number
-        axes.axvspan(left, left + width, 0, 0.03, color=theme.database(LETTERS[letter]), linewidth=0)
+        axes.axvspan(left, left + width, 0, 0.03, color=theme.source(LETTERS[letter]), linewidth=0)
 
 
 def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
-    """Of each database, what it had accepted alone, and how much of that no other had."""
+    """Per database, the tokens accepted when it is the only one, and those that no other had."""
     names = list(data.databases)
     for place, name in enumerate(names):
         found = data.databases[name]
-        colour = theme.database(name)
-        axes.bar(place, found.positions, 0.62, color=theme.paper, edgecolor=colour, linewidth=1.5)
+        colour = theme.source(name)
+        axes.bar(place, found.positions, 0.62, color=theme.background, edgecolor=colour, linewidth=1.5)
         axes.bar(place, found.alone, 0.62, color=colour, edgecolor=colour, linewidth=1.5)
         share = found.alone / data.positions if data.positions else 0.0
-        axes.annotate(
-            f"{found.positions:,}\n{found.alone:,} alone\n({share:.1%} of all)",
-            (place, found.positions),
-            (0, 3),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=9,
-        )
-    highest = max((found.positions for found in data.databases.values()), default=0)
-    axes.set_ylim(0, 1.35 * max(1, highest))
-    axes.bar(0, 0, color=theme.paper, edgecolor=theme.ink, linewidth=1.5, label="accepted")
-    axes.bar(0, 0, color=theme.ink, label="accepted from no other database")
+        text = f"{found.positions:,}\n{found.alone:,} alone\n({share:.1%} of all)"
+        _label(axes, text, (place, found.positions), 3, fontsize=9)
+    axes.set_ylim(0, 1.35 * max(1, *(found.positions for found in data.databases.values())))
+    axes.bar(0, 0, color=theme.background, edgecolor=theme.foreground, linewidth=1.5, label="accepted")
+    axes.bar(0, 0, color=theme.foreground, label="accepted from no other database")
     axes.set_xticks(range(len(names)), names)
     axes.grid(False, axis="x")
     axes.set_ylabel("tokens of the answers")
@@ -162,12 +145,12 @@ PLACES = {
     "corpus index": "corpus",
     "none of them": "none",
 }
-"""Where a 4-gram may stand, and whose colour that has."""
+"""The source that gives each place of a 4-gram its colour."""
 
 
 def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
     for (name, values), marker in zip(data.places.items(), cycle(MARKERS), strict=False):
-        colour = theme.database(PLACES[name])
+        colour = theme.source(PLACES[name])
         axes.plot(data.generations, 100 * np.array(values), marker + "-", color=colour, label=name)
     axes.set_xlabel("generation, in the order in which they were made")
     axes.set_ylabel("4-grams seen before, percent")
@@ -177,7 +160,7 @@ def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
 
 
 def distances(data: Repeats, axes: Axes, theme: Theme) -> None:
-    axes.plot(data.distances, 100 * np.array(data.within), "o-", color=theme.database("context"))
+    axes.plot(data.distances, 100 * np.array(data.within), "o-", color=theme.source("context"))
     axes.set_xscale("log", base=2)
     axes.set_xticks(data.distances[::2], [f"{distance:,}" for distance in data.distances[::2]], rotation=30)
     axes.set_xlabel("tokens back, at most")
@@ -187,14 +170,15 @@ def distances(data: Repeats, axes: Axes, theme: Theme) -> None:
 
 def sizes(data: Sizes, axes: Axes, theme: Theme) -> None:
     tokens = [row.tokens / 1e6 for row in data.rows]
-    colour = theme.database("corpus")
+    colour = theme.source("corpus")
     axes.plot(tokens, [row.draft_us for row in data.rows], "o-", color=colour, label="drafting, median of the steps")
     axes.plot(tokens, [row.draft_us_p90 for row in data.rows], "o--", color=colour, label="90th percentile")
-    axes.plot(tokens, [row.corpus_us for row in data.rows], "s:", color=theme.ink, label="in the corpus index, mean")
+    axes.plot(
+        tokens, [row.corpus_us for row in data.rows], "s:", color=theme.foreground, label="in the corpus index, mean"
+    )
     for row, place in zip(data.rows, tokens, strict=True):
-        axes.annotate(
-            f"{row.tokens_per_step:.2f}", (place, row.draft_us_p90), (0, 6), textcoords="offset points", ha="center"
-        )
+        rate, top = f"{row.tokens_per_step:.2f}", (place, row.draft_us_p90)
+        axes.annotate(rate, top, (0, 6), textcoords="offset points", ha="center")
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{place:.2g}" for place in tokens])
     axes.minorticks_off()
@@ -204,10 +188,11 @@ def sizes(data: Sizes, axes: Axes, theme: Theme) -> None:
     _legend(axes, 2)
 
 
-def _values(axes: Axes, bars: BarContainer, form: str, theme: Theme, size: float) -> None:
-    axes.bar_label(bars, fmt=form, fontsize=size, color=theme.ink, padding=2)
+def _label(axes: Axes, text: str, place: tuple[float, float], points: int, fontsize: int) -> None:
+    """A text above a place in the plot."""
+    axes.annotate(text, place, (0, points), textcoords="offset points", ha="center", va="bottom", fontsize=fontsize)
 
 
 def _legend(axes: Axes, columns: int) -> None:
-    """Over the axes, so that no data lies under it."""
+    """Above the axes, so that it covers no data."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=columns, borderaxespad=0, columnspacing=1.2)

@@ -1,4 +1,4 @@
-"""What a report finds out from recorded answers alone, without the model."""
+"""The part of a report that is computed from recorded answers, without the model."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from hdtool.data.traces import STOPPED, Recorded, Trace
 from hdtool.runtime.evaluation.report.ablations import Study
 from hdtool.runtime.evaluation.report.cases import case_of
 from hdtool.runtime.evaluation.report.corpus_sizes import PARTS, BuildIndex, sizes
-from hdtool.runtime.evaluation.report.figures import Shown
+from hdtool.runtime.evaluation.report.figures import ReportData
 from hdtool.runtime.evaluation.report.repeats import repeats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def shown_by(
+def data_of(
     study: Study,
     traces: Sequence[Trace],
     tokenizer: PreTrainedTokenizerBase,
     *,
     build: BuildIndex,
     quiet: bool = False,
-) -> Shown:
-    """Replays the answers of ``traces``, which ``study`` has as token ids, in every way that a page shows."""
+) -> ReportData:
+    """Replay the answers of ``traces``, which ``study`` holds as token ids, for all figures of a report."""
     with bar(study.turns, "turns", quiet=quiet) as progress:
         found = study.results(progress.to)
     with bar(len(PARTS) + 1, "sizes of the corpus index", quiet=quiet) as progress:
         by_size = sizes(study, build, progress.advance)
     questions = [_asked(trace, answer) for trace in traces for answer in trace.answers]
-    return Shown(
+    return ReportData(
         shares=found.shares(),
         subsets=found.subsets(),
         orders=found.orders(),
@@ -50,8 +50,8 @@ def _asked(trace: Trace, answer: Recorded) -> str:
 
 
 def traces_of(questions: Sequence[Prompt], answers: Sequence[AnsweredQuestion]) -> list[Trace]:
-    """A benchmark's questions with one method's answers, as recorded conversations; what has none is left out."""
-    pairs = zip(questions, answers, strict=False)  # a benchmark may have been broken off
+    """A benchmark's questions with one method's answers, as traces; questions without an answer are left out."""
+    pairs = zip(questions, answers, strict=False)  # a benchmark may be incomplete
     traces = (_trace(question, answered) for question, answered in pairs)
     return [trace for trace in traces if trace.answers]
 
@@ -59,7 +59,7 @@ def traces_of(questions: Sequence[Prompt], answers: Sequence[AnsweredQuestion]) 
 def _trace(question: Prompt, answered: AnsweredQuestion) -> Trace:
     messages: list[Message] = list(question.messages)
     recorded = []
-    turns = [turn for turn in answered.turns if turn.output_ids]  # none: the context was full before
+    turns = [turn for turn in answered.turns if turn.output_ids]  # none if the context was full before
     for number, turn in enumerate(turns):
         if number:
             messages.append({"role": "user", "content": question.later_turns[number - 1]})

@@ -1,4 +1,4 @@
-"""Temporal locality: where the 4-grams of generations stood before."""
+"""Temporal locality: earlier occurrences of the 4-grams of answers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 LENGTH = 4
 GROUPS = 16
-"""Points of the curve over the generations, at most."""
+"""Points of the curve over the answers, at most."""
 FARTHEST = 2**16
 """Tokens back."""
 MIX = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, so that no bit of a token is lost."""
+"""The multiplier of the rolling hash; odd, so that multiplication is invertible."""
 
-Marks = npt.NDArray[np.uint64]
+Hashes = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
 
 
 def repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet) -> Repeats | None:
-    """Of the 4-grams within the answers; None if no answer is as long as that."""
-    marks = [marks_of(turn.answer) for turns in conversations for turn in turns]
-    if not sum(map(len, marks)):
+    """The repeats of the 4-grams of answers; None if no answer has four tokens."""
+    hashes = [hashes_of(turn.answer) for turns in conversations for turn in turns]
+    if not sum(map(len, hashes)):
         return None
     places = {
         "this conversation": [in_context(turn) for turns in conversations for turn in turns],
@@ -36,34 +36,34 @@ def repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet
     }
     for name, store in (("model store", store_set.model), ("corpus index", store_set.corpus)):
         if store:
-            known = _known(np.concatenate(marks), store.documents)
-            places[name] = np.split(known, np.cumsum([len(own) for own in marks])[:-1])
+            known = _known(np.concatenate(hashes), store.documents)
+            places[name] = np.split(known, np.cumsum([len(own) for own in hashes])[:-1])
     places["none of them"] = [~np.any(found, axis=0) for found in zip(*places.values(), strict=True)]
-    groups = [group for group in np.array_split(np.arange(len(marks)), min(GROUPS, len(marks))) if len(group)]
-    groups = [group for group in groups if sum(len(marks[place]) for place in group)]
-    back = distances(marks)
+    groups = [group for group in np.array_split(np.arange(len(hashes)), min(GROUPS, len(hashes))) if len(group)]
+    groups = [group for group in groups if sum(len(hashes[place]) for place in group)]
+    back = distances(hashes)
     steps = 2 ** np.arange(int(np.log2(FARTHEST)) + 1)
     return Repeats(
         generations=tuple(int(group[-1]) + 1 for group in groups),
         places={name: _by_group(found, groups) for name, found in places.items()},
         distances=tuple(steps.tolist()),
-        within=tuple((np.searchsorted(np.sort(back), steps, "right") / sum(map(len, marks))).tolist()),
+        within=tuple((np.searchsorted(np.sort(back), steps, "right") / sum(map(len, hashes))).tolist()),
     )
 
 
-def marks_of(tokens: Sequence[int] | npt.NDArray[Any]) -> Marks:
-    """A number for each 4-gram, the same for the same four tokens."""
+def hashes_of(tokens: Sequence[int] | npt.NDArray[Any]) -> Hashes:
+    """A hash of each 4-gram of a text."""
     ids = np.asarray(tokens).astype(np.uint64)
     count = max(0, len(ids) - LENGTH + 1)
-    marks = np.zeros(count, np.uint64)
+    hashes = np.zeros(count, np.uint64)
     for place in range(LENGTH):
-        marks = marks * MIX + ids[place : place + count]
-    return marks
+        hashes = hashes * MIX + ids[place : place + count]
+    return hashes
 
 
 def in_context(turn: RecordedTurn) -> Flags:
-    """Which 4-grams of an answer stood before it, or earlier in it."""
-    every = marks_of([*turn.prompt, *turn.answer])
+    """Which 4-grams of an answer occur before it, or earlier in it."""
+    every = hashes_of([*turn.prompt, *turn.answer])
     _, first, which = np.unique(every, return_index=True, return_inverse=True)
     known = first[which] < np.arange(len(every))
     inside = max(0, len(turn.answer) - LENGTH + 1)
@@ -71,31 +71,31 @@ def in_context(turn: RecordedTurn) -> Flags:
 
 
 def _in_earlier_answers(conversations: Sequence[Sequence[RecordedTurn]]) -> Iterator[Flags]:
-    """Which stood in an answer of an earlier conversation."""
-    heard: Marks = np.empty(0, np.uint64)
+    """Which 4-grams occur in an answer of an earlier conversation."""
+    seen: Hashes = np.empty(0, np.uint64)
     for turns in conversations:
-        own = [marks_of(turn.answer) for turn in turns]
-        for marks in own:
-            yield np.isin(marks, heard)
-        heard = np.union1d(heard, np.concatenate([np.empty(0, np.uint64), *own]))
+        own = [hashes_of(turn.answer) for turn in turns]
+        for hashes in own:
+            yield np.isin(hashes, seen)
+        seen = np.union1d(seen, np.concatenate([np.empty(0, np.uint64), *own]))
 
 
-def distances(marks: Sequence[Marks]) -> npt.NDArray[np.int64]:
-    """How many tokens before, in the stream of all answers, each 4-gram stood last; only of those that did."""
-    every = np.concatenate(marks)
-    starts = np.cumsum([0, *(len(own) + LENGTH - 1 for own in marks[:-1])])
-    places = np.concatenate([start + np.arange(len(own)) for start, own in zip(starts, marks, strict=True)])
+def distances(hashes: Sequence[Hashes]) -> npt.NDArray[np.int64]:
+    """Tokens between each repeated 4-gram and its last occurrence in the stream of all answers."""
+    every = np.concatenate(hashes)
+    starts = np.cumsum([0, *(len(own) + LENGTH - 1 for own in hashes[:-1])])
+    places = np.concatenate([start + np.arange(len(own)) for start, own in zip(starts, hashes, strict=True)])
     order = np.lexsort((places, every))
     same = every[order][1:] == every[order][:-1]
     return np.asarray(np.diff(places[order])[same], np.int64)
 
 
-def _known(marks: Marks, documents: npt.NDArray[Any]) -> Flags:
-    """Which stand in the documents of a store."""
-    wanted, which = np.unique(marks, return_inverse=True)
+def _known(hashes: Hashes, documents: npt.NDArray[Any]) -> Flags:
+    """Which 4-grams occur in the documents of a store."""
+    wanted, which = np.unique(hashes, return_inverse=True)
     known = np.zeros(len(wanted), np.bool_)
     for at in range(0, len(documents), CHUNK):
-        there = marks_of(documents[at : at + CHUNK + LENGTH - 1])
+        there = hashes_of(documents[at : at + CHUNK + LENGTH - 1])
         place = np.minimum(np.searchsorted(wanted, there), len(wanted) - 1)
         known[place[wanted[place] == there]] = True
     return np.asarray(known[which], np.bool_)

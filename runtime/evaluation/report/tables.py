@@ -1,4 +1,4 @@
-"""What the figures of a report show, as plain numbers."""
+"""The data of a report's figures and tables, as plain numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Speedups:
-    """How many times as fast as a baseline each method answered the questions of each task."""
+    """The speed of each method on each task over that of a baseline."""
 
     baseline: str
     tasks: tuple[str, ...]
@@ -21,12 +21,12 @@ class Speedups:
 
 @dataclass(frozen=True)
 class Durations:
-    """Tokens and seconds of every answer, by method."""
+    """Tokens and seconds of every answer per method."""
 
     answers: Mapping[str, tuple[tuple[int, float], ...]]
 
     def line(self, method: str) -> tuple[float, float]:
-        """Seconds a token and seconds before the first one: the line nearest to all answers of a method."""
+        """Seconds per token and seconds before the first token: a least-squares line through a method's answers."""
         tokens, seconds = np.array(self.answers[method], np.float64).T
         if len(set(tokens.tolist())) < 2:
             return float(seconds.sum() / tokens.sum()), 0.0
@@ -35,7 +35,7 @@ class Durations:
 
 
 @dataclass(frozen=True)
-class Warmth:
+class TemperatureSpeeds:
     """Tokens per second of each method at each temperature."""
 
     temperatures: tuple[float, ...]
@@ -44,29 +44,29 @@ class Warmth:
 
 @dataclass(frozen=True)
 class Share:
-    """What one source brought."""
+    """Counts of one source."""
 
     drafted: int
     accepted: int
     hits: int
-    """Steps for which it had something to draft."""
+    """Steps in which it drafted anything."""
     wins: int
-    """Those of them in which something of it was accepted."""
+    """Steps in which at least one of its tokens was accepted."""
 
     @property
     def verified(self) -> float:
-        """Of the tokens that it drafted."""
+        """Accepted tokens over drafted tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def won(self) -> float:
-        """Of the steps that it drafted in."""
+        """Steps with an accepted token over steps with a draft."""
         return self.wins / self.hits if self.hits else 0.0
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What each source brought to one method, over so many steps that could be drafted for."""
+    """The counts of each source in one method; ``steps`` leaves out the passes over prompts."""
 
     method: str
     steps: int
@@ -78,16 +78,16 @@ class Trial:
     """A replay of one choice of databases."""
 
     databases: str
-    """Their letters, in the order in which they are asked."""
+    """Their letters, in the order of look-up."""
     tokens_per_step: float
     nodes_per_step: float
     draft_us: float
-    """Of a step, the median."""
+    """The median over steps."""
 
 
 @dataclass(frozen=True)
 class Trials:
-    """Replays of one method that differ in their databases alone."""
+    """Replays of one method that differ only in their databases."""
 
     method: str
     rows: tuple[Trial, ...]
@@ -102,40 +102,40 @@ class Trials:
 
 @dataclass(frozen=True)
 class Covered:
-    """What was accepted from one database when it was the only one."""
+    """The tokens accepted from one database when it is the only one."""
 
     positions: int
-    """Tokens of the answers."""
+    """Accepted tokens."""
     alone: int
-    """Those of them that neither of the other databases, alone, had accepted."""
+    """Accepted tokens that no other database, as the only one, had accepted."""
     words: int
-    """Different tokens of the vocabulary."""
+    """Distinct accepted tokens."""
     words_alone: int
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which part of the answers each database had accepted."""
+    """The part of the answers accepted from each database."""
 
     method: str
     positions: int
     """Tokens of all answers."""
     databases: Mapping[str, Covered]
     nobody: int
-    """Tokens that were accepted from none."""
+    """Tokens that were accepted from no database."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Where the 4-grams of generations stood before."""
+    """Earlier occurrences of the 4-grams of answers."""
 
     generations: tuple[int, ...]
-    """The last generation of each group."""
+    """The number of the last answer in each group."""
     places: Mapping[str, tuple[float, ...]]
-    """For each place, the share of a group's 4-grams that stand there."""
+    """For each place, the share of a group's 4-grams that occur there."""
     distances: tuple[int, ...]
     within: tuple[float, ...]
-    """The share of all 4-grams that stood at most so many tokens before."""
+    """The share of all 4-grams whose last occurrence is at most this far back."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ class Size:
     tokens: int
     tokens_per_step: float
     draft_us: float
-    """Of a step, the median."""
+    """The median over steps."""
     draft_us_p90: float
     corpus_us: float
-    """Of a step, the mean: the share of the corpus index."""
+    """The time in the corpus index, the mean over steps."""
 
 
 @dataclass(frozen=True)
@@ -159,19 +159,23 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """One answer, each piece of it with the source that it was accepted from."""
+    """One answer in pieces, each with the source that it was accepted from."""
 
     method: str
     question: str
     pieces: tuple[tuple[str, str], ...]
-    """Text and the name of its source, ``none`` for the model itself."""
+    """Text and the name of its source, ``none`` for bonus tokens."""
     tokens: int
     steps: int
+
+    @property
+    def sources(self) -> set[str]:
+        return {source for _, source in self.pieces}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Figures in rows and columns; the first column names the row."""
+    """Text cells in rows and columns; the first column names the row."""
 
     title: str
     columns: tuple[str, ...]
@@ -185,6 +189,6 @@ class Table:
 
 
 def wins_of(sources: Iterable[int], step_tokens: Iterable[int]) -> Counter[int]:
-    """In how many steps each source had something accepted; there is a source for each token of the steps."""
+    """The number of steps in which each source had a token accepted; ``sources`` has one entry per token."""
     rest = iter(sources)
     return Counter(chain.from_iterable(set(islice(rest, tokens)) for tokens in step_tokens))

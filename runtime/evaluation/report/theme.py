@@ -1,8 +1,8 @@
-"""How figures look: colours for light and dark pages, sizes, and saving them."""
+"""How figures look: colours for light and dark pages, sizes, and rendering to PNG."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -13,107 +13,77 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH = 5.4
-"""Inches: on the screen of a telephone the letters are still as large as those of a footnote."""
+"""Inches: on the screen of a phone the text is still readable."""
 DOTS = 200
-"""To the inch."""
+"""Dots per inch."""
+
+SOURCE_COLOURS = {
+    "context": ("#00856a", "#2ec4a0"),
+    "model": ("#0067b1", "#5ab0f2"),
+    "corpus": ("#b8428c", "#ea8cc5"),
+    "lookahead": ("#2b95c9", "#8fd8fa"),
+    "recycled": ("#b57700", "#e8b04a"),
+    "copied": ("#dfa23c", "#f5d08a"),
+    "last": ("#c44e1a", "#ff9a66"),
+    "heads": ("#7e57c2", "#a888ea"),
+    "none": ("#8a929d", "#7f8894"),
+}
+"""On light and on dark pages: the hues of Okabe and Ito, which colour-blind readers can distinguish."""
+METHOD_COLOURS = {
+    "generate": ("#9aa2ad", "#6d7681"),
+    "generate-pld": ("#5f6873", "#a9b2bd"),
+    "generate-assisted": ("#7d6a55", "#b39b80"),
+    "ar": ("#c6c4a4", "#8f8d6a"),
+    "pld": ("#56b4e9", "#8fd0f5"),
+    "lade": ("#0072b2", "#3f95d6"),
+    "rest": ("#b8428c", "#ea8cc5"),
+    "hd-paper": ("#e69f00", "#f0b429"),
+    "logitspec": ("#74c69d", "#a5e3c4"),
+    "medusa": ("#b9a5e2", "#d3c4f5"),
+    "amphista": ("#7e57c2", "#a888ea"),
+    "hd": ("#d55e00", "#ff7f2a"),
+    "hd+logitspec": ("#1b7f5a", "#2fb587"),
+    "hd+amphista": ("#4a2a8c", "#7a4fe0"),
+}
 
 
 @dataclass(frozen=True)
 class Theme:
-    """A page's colours. The hues of Okabe and Ito, which colour-blind readers tell apart, as bright as it needs."""
+    """The colours of a page."""
 
     name: str
-    paper: str
-    ink: str
-    faint: str
-    databases: dict[str, str]
-    """Green, blue and magenta, as in the terminal."""
-    methods: dict[str, str]
+    background: str
+    foreground: str
+    muted: str
+    sources: Mapping[str, str]
+    methods: Mapping[str, str]
 
-    def database(self, name: str) -> str:
-        return self.databases.get(name, self.ink)
+    def source(self, name: str) -> str:
+        return self.sources.get(name, self.foreground)
 
     def method(self, name: str) -> str:
-        return self.methods.get(name, self.ink)
+        return self.methods.get(name, self.foreground)
 
 
-LIGHT = Theme(
-    name="light",
-    paper="#ffffff",
-    ink="#1d2229",
-    faint="#d5d9df",
-    databases={
-        "context": "#00856a",
-        "model": "#0067b1",
-        "corpus": "#b8428c",
-        "lookahead": "#2b95c9",
-        "recycled": "#b57700",
-        "copied": "#dfa23c",
-        "last": "#c44e1a",
-        "heads": "#7e57c2",
-        "none": "#8a929d",
-    },
-    methods={
-        "generate": "#9aa2ad",
-        "generate-pld": "#5f6873",
-        "generate-assisted": "#7d6a55",
-        "ar": "#c6c4a4",
-        "pld": "#56b4e9",
-        "lade": "#0072b2",
-        "rest": "#b8428c",
-        "hd-paper": "#e69f00",
-        "logitspec": "#74c69d",
-        "medusa": "#b9a5e2",
-        "amphista": "#7e57c2",
-        "hd": "#d55e00",
-        "hd+logitspec": "#1b7f5a",
-        "hd+amphista": "#4a2a8c",
-    },
-)
-DARK = Theme(
-    name="dark",
-    paper="#14181d",
-    ink="#e4e8ee",
-    faint="#3a424d",
-    databases={
-        "context": "#2ec4a0",
-        "model": "#5ab0f2",
-        "corpus": "#ea8cc5",
-        "lookahead": "#8fd8fa",
-        "recycled": "#e8b04a",
-        "copied": "#f5d08a",
-        "last": "#ff9a66",
-        "heads": "#a888ea",
-        "none": "#7f8894",
-    },
-    methods={
-        "generate": "#6d7681",
-        "generate-pld": "#a9b2bd",
-        "generate-assisted": "#b39b80",
-        "ar": "#8f8d6a",
-        "pld": "#8fd0f5",
-        "lade": "#3f95d6",
-        "rest": "#ea8cc5",
-        "hd-paper": "#f0b429",
-        "logitspec": "#a5e3c4",
-        "medusa": "#d3c4f5",
-        "amphista": "#a888ea",
-        "hd": "#ff7f2a",
-        "hd+logitspec": "#2fb587",
-        "hd+amphista": "#7a4fe0",
-    },
-)
+def _theme(place: int, name: str, background: str, foreground: str, muted: str) -> Theme:
+    sources = {source: colours[place] for source, colours in SOURCE_COLOURS.items()}
+    methods = {method: colours[place] for method, colours in METHOD_COLOURS.items()}
+    return Theme(name, background, foreground, muted, sources, methods)
+
+
+LIGHT = _theme(0, "light", background="#ffffff", foreground="#1d2229", muted="#d5d9df")
+DARK = _theme(1, "dark", background="#14181d", foreground="#e4e8ee", muted="#3a424d")
 THEMES = (LIGHT, DARK)
 
 Draw = Callable[["Axes", Theme], None]
 
 
-def picture(draw: Draw, theme: Theme, height: float) -> bytes:
-    """A PNG of one pair of axes, so many inches high."""
+def render_png(draw: Draw, theme: Theme, height: float) -> bytes:
+    """A PNG of one pair of axes, ``height`` inches high."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    # From the library's defaults: the settings of whoever runs this are for other pictures.
+    # From matplotlib's defaults: a user's own style must not change the figures.
     with style.context(["default", _settings(theme)]):
         figure = Figure((WIDTH, height), dpi=DOTS, layout="constrained")
         draw(figure.add_subplot(), theme)
@@ -124,17 +94,12 @@ def picture(draw: Draw, theme: Theme, height: float) -> bytes:
 
 
 def _settings(theme: Theme) -> dict[Any, Any]:
-    """Of matplotlib, for one figure."""
+    """The settings of matplotlib for one figure."""
+    background, foreground = theme.background, theme.foreground
     return {
-        "figure.facecolor": theme.paper,
-        "axes.facecolor": theme.paper,
-        "savefig.facecolor": theme.paper,
-        "text.color": theme.ink,
-        "axes.edgecolor": theme.ink,
-        "axes.labelcolor": theme.ink,
-        "xtick.color": theme.ink,
-        "ytick.color": theme.ink,
-        "grid.color": theme.faint,
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), background),
+        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), foreground),
+        "grid.color": theme.muted,
         "axes.grid": True,
         "axes.axisbelow": True,
         "axes.spines.top": False,

@@ -1,4 +1,4 @@
-"""Writing a report: its pictures, its page and its tables into one folder."""
+"""Writing a report into a folder: the page, the tables and the figures as PNG."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hdtool.data.errors import ResultError
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import is_own_html, is_own_markdown, is_own_png
 from hdtool.runtime.evaluation.report.page import Page
-from hdtool.runtime.evaluation.report.theme import LIGHT, THEMES, picture
+from hdtool.runtime.evaluation.report.theme import LIGHT, THEMES, render_png
 
 INDEX = "index.html"
 TABLES = "tables.md"
@@ -17,21 +17,21 @@ PICTURE = re.compile(
     r"(speed-up|generation-time|temperatures|repeated-4-grams|4-gram-distances|database-size"
     r"|(sources|subsets|orders|coverage)-[a-z+-]+)(\.dark)?\.png"
 )
-"""The names of all pictures that a report may have."""
+"""The names of all figures that a report may have."""
 
 
 def write(folder: Path, page: Page) -> Path:
-    """The place of the page."""
+    """Write a report and return the path of its page."""
     prepare(folder)
     contents: dict[str, bytes | str] = {}
     pictures = {
-        one.name: {theme.name: picture(one.draw, theme, one.height) for theme in THEMES} for one in page.exhibits
+        one.name: {theme.name: render_png(one.draw, theme, one.height) for theme in THEMES} for one in page.figures
     }
-    for name, shown in pictures.items():
-        for theme, data in shown.items():
+    for name, themes in pictures.items():
+        for theme, data in themes.items():
             contents[f"{name}{'' if theme == LIGHT.name else f'.{theme}'}.png"] = data
     contents |= {TABLES: page.markdown(), INDEX: page.html(pictures)}
-    for name in contents:  # all of them before the first is replaced
+    for name in contents:  # check all files before replacing the first
         _file(folder, name).check()
     for name, content in contents.items():
         _file(folder, name).write(content)
