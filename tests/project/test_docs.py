@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
+import hdtool
 from hdtool.cli.app import app
 from tests.command_reference import COMMANDS, PAGE, render
 from tests.support.project import FILES, ROOT
@@ -37,6 +39,14 @@ def test_the_architecture_page_has_a_line_for_every_folder() -> None:
     assert sorted(listed) == sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
     for name in re.findall(r"`((?:builders|cli|data|runtime)/[\w/]+\.py)`", page):
         assert (ROOT / name).exists(), f"docs/dev/architecture.md names {name}, which is gone"
+
+
+def test_the_python_reference_has_every_public_name_and_setting() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^### `(\w+)`$", page, re.MULTILINE)) == sorted(hdtool.__all__)
+    for config in (hdtool.ModelConfig, hdtool.SamplingConfig, hdtool.DecodeConfig, hdtool.StoresConfig):
+        for field in fields(config):
+            assert f"`{field.name}`" in page, f"{config.__name__}.{field.name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
