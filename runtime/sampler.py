@@ -16,7 +16,7 @@ from transformers import (
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.kernels.topk import argmax_at, likeliest
+from hdtool.runtime.kernels.topk import argmax, argmax_at
 from hdtool.runtime.random_draws import ExponentialRace
 
 NOT_FINITE = -1
@@ -93,7 +93,7 @@ class Sampler:
     @torch.no_grad()
     def choose(self, scores: torch.Tensor) -> int:
         if self._greedy:
-            return int(likeliest(scores))
+            return int(argmax(scores))
         token = self._race.sample(len(self.context), scores.softmax(dim=-1).cpu().numpy())
         if token < 0:
             raise ModelError("the model's logits are not numbers: its dtype may be too small, try --dtype float32")

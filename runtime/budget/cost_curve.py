@@ -1,4 +1,4 @@
-"""What a forward pass costs by the number of draft nodes, as measured on a device or as somebody says."""
+"""The cost curve: milliseconds of a forward pass by the number of draft nodes, measured or given by the user."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Milliseconds of a pass, measured at some numbers of nodes behind contexts of some lengths.
+    """Milliseconds of a pass, measured at some numbers of nodes and some context lengths.
 
-    What lies between two measured places lies on the line between them, what lies beyond the last
-    one on the line through the last two, but costs no less than it.
+    Linear interpolation between measured points. Beyond the last point, linear extrapolation through the last two,
+    but never below the last.
     """
 
     nodes: tuple[int, ...]
     milliseconds: tuple[tuple[float, ...], ...]
-    """For each context, those of each number of nodes."""
+    """``[context][number of nodes]``"""
     contexts: tuple[int, ...] = (0,)
     device: str = ""
     model: str = ""
@@ -51,21 +51,21 @@ class CostCurve:
                 return f"its {name} must increase, and be 0 or more (found: {', '.join(map(str, values)) or 'none'})"
         rows = [len(row) for row in self.milliseconds]
         if rows != [len(self.nodes)] * len(self.contexts):
-            return f"{len(self.contexts)} rows of {len(self.nodes)} times belong to it (found: {rows})"
+            return f"it must hold {len(self.contexts)} rows of {len(self.nodes)} times (found: {rows})"
         for row in self.milliseconds:
             for time in row:
                 if not (0 < time < math.inf):
-                    return f"a pass takes more than 0 ms (found: {time})"
+                    return f"times must be above 0 ms (found: {time})"
         return ""
 
     @classmethod
     def given(cls, text: str) -> CostCurve:
-        """As an option names it: a file, or the figures themselves."""
+        """From the value of an option: a file, or the figures themselves."""
         return cls.parse(text) if text.partition(":")[0].strip().isdigit() else cls.read(Path(text).expanduser())
 
     @classmethod
     def parse(cls, text: str) -> CostCurve:
-        """From ``nodes:milliseconds`` pairs, as they are typed."""
+        """From ``nodes:milliseconds`` pairs."""
         pairs: dict[int, float] = {}
         for pair in text.split(","):
             nodes, _, time = pair.partition(":")
@@ -73,7 +73,7 @@ class CostCurve:
                 place, value = int(nodes), float(time)
             except ValueError:
                 raise CostError(
-                    f"{pair.strip()!r} is no cost of a pass: give nodes:milliseconds pairs, as in {EXAMPLE}, or a file"
+                    f"{pair.strip()!r} is not a cost: give nodes:milliseconds pairs, as in {EXAMPLE}, or a file"
                 ) from None
             if place in pairs:
                 raise CostError(f"the cost of {place} nodes is given twice: give it once")
@@ -104,32 +104,32 @@ class CostCurve:
         except CostError as error:
             raise CostError(f"{path}: {error}") from None
         except KeyError as lacking:
-            raise CostError(f"{path} is damaged ({lacking} is not there): measure it again") from None
+            raise CostError(f"{path} is damaged ({lacking} is missing): measure it again") from None
         except (TypeError, ValueError) as error:
             raise CostError(f"{path} is damaged ({error}): measure it again") from None
 
     def write(self, path: Path) -> None:
-        """Replace the file in one step; a reader finds the old curve or the new one."""
+        """Write the file atomically."""
         cost_file(path).write(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
 
     def seconds(self, nodes: int, context: int = 0) -> float:
-        """Of a pass that checks so many nodes behind a context of so many tokens."""
+        """Seconds of a pass with this number of nodes after a context of this length."""
         return float(self.of_passes(np.array([nodes]), np.array([context]))[0])
 
     def of_passes(self, nodes: Sequence[int] | npt.NDArray[Any], contexts: Sequence[int] | npt.NDArray[Any]) -> Floats:
-        """The seconds of many passes at once."""
+        """Seconds of many passes at once."""
         times = np.array(self.milliseconds) / 1e3
-        at_each = np.stack([_along(np.asarray(nodes), self.nodes, row) for row in times])
-        return _across(np.asarray(contexts), self.contexts, at_each)
+        at_each = np.stack([_over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
+        return _over_contexts(np.asarray(contexts), self.contexts, at_each)
 
     def of_all_sizes(self, most: int, context: int) -> Floats:
-        """The seconds of passes with 0, 1, 2 … up to ``most`` nodes behind one context."""
+        """Seconds of passes with 0, 1, 2 … up to ``most`` nodes after one context."""
         sizes = np.arange(most + 1)
         return self.of_passes(sizes, np.full(len(sizes), context))
 
 
 def cost_file(path: Path) -> OutputFile:
-    """A file with a curve, replaced only if the old one holds a curve, too."""
+    """The output file of a curve; an existing file is replaced only if it holds a curve."""
     is_ours = json_with([field.name for field in fields(CostCurve)], FORMAT)
     advice = "choose another place, or move it away"
     return OutputFile(path, "a file of hdtool bench --cost", is_ours, CostError, advice)
@@ -137,19 +137,19 @@ def cost_file(path: Path) -> OutputFile:
 
 def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not a whole number")
     return value
 
 
-def _along(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """On the line through measured places; beyond the last, on with the last slope, but not downwards."""
+def _over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
+    """Interpolate over the nodes; extrapolate with the last slope, if it is positive."""
     rise = max(0.0, float(times[-1] - times[-2]) / (measured[-1] - measured[-2]))
-    times_there: Floats = np.interp(at, measured, times) + rise * np.maximum(0, at - measured[-1])
-    return times_there
+    interpolated: Floats = np.interp(at, measured, times) + rise * np.maximum(0, at - measured[-1])
+    return interpolated
 
 
-def _across(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """The same between contexts, where each pass has times of its own at each of them."""
+def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
+    """Interpolate over the contexts in the same way; ``times`` has a row for each measured context."""
     if len(measured) == 1:
         only: Floats = times[0]
         return only
@@ -158,5 +158,5 @@ def _across(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Flo
     column = np.arange(len(at))
     before, after = times[above - 1, column], times[above, column]
     between = before + np.maximum(0, at - low) / (high - low) * (after - before)
-    times_there: Floats = np.where(at > high, np.maximum(between, after), between)
-    return times_there
+    interpolated: Floats = np.where(at > high, np.maximum(between, after), between)
+    return interpolated

@@ -1,4 +1,4 @@
-"""What forward passes take on this machine, for trees of several sizes behind contexts of several lengths."""
+"""Measures forward passes on this machine, for several tree sizes and context lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hdtool.data.errors import CostError, OptionError
 from hdtool.data.stores.home import cost_at_home
 from hdtool.runtime.batch import BatchSlots
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file
-from hdtool.runtime.budget.node_budget import ROWS
+from hdtool.runtime.budget.node_budget import PASS_SIZES
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
@@ -22,17 +22,17 @@ from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
 
-NODES = tuple(rows - 1 for rows in ROWS)
+NODES = tuple(rows - 1 for rows in PASS_SIZES)
 TIMES, PATIENCE = 20, 10.0
-"""Each size is timed so often behind each context, for about so many seconds; the fastest counts."""
+"""Repetitions of each size at each context and the seconds after which they stop; the fastest pass counts."""
 QUICK_TIMES, QUICK_PATIENCE = 4, 1.0
-"""The same where somebody waits for an answer."""
+"""The same for the measurement before an answer."""
 SHORT = 4
-"""A context that costs next to nothing."""
+"""Length of a context that hardly affects the time of a pass."""
 
 
 def lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
-    """The contexts to measure behind, the last token included; there must be room for one token more."""
+    """The context lengths to measure, the root included; one more token must fit into the model's context."""
 
     def fits(length: int) -> bool:
         limit = loaded.target.context_limit(length)
@@ -51,15 +51,15 @@ def lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
 
 
 def cost_of_passes(
-    loaded: Loaded, lengths: Sequence[int], told: Callable[[int], None] = lambda measured: None
+    loaded: Loaded, lengths: Sequence[int], on_progress: Callable[[int], None] = lambda measured: None
 ) -> CostCurve:
-    """Measured behind each context in turn; ``told`` hears how many are done."""
+    """Measure a curve, context by context; ``on_progress`` is called with the number of finished contexts."""
     target = loaded.target
     rows = []
     for length in lengths:
         taken = seconds_of_trees(target, NODES, TIMES, PATIENCE, length - 1)
         rows.append(tuple(round(1e3 * float(seconds), 5) for seconds in taken))
-        told(len(rows))
+        on_progress(len(rows))
     threads = f", threads: {torch.get_num_threads()}" if target.device.type == "cpu" else ""
     return CostCurve(
         NODES,
@@ -74,10 +74,10 @@ def cost_of_passes(
 def seconds_of_trees(
     target: Target, sizes: Sequence[int], times: int, patience: float, length: int = SHORT, batch: int = 1
 ) -> Floats:
-    """What a forward pass takes for trees of so many nodes, behind a context; forgets the conversation.
+    """Seconds of a forward pass for trees of each size; replaces the conversation in the target's cache.
 
-    ``length`` is that of the context without the root; in a ``batch`` there is such a context, and such a tree,
-    in each seat. The fastest of several ``times`` counts, of fewer when ``patience``, in seconds, is over.
+    ``length`` is that of the context without the root; in a ``batch`` each slot has such a context and such a tree.
+    The fastest of ``times`` passes counts; no more are run after ``patience`` seconds.
     """
     began = time.perf_counter()
     check = _checking(target, some_context(length, target.config.vocab_size), max(sizes), batch)
@@ -106,32 +106,32 @@ def _checking(target: Target, context: Sequence[int], room: int, batch: int) -> 
 
 
 def cost_here(target: Target, batch: int = 1) -> CostCurve:
-    """What ``hdtool bench --cost`` measured of this model on this device, else a quick measurement."""
-    # What is kept was measured in one process.
-    if batch == 1 and target.processes == 1 and (kept := kept_at_home(target)):
-        return kept
+    """The saved curve of this model on this device, else a quick measurement."""
+    # Saved curves are measured in one process.
+    if batch == 1 and target.processes == 1 and (saved := saved_at_home(target)):
+        return saved
     taken = seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch)
     return CostCurve(NODES, (tuple(1e3 * taken),))
 
 
-def _place_at_home(target: Target) -> Path:
+def _saved_file(target: Target) -> Path:
     computed = dtype_name(target.dtype) + "-own-products" * has_own_products(target.model)
     return cost_at_home(fingerprint(target.model), device_name(target.device), computed, torch.get_num_threads())
 
 
-def keep_at_home(target: Target, curve: CostCurve) -> None:
-    """Where whoever loads the same model on the same device finds it again."""
-    curve.write(_place_at_home(target))
+def save_at_home(target: Target, curve: CostCurve) -> None:
+    """Save a curve for later runs of the same model on the same device."""
+    curve.write(_saved_file(target))
 
 
-def check_home(target: Target) -> None:
-    """Refuse to measure what could not be kept in hdtool's home."""
-    cost_file(_place_at_home(target)).check()
+def check_saving(target: Target) -> None:
+    """Raise if a curve could not be saved in hdtool's home folder."""
+    cost_file(_saved_file(target)).check()
 
 
-def kept_at_home(target: Target) -> CostCurve | None:
-    """What was kept; a file that cannot be used costs a measurement and a note, not the answer."""
-    path = _place_at_home(target)
+def saved_at_home(target: Target) -> CostCurve | None:
+    """The saved curve; None, with a note, if the file cannot be used."""
+    path = _saved_file(target)
     try:
         return CostCurve.read(path) if path.exists() else None
     except CostError as error:

@@ -1,4 +1,4 @@
-"""How many nodes of a draft tree are worth their share of the forward pass."""
+"""Budgets: how many nodes of a draft tree to verify, fixed or chosen to maximize tokens per second."""
 
 from __future__ import annotations
 
@@ -14,74 +14,74 @@ if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.model.target import Target
 
-ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, LARGEST_BUDGET + 1)
-"""Sizes of forward passes that are timed: nodes and the root. What lies between costs as much as the next larger."""
-LEARNING, LEARNING_OF_OTHERS = 0.05, 0.01
-"""How far one step of the conversation moves what a pass of its size, and of all others, is thought to cost."""
+PASS_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, LARGEST_BUDGET + 1)
+"""Sizes of forward passes that are timed, the root included. Other sizes cost as much as the next larger one."""
+LEARNING_RATE, LEARNING_RATE_OTHERS = 0.05, 0.01
+"""Learning rates of the estimated cost after a step: for passes of its size, and for passes of other sizes."""
 SLOWEST, FASTEST = 2.0, 0.5
-"""No single step is believed to have been further off."""
-AROUND = 2e-4
-"""Seconds that a step takes besides its forward pass."""
-MOVED = 64
-"""Tokens by which a context grows before the cost behind it is looked up again."""
-LONGEST_REST = 64
-"""Steps without a draft, at most, where drafting was not worth it before."""
-SAVED_LEARNING = 0.1
-"""How far one draft moves what drafts are thought to save, where they take time themselves."""
-TRYING = 0.01
-"""Share of the time that may go into drafts which have not paid."""
+"""Bounds on the ratio of measured to estimated seconds that one step may contribute."""
+STEP_OVERHEAD = 2e-4
+"""Seconds of a step outside its forward pass."""
+CONTEXT_STEP = 64
+"""Tokens by which the context grows before its cost is computed again."""
+LONGEST_PAUSE = 64
+"""Upper bound on the steps without drafts after drafting did not pay."""
+SAVED_LEARNING_RATE = 0.1
+"""Learning rate of the seconds that drafts save, for drafters whose own time counts."""
+RETRY_SHARE = 0.01
+"""Share of the time that may be spent on trying drafts again."""
 
-SIZE_OF = np.searchsorted(ROWS, np.arange(ROWS[-1]) + 1)
-"""For each number of nodes, which of these sizes it costs."""
+SIZE_OF = np.searchsorted(PASS_SIZES, np.arange(PASS_SIZES[-1]) + 1)
+"""For each number of nodes, the index of the pass size that it costs."""
 
 Probs = npt.NDArray[np.floating[Any]]
 Costs = npt.NDArray[np.float64]
 
 
 class Budget(Protocol):
-    """Cuts a tree whose nodes are sorted by the odds that the target will take them."""
+    """Decides how many nodes of a tree are verified; nodes are sorted by their probability of acceptance."""
 
     @property
     def most(self) -> int:
-        """Nodes that no tree needs to exceed; 0 means that drafting is not worth its time now."""
+        """The largest useful tree; 0 means that this step should not draft."""
         ...
 
     def nodes(self, probs: Probs) -> int:
-        """How many of the best nodes to send."""
+        """How many of the best nodes to verify."""
         ...
 
-    def hear_of_draft(self, seconds: float) -> None:
-        """What the draft took that is asked about next, where it is worth speaking of."""
+    def set_draft_seconds(self, seconds: float) -> None:
+        """Set the seconds of the current draft, for drafters whose own time counts."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedBudget:
-    """As many nodes as there are, up to a number that somebody chose."""
+    """All nodes, up to a fixed number."""
 
     most: int = FIXED_BUDGET
 
     def nodes(self, probs: Probs) -> int:
         return min(len(probs), self.most)
 
-    def hear_of_draft(self, seconds: float) -> None:
+    def set_draft_seconds(self, seconds: float) -> None:
         pass
 
 
 class CostBudget:
-    """The number of nodes that brings the most tokens for the time, by what passes are known to cost.
+    """The number of nodes with the most expected tokens per second, by a given cost curve.
 
-    Whoever decodes says before each step how long the context is.
+    The caller sets the length of the context before each step.
     """
 
-    def __init__(self, curve: CostCurve, around: float = AROUND) -> None:
+    def __init__(self, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
         self._curve = curve
-        self._choice = _Choice(around)
+        self._choice = _SizeChooser(overhead)
         self._steps = 0
-        self.hear(0)
+        self.start_step(0)
 
-    def hear(self, context: int) -> None:
-        """The next step is drafted behind a context of so many tokens."""
+    def start_step(self, context: int) -> None:
+        """Set the length of the context of the next step."""
         self._steps += 1
         if self._steps == 1 or len(self._curve.contexts) > 1:
             self._costs = self._curve.of_all_sizes(LARGEST_BUDGET, context)
@@ -93,22 +93,22 @@ class CostBudget:
     def nodes(self, probs: Probs) -> int:
         return self._choice.nodes(gains(probs), self._costs, self._steps)
 
-    def hear_of_draft(self, seconds: float) -> None:
+    def set_draft_seconds(self, seconds: float) -> None:
         self._choice.drafting = seconds
 
 
 class MeasuredBudget:
-    """The same on a target, whose passes correct what they were measured to cost."""
+    """The same on a target, with costs corrected by the measured time of its passes."""
 
-    def __init__(self, target: Target, curve: CostCurve, around: float = AROUND) -> None:
+    def __init__(self, target: Target, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
         self._target = target
         self._curve = curve
-        self._choice = _Choice(around)
-        self._off = np.ones(len(ROWS))
-        """How far off the curve passes of each size are."""
+        self._choice = _SizeChooser(overhead)
+        self._correction = np.ones(len(PASS_SIZES))
+        """Measured seconds of each pass size, relative to the curve."""
         self._sent = 0
         self._seen = (target.passes, target.seconds_in_model)
-        self._stand_at(0)
+        self._set_context(0)
 
     @property
     def most(self) -> int:
@@ -116,44 +116,44 @@ class MeasuredBudget:
 
     def nodes(self, probs: Probs) -> int:
         self._learn()
-        if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= MOVED:
-            self._stand_at(self._target.length)
-        self._sent = self._choice.nodes(gains(probs), (self._costs * self._off)[SIZE_OF], self._target.passes)
+        if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= CONTEXT_STEP:
+            self._set_context(self._target.length)
+        self._sent = self._choice.nodes(gains(probs), (self._costs * self._correction)[SIZE_OF], self._target.passes)
         return self._sent
 
-    def _stand_at(self, context: int) -> None:
+    def _set_context(self, context: int) -> None:
         self._context = context
-        self._costs = self._curve.of_passes(np.array(ROWS) - 1, np.full(len(ROWS), context))
+        self._costs = self._curve.of_passes(np.array(PASS_SIZES) - 1, np.full(len(PASS_SIZES), context))
 
-    def hear_of_draft(self, seconds: float) -> None:
+    def set_draft_seconds(self, seconds: float) -> None:
         self._choice.drafting = seconds
 
     def _learn(self) -> None:
-        """Correct what a pass is thought to cost by the last one, if it was the only one since then."""
+        """Correct the estimated costs by the last pass, if it was the only one since the last call."""
         passes, seconds = self._target.passes, self._target.seconds_in_model
         if passes == self._seen[0] + 1 and self._choice.most(passes):
             size = SIZE_OF[self._sent]
-            off = np.clip((seconds - self._seen[1]) / (self._costs[size] * self._off[size]), FASTEST, SLOWEST)
-            # A longer context slows passes of all sizes, but most of an error is this size's own.
-            self._off *= 1 + LEARNING_OF_OTHERS * (off - 1)
-            self._off[size] *= 1 + LEARNING * (off - 1)
+            ratio = np.clip((seconds - self._seen[1]) / (self._costs[size] * self._correction[size]), FASTEST, SLOWEST)
+            # A longer context slows passes of all sizes, but most of an error is specific to one size.
+            self._correction *= 1 + LEARNING_RATE_OTHERS * (ratio - 1)
+            self._correction[size] *= 1 + LEARNING_RATE * (ratio - 1)
         self._seen = (passes, seconds)
 
 
 class SharedBudget:
-    """The same in a batch, where one pass checks the trees of all and costs what the largest of them takes.
+    """The same in a batch, where one pass verifies all trees and costs as much as the largest of them.
 
-    So there is one size for all: the one that pays by what the trees bring together, each as it was last known.
+    So all trees get the same size, chosen by the sum of their expected tokens; each budget shares its latest ones.
     """
 
     def __init__(
-        self, target: Target, curve: CostCurve, together: dict[int, Probs], batch: int, around: float = AROUND
+        self, target: Target, curve: CostCurve, shared: dict[int, Probs], batch: int, overhead: float = STEP_OVERHEAD
     ) -> None:
-        """``together`` is shared by the budgets of a batch; ``curve`` is of passes with such a tree in every seat."""
+        """``shared`` is common to the budgets of a batch; ``curve`` holds passes with such a tree in each slot."""
         self._target = target
-        self._together = together
-        self._choice = _Choice(batch * around)
-        self._costs = curve.of_passes(np.array(ROWS) - 1, np.zeros(len(ROWS)))[SIZE_OF]
+        self._shared = shared
+        self._choice = _SizeChooser(batch * overhead)
+        self._costs = curve.of_passes(np.array(PASS_SIZES) - 1, np.zeros(len(PASS_SIZES)))[SIZE_OF]
 
     @property
     def most(self) -> int:
@@ -161,60 +161,59 @@ class SharedBudget:
 
     def nodes(self, probs: Probs) -> int:
         mine = gains(probs)
-        self._together[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
-        in_all = np.sum(list(self._together.values()), axis=0)
+        self._shared[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
+        in_all = np.sum(list(self._shared.values()), axis=0)
         return min(len(probs), self._choice.nodes(in_all, self._costs, self._target.passes))
 
-    def hear_of_draft(self, seconds: float) -> None:
-        # All conversations draft before the pass that they share.
-        self._choice.drafting = seconds * max(1, len(self._together))
+    def set_draft_seconds(self, seconds: float) -> None:
+        # All slots draft before the shared pass.
+        self._choice.drafting = seconds * max(1, len(self._shared))
 
 
 def gains(probs: Probs) -> Probs:
-    """The tokens that trees of 0, 1, 2 … of these nodes bring on average: one, and the sum of their odds."""
+    """Expected tokens per step of trees of the first 0, 1, 2 … nodes: the bonus token plus the probabilities."""
     return np.concatenate([[1.0], 1.0 + np.cumsum(probs[:LARGEST_BUDGET])])
 
 
-class _Choice:
-    """How many nodes pay, given what passes cost.
+class _SizeChooser:
+    """Chooses the number of nodes by expected tokens per second.
 
-    ``around`` is what a step
-    takes besides its forward pass. Where drafting does not pay even its own time is saved, for longer each
-    time; a step is known by its number.
+    ``overhead`` is the seconds of a step outside its forward pass. While drafting does not pay, steps without any
+    draft are inserted, in pauses that double each time; ``step`` is the number of the current step.
     """
 
-    def __init__(self, around: float) -> None:
-        self._around = around
+    def __init__(self, overhead: float) -> None:
+        self._overhead = overhead
         self._most = LARGEST_BUDGET
-        self._rest = 0
-        self._asleep_until = 0
+        self._pause = 0
+        self._paused_until = 0
         self.drafting = 0.0
-        """Seconds that the last draft took, where that counts."""
+        """Seconds of the last draft; 0 if they do not count."""
         self._saved: float | None = None
-        """Seconds that drafts of this kind save a step, as a rule; None after a rest."""
+        """Moving average of the seconds that a draft saves; None after a pause."""
 
     def most(self, step: int) -> int:
-        return 0 if step < self._asleep_until else self._most
+        return 0 if step < self._paused_until else self._most
 
     def nodes(self, gain: Probs, costs: Costs, step: int) -> int:
-        """The best number of nodes, by what 0, 1, 2 … of them bring and the seconds of such passes."""
-        rate = gain / (costs[: len(gain)] + self._around)
+        """The best number of nodes, by the expected tokens and the seconds of passes with 0, 1, 2 … of them."""
+        rate = gain / (costs[: len(gain)] + self._overhead)
         best = int(rate.argmax())
-        # In a batch a plain pass, too, brings a token for each of its trees.
+        # In a batch a plain pass, too, yields a token for each slot.
         self._decide(bool(best), gain[best] / gain[0], costs[best], costs[0], step)
-        # Nodes that are never sent need not be grown.
-        self._most = min(LARGEST_BUDGET, max(2 * best, self._most - 1, ROWS[3]))
+        # Nodes that will not be verified need not be drafted.
+        self._most = min(LARGEST_BUDGET, max(2 * best, self._most - 1, PASS_SIZES[3]))
         return best
 
     def _decide(self, paid: bool, gain: float, cost: float, plain: float, step: int) -> None:
-        """Whether to rest, and for how long."""
-        longest = LONGEST_REST
+        """Decide whether to pause drafting, and for how long."""
+        longest = LONGEST_PAUSE
         if self.drafting:
-            saved = gain * (plain + self._around) - (cost + self._around + self.drafting)
-            self._saved = saved if self._saved is None else self._saved + SAVED_LEARNING * (saved - self._saved)
+            saved = gain * (plain + self._overhead) - (cost + self._overhead + self.drafting)
+            self._saved = saved if self._saved is None else self._saved + SAVED_LEARNING_RATE * (saved - self._saved)
             paid = self._saved > 0
-            longest = max(longest, int(self.drafting / (TRYING * (plain + self._around))))
-        self._rest = 0 if paid else min(max(1, 2 * self._rest), longest)
-        self._asleep_until = step + 1 + self._rest if self._rest > 2 else 0
-        if self._asleep_until:
+            longest = max(longest, int(self.drafting / (RETRY_SHARE * (plain + self._overhead))))
+        self._pause = 0 if paid else min(max(1, 2 * self._pause), longest)
+        self._paused_until = step + 1 + self._pause if self._pause > 2 else 0
+        if self._paused_until:
             self._saved = None

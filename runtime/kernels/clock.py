@@ -1,4 +1,4 @@
-"""A clock that compiled code can read: the C library's, by its name, so that caches on disk stay valid."""
+"""A clock for compiled code: ``clock_gettime`` of the C library, linked by name so that disk caches stay valid."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from numba import njit, types
 
 
-def _there_is_one() -> bool:
+def _has_clock() -> bool:
     try:
         return hasattr(time, "CLOCK_MONOTONIC") and hasattr(ctypes.CDLL(None), "clock_gettime")
     except (OSError, TypeError):  # Windows has no library without a name
         return False
 
 
-HAS_CLOCK = _there_is_one()
+HAS_CLOCK = _has_clock()
 MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 0)
 
 if HAS_CLOCK:
@@ -30,7 +30,7 @@ else:
 
 @njit(cache=True, nogil=True)
 def lap(work: Any, source: int) -> None:
-    """Count the time since the last lap for a source, if this draft is timed."""
+    """Add the time since the last lap to a source, if this draft is timed."""
     if work.timed:
         _read(MONOTONIC, work.instant_at)
         now = work.instant[0] * 1_000_000_000 + work.instant[1]
@@ -40,6 +40,6 @@ def lap(work: Any, source: int) -> None:
 
 @njit(cache=True, nogil=True)
 def start_clock(work: Any) -> None:
-    """Begin the first lap."""
+    """Start the first lap."""
     lap(work, 0)
     work.laps[:] = 0

@@ -1,4 +1,4 @@
-"""The name of this machine's processor."""
+"""The name of the processor."""
 
 from __future__ import annotations
 

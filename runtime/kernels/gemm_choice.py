@@ -1,4 +1,4 @@
-"""Which of two matrix products a machine uses: the first process that measures them decides for all later ones.
+"""The saved choice between two matrix products: the first process that measures them decides for all later ones.
 
 The products round differently. If each process followed its own timing, two processes with one seed could return
 different tokens at a near tie.
@@ -14,30 +14,30 @@ from pathlib import Path
 from tempfile import mkstemp
 
 Choice = dict[int, bool]
-"""For each number of rows that was measured, whether our own product is the faster one."""
+"""For each measured number of rows, whether our own product is the faster one."""
 
 LARGEST_FILE = 4096
-"""Bytes; what hdtool writes has less than a hundred."""
+"""Bytes; files written by hdtool have less than a hundred."""
 
 _used: dict[Path, Choice] = {}
-"""The choices of this process, which holds to them where nothing can be written."""
+"""The choices of this process, which stay in effect where no file can be written."""
 
 
-def kept_choice(place: Path | None, rows: Sequence[int], measure: Callable[[], Choice]) -> Choice:
-    """The choice that is kept at ``place``; measured, and kept there, if there is none for these ``rows``.
+def saved_choice(path: Path | None, rows: Sequence[int], measure: Callable[[], Choice]) -> Choice:
+    """The choice saved in the file ``path``; measured and saved if there is none for these ``rows``.
 
-    Without a place, or if it cannot be written, the choice holds for this process alone.
+    Without a file, or if it cannot be written, the choice holds for this process alone.
     """
-    if place is None:
+    if path is None:
         return measure()
-    if place not in _used:
-        _used.setdefault(place, _read(place, rows) or _first_written(place, rows, measure()))
-    return _used[place]
+    if path not in _used:
+        _used.setdefault(path, _read(path, rows) or _save_first(path, rows, measure()))
+    return _used[path]
 
 
-def _read(place: Path, rows: Sequence[int]) -> Choice | None:
+def _read(path: Path, rows: Sequence[int]) -> Choice | None:
     try:
-        with place.open("rb") as file:
+        with path.open("rb") as file:
             found = json.loads(file.read(LARGEST_FILE))
     except OSError:
         return None
@@ -49,32 +49,32 @@ def _read(place: Path, rows: Sequence[int]) -> Choice | None:
         and {type(own) for own in found.values()} == {bool}
     ):
         return {most: found[str(most)] for most in rows}
-    print(f"note: {place} is damaged: the matrix products are measured again and the file is replaced", file=sys.stderr)
+    print(f"note: {path} is damaged: the matrix products are measured again and the file is replaced", file=sys.stderr)
     return None
 
 
-def _first_written(place: Path, rows: Sequence[int], measured: Choice) -> Choice:
-    """Keep a choice unless another process was first; returns the one that is kept."""
+def _save_first(path: Path, rows: Sequence[int], measured: Choice) -> Choice:
+    """Save a choice unless another process was first; return the saved one."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        number, name = mkstemp(prefix=".", suffix=".json", dir=place.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number, name = mkstemp(prefix=".", suffix=".json", dir=path.parent)
         written = Path(name)
         try:
             with open(number, "w") as file:
                 json.dump(measured, file)
-            return _linked(written, place, rows) or measured
+            return _create(written, path, rows) or measured
         finally:
             written.unlink(missing_ok=True)
     except OSError:  # a folder that cannot be written, or a full disk
         return measured
 
 
-def _linked(written: Path, place: Path, rows: Sequence[int]) -> Choice | None:
-    """Give a file its place in one step, which fails if another file is there; returns what is there then."""
+def _create(written: Path, path: Path, rows: Sequence[int]) -> Choice | None:
+    """Create the file atomically unless it exists; return the choice in it."""
     try:
-        os.link(written, place)
+        os.link(written, path)
     except OSError:  # there is a file, or the file system has no links
-        if found := _read(place, rows):
+        if found := _read(path, rows):
             return found
-        written.replace(place)
-    return _read(place, rows)
+        written.replace(path)
+    return _read(path, rows)

@@ -1,4 +1,4 @@
-"""Objects that hold addresses of their own memory, which no copy of them would have."""
+"""A base class that forbids copies of objects that hold addresses of their own memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NoReturn, SupportsIndex
 
 
 class Pinned:
-    """Cannot be copied or pickled: compiled code would read and write at addresses of the original, or of nothing."""
+    """Raises on copy and pickle: compiled code would use addresses of the original, or of freed memory."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(

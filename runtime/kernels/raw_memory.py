@@ -1,4 +1,4 @@
-"""What compiled code needs of memory and numba does not offer: arrays by their address, and fetching ahead."""
+"""Memory operations for compiled code that numba lacks: arrays by their address, and prefetch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORD = ir.IntType(32)
 
 
 def _pointer(context: Any, address: Any) -> Any:
-    """A number as the address that it is."""
+    """Convert an integer to a pointer."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], BYTES)
@@ -25,7 +25,7 @@ def _pointer(context: Any, address: Any) -> Any:
 
 
 def _prefetch(context: Any, array: Any, index: Any) -> Any:
-    """Ask memory for an item of an array, and do not wait for it."""
+    """Prefetch an item of an array."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         view = target.make_array(signature.args[0])(target, builder, arguments[0])
@@ -40,7 +40,7 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
-# As mypy sees them, intrinsics would have to be given the context that numba gives them.
+# Typed as Any, because numba passes the context argument itself.
 pointer: Any = intrinsic(_pointer)
 prefetch: Any = intrinsic(_prefetch)
 carray: Any = numba.carray  # type: ignore[attr-defined]

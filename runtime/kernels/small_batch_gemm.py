@@ -1,7 +1,7 @@
-"""A few rows times a matrix, compiled: at the speed at which memory brings the matrix.
+"""Matrix product of small batches on a CPU, at the bandwidth of memory.
 
-Libraries multiply matrices by many rows at full speed. By one row, or the few of a tree, they read the matrix slower
-than memory gives it. Here it is read once, in the order in which it lies there, and asked for one tile ahead.
+BLAS libraries are optimized for many rows. For one row, or the few rows of a tree, they read the matrix below memory
+bandwidth. This kernel reads it once, in the order of memory, and prefetches one tile ahead.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from hdtool.runtime.kernels.raw_memory import BYTES, WORD, array_at
 
 FLOAT = ir.FloatType()
 INDEX = ir.IntType(64)
-BYTES_OF_A_NUMBER = 4
-IN_A_LINE = 16
-"""Numbers that memory brings at once."""
+ITEM_SIZE = 4
+CACHE_LINE = 16
+"""Numbers in a cache line."""
 
 
 def _has(feature: str) -> bool:
     try:
         return bool(binding.get_host_cpu_features().get(feature))
-    except RuntimeError:  # not every processor can be asked
+    except RuntimeError:  # unsupported on some processors
         return False
 
 
 LANES = 16 if _has("avx512f") else 8 if _has("avx") else 4
-"""Numbers that the processor multiplies at once."""
+"""Numbers in a vector register."""
 OUTS = 2 if LANES == 8 else 4
-"""Rows of the matrix in a tile: their sums with four others must fit into the registers, of which AVX has 16."""
+"""Matrix rows in a tile: its sums with four input rows must fit into the registers, of which AVX has 16."""
 UNROLLED = 4
-WHOLE = 64
-"""A row must be a multiple of so many numbers."""
+COLUMN_MULTIPLE = 64
+"""The number of columns must be a multiple of this."""
 
 
 class _Loop:
-    """A loop over the columns of a tile, while it is written: what all its parts need."""
+    """Generates the LLVM code of the loop over the columns of a tile."""
 
     def __init__(self, builder: Any, columns: Any, tile: tuple[int, int, int]) -> None:
         self.builder = builder
@@ -58,7 +58,7 @@ class _Loop:
         return [self.builder.gep(first, [self.builder.mul(self.columns, INDEX(row))]) for row in range(count)]
 
     def sums(self, matrix: Any, rows: Any) -> list[Any]:
-        """Of each row of the tile with each of ``rows``, one vector each, still to be added up."""
+        """The products of each tile row with each of ``rows``, as vectors whose lanes are still to be summed."""
         builder = self.builder
         matrix, rows = self.rows_from(matrix, self.outs + 1), self.rows_from(rows, self.rows)
         before, body = builder.block, builder.append_basic_block("columns")
@@ -97,19 +97,19 @@ class _Loop:
     def _numbers(self, row: Any, at: Any) -> Any:
         address = self.builder.bitcast(self.builder.gep(row, [at]), self.vector.as_pointer())
         found = self.builder.load(address)
-        found.align = BYTES_OF_A_NUMBER
+        found.align = ITEM_SIZE
         return found
 
     def _fetch(self, ahead: Any) -> None:
-        """As much of the next tile as is read of this one, but in the order of memory."""
-        for line in range(0, max(self.outs * self.step, IN_A_LINE), IN_A_LINE):
+        """Prefetch as much of the next tile as is read of this one, in the order of memory."""
+        for line in range(0, max(self.outs * self.step, CACHE_LINE), CACHE_LINE):
             address = self.builder.bitcast(self.builder.gep(ahead, [INDEX(line)]), BYTES)
-            # To read, into the cache behind the first: that one has no room for two tiles beside the rows.
+            # To read, into L2: L1 has no room for two tiles and the input rows.
             self.call("llvm.prefetch.p0", ir.VoidType(), address, WORD(0), WORD(2), WORD(1))
 
 
 def _tile(outs: int, rows: int, unrolled: int = 1) -> Any:
-    """What multiplies ``outs`` rows of a matrix by ``rows`` others."""
+    """An intrinsic that multiplies ``outs`` rows of a matrix by ``rows`` input rows."""
 
     def typed(context: Any, matrix: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> Any:
         def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -136,16 +136,16 @@ _one, _two, _four = (_tile(OUTS, rows) for rows in (1, 2, 4))
 
 @njit(cache=True, nogil=True)
 def multiply(matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int) -> None:
-    """``outputs = inputs @ matrix.T + bias``, all by their addresses, row by row and without gaps, in float32.
+    """``outputs = inputs @ matrix.T + bias``, given by addresses of contiguous float32 arrays.
 
-    ``columns`` must be a multiple of ``WHOLE``; a bias at 0 is none.
+    ``columns`` must be a multiple of ``COLUMN_MULTIPLE``; address 0 means no bias.
     """
     whole = 0 if rows == 1 else outs - outs % OUTS
     for out in range(0, whole, OUTS):
-        tile, row = matrix + out * columns * BYTES_OF_A_NUMBER, 0
+        tile, row = matrix + out * columns * ITEM_SIZE, 0
         while row < rows:
-            read = inputs + row * columns * BYTES_OF_A_NUMBER
-            written = outputs + (row * outs + out) * BYTES_OF_A_NUMBER
+            read = inputs + row * columns * ITEM_SIZE
+            written = outputs + (row * outs + out) * ITEM_SIZE
             if rows - row >= 4:
                 _four(tile, columns, read, written, outs)
                 row += 4
@@ -156,10 +156,10 @@ def multiply(matrix: int, outs: int, columns: int, inputs: int, rows: int, outpu
                 _one(tile, columns, read, written, outs)
                 row += 1
     for out in range(whole, outs):
-        tile = matrix + out * columns * BYTES_OF_A_NUMBER
+        tile = matrix + out * columns * ITEM_SIZE
         for row in range(rows):
-            read = inputs + row * columns * BYTES_OF_A_NUMBER
-            _single(tile, columns, read, outputs + (row * outs + out) * BYTES_OF_A_NUMBER, outs)
+            read = inputs + row * columns * ITEM_SIZE
+            _single(tile, columns, read, outputs + (row * outs + out) * ITEM_SIZE, outs)
     if bias:
         added = array_at(bias, (outs,), types.float32)
         written_rows = array_at(outputs, (rows, outs), types.float32)

@@ -1,4 +1,4 @@
-"""Layers on a CPU that multiply the few rows of a step by our own product, where that is the faster one."""
+"""Linear layers on a CPU that use our small-batch product for the few rows of a step where it is faster."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from torch.nn.functional import linear
 
 from hdtool.data.stores.home import product_choice_at_home
 from hdtool.runtime.kernels.cpu_name import processor_name
-from hdtool.runtime.kernels.gemm_choice import kept_choice
-from hdtool.runtime.kernels.small_batch_gemm import WHOLE, multiply
+from hdtool.runtime.kernels.gemm_choice import saved_choice
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, multiply
 from hdtool.runtime.model.quantized_layers import has_plain_weight
 
-TRIED = (1, 4, 16, 64)
-"""Both products are timed with so many rows; which is faster holds for fewer rows too, down to the next."""
-TIMES = 3
-SAMPLED = 4
-"""Layers of a shape that are timed one after another: a single one would stay in a nearer cache."""
-LARGEST = 1 << 19
-"""Of each so many numbers at most."""
+TIMED_ROWS = (1, 4, 16, 64)
+"""Numbers of rows at which both products are timed; other numbers of rows use the next larger one."""
+REPEATS = 3
+TIMED_LAYERS = 4
+"""Layers of a shape that are timed in turn: a single one would stay in the cache."""
+TIMED_NUMBERS = 1 << 19
+"""The number of weights of each layer that are timed."""
 
 
-class Choice:
-    """Which product is faster for layers of one shape: measured once on a machine for each number of threads."""
+class ProductChoice:
+    """The faster product for layers of one shape, measured once on a machine for each number of threads."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self._weights = weights
         self._own: dict[int, tuple[bool, ...]] = {}
 
     def own(self, rows: int) -> bool:
-        """Whether it is our own for so many rows."""
-        if rows > TRIED[-1]:
+        """Whether our own product is the faster one for this number of rows."""
+        if rows > TIMED_ROWS[-1]:
             return False
         threads = torch.get_num_threads()
         if threads not in self._own:
-            tried = kept_choice(_place(self._weights[0].shape, threads), TRIED, self._measured)
-            nearest = (min(most for most in TRIED if rows <= most) for rows in range(TRIED[-1] + 1))
+            tried = saved_choice(_choice_file(self._weights[0].shape, threads), TIMED_ROWS, self._measured)
+            nearest = (min(most for most in TIMED_ROWS if rows <= most) for rows in range(TIMED_ROWS[-1] + 1))
             self._own.setdefault(threads, tuple(tried[most] for most in nearest))
         return self._own[threads][rows]
 
     def _measured(self) -> dict[int, bool]:
-        return {most: self._own_is_faster(most) for most in TRIED}
+        return {most: self._own_is_faster(most) for most in TIMED_ROWS}
 
     def _own_is_faster(self, rows: int) -> bool:
         columns = self._weights[0].shape[1]
-        parts = [weight.detach()[: max(1, LARGEST // columns)] for weight in self._weights[:SAMPLED]]
+        parts = [weight.detach()[: max(1, TIMED_NUMBERS // columns)] for weight in self._weights[:TIMED_LAYERS]]
         numbers = self._weights[0].new_ones(rows, columns)
         seconds = [float("inf"), float("inf")]
-        for _ in range(TIMES):
+        for _ in range(REPEATS):
             for place, product in enumerate((linear, own_linear)):
                 seconds[place] = min(seconds[place], _seconds(product, numbers, parts))
         return seconds[1] < seconds[0]
 
 
 class SmallBatchLinear(Linear):
-    """A layer of torch's with its own weights, to which only another way to multiply was given."""
+    """A ``torch.nn.Linear`` with unchanged weights and another product."""
 
-    choice: Choice
+    choice: ProductChoice
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
@@ -81,9 +81,9 @@ class SmallBatchLinear(Linear):
 
 
 def own_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As torch's function, for float32 without gaps on a CPU."""
+    """As ``torch.nn.functional.linear``, for contiguous float32 tensors on a CPU."""
     outs, columns = weight.shape
-    found = input.new_empty(*input.shape[:-1], outs)  # of its type and place, whatever the program's defaults are
+    found = input.new_empty(*input.shape[:-1], outs)  # its dtype and device, not the defaults of torch
     multiply(
         weight.data_ptr(),
         outs,
@@ -97,24 +97,24 @@ def own_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def use_small_batch_products(model: torch.nn.Module) -> None:
-    """Give a CPU model's layers the product of ``small_batch_gemm.py``; weights stay as and where they are."""
+    """Use the product of ``small_batch_gemm.py`` in the linear layers of a CPU model; weights are not changed."""
     choices: dict[torch.Size, list[torch.Tensor]] = {}
     fit = [module for module in model.modules() if type(module) is Linear and _fits(module)]
     for layer in fit:
         choices.setdefault(layer.weight.shape, []).append(layer.weight)
-    made = {shape: Choice(weights) for shape, weights in choices.items()}
+    made = {shape: ProductChoice(weights) for shape, weights in choices.items()}
     for layer in fit:
         layer.__class__ = SmallBatchLinear
         cast(SmallBatchLinear, layer).choice = made[layer.weight.shape]
 
 
 def has_own_products(model: torch.nn.Module) -> bool:
-    """Whether any layer multiplies otherwise than the library would."""
+    """Whether any layer uses our own product."""
     return any(isinstance(module, SmallBatchLinear) for module in model.modules())
 
 
 def share_weights(stock: torch.nn.Module, own: torch.nn.Module) -> None:
-    """Let a model that was loaded once more keep none of the weights that ours has already; it multiplies as before."""
+    """Let the stock copy of a model use the weights of ours, to save memory; its products stay those of torch."""
     for name, layer in own.named_modules():
         if isinstance(layer, SmallBatchLinear):
             other = stock.get_submodule(name)
@@ -122,8 +122,8 @@ def share_weights(stock: torch.nn.Module, own: torch.nn.Module) -> None:
             other.weight.data = layer.weight.data
 
 
-def _place(shape: torch.Size, threads: int) -> Path | None:
-    """Where the choice for layers of a shape is kept; None on a machine that has no place for it."""
+def _choice_file(shape: torch.Size, threads: int) -> Path | None:
+    """The file that holds the choice for layers of a shape; None on a machine without a home folder."""
     try:
         version = metadata.version("hdtool")
         words = (
@@ -142,7 +142,7 @@ def _fits(layer: Linear) -> bool:
     weight = layer.weight
     plain = has_plain_weight(layer) and weight.dtype == torch.float32 and weight.is_cpu
     bias = layer.bias is None or (layer.bias.dtype == torch.float32 and layer.bias.is_contiguous())
-    return plain and bias and weight.is_contiguous() and weight.numel() > 0 and layer.in_features % WHOLE == 0
+    return plain and bias and weight.is_contiguous() and weight.numel() > 0 and layer.in_features % COLUMN_MULTIPLE == 0
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The likeliest tokens: what the target would say at each node of a tree."""
+"""Arg-max and top-k over the vocabulary, for the logits of each node of a tree."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ import torch
 from numba import njit
 
 LANES = 16
-"""Values that are compared with as many others at once."""
-FOLDED = 8
-"""Values that a maximum is taken of."""
-PART = LANES * FOLDED
-ENOUGH = 4
-"""The last maxima are so many for each token that is wanted: of fewer, too many others stand below the best."""
+"""Width of a vector comparison."""
+FOLD = 8
+"""Number of values that each maximum covers."""
+BLOCK = LANES * FOLD
+MAXIMA_PER_TOKEN = 4
+"""The last level has at least this many maxima for each of the k tokens; with fewer, too many values are candidates."""
 MOST_LEVELS = 8
 COMPARABLE = torch.float32, torch.float64
-"""Logits of other kinds become float32: NumPy has no bfloat16."""
+"""Logits of other dtypes are converted to float32: NumPy has no bfloat16."""
 NO_TOKEN, NO_LOGIT = -1, -np.inf
 
 Array = npt.NDArray[Any]
 
 
 class Logits(torch.Tensor):
-    """Logits of a step that has looked for the likeliest tokens already."""
+    """Logits of a captured step, which has computed their arg-max already."""
 
-    # What is computed from them is a plain tensor.
+    # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    likeliest: npt.NDArray[np.int64]
+    argmax_tokens: npt.NDArray[np.int64]
     finite: npt.NDArray[np.int64]
     """Whether the highest logit of each row is finite."""
 
     @classmethod
     def of(
-        cls, logits: torch.Tensor, likeliest: npt.NDArray[np.int64], finite: npt.NDArray[np.int64] | None = None
+        cls, logits: torch.Tensor, argmax_tokens: npt.NDArray[np.int64], finite: npt.NDArray[np.int64] | None = None
     ) -> Logits:
-        """The same memory."""
+        """A view of ``logits`` with the results."""
         known = logits.as_subclass(cls)
-        known.likeliest = likeliest
-        known.finite = np.ones_like(likeliest) if finite is None else finite
+        known.argmax_tokens = argmax_tokens
+        known.finite = np.ones_like(argmax_tokens) if finite is None else finite
         return known
 
 
-def likeliest(logits: torch.Tensor) -> npt.NDArray[np.int64]:
-    """The token of the highest logit of each row, the first of equals; what is not a number counts as the highest."""
+def argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
+    """The arg-max of each row, the first one of equals; NaN counts as the highest."""
     if isinstance(logits, Logits):
-        return logits.likeliest
+        return logits.argmax_tokens
     if logits.device.type != "cpu":
         found: Any = logits.argmax(dim=-1).cpu().numpy()
     else:
@@ -58,9 +58,9 @@ def likeliest(logits: torch.Tensor) -> npt.NDArray[np.int64]:
 
 
 def argmax_at(logits: torch.Tensor) -> Callable[[int], tuple[int, bool]]:
-    """A function from a row to its arg-max and whether that logit is finite; on a CPU other rows take no time."""
+    """A function from a row to its arg-max and whether that logit is finite; on a CPU only that row is read."""
     if isinstance(logits, Logits):
-        tokens, finite = logits.likeliest, logits.finite
+        tokens, finite = logits.argmax_tokens, logits.finite
         return lambda row: (int(tokens[row]), bool(finite[row]))
     if logits.device.type != "cpu":
         best = logits.argmax(dim=-1)
@@ -79,10 +79,9 @@ def argmax_at(logits: torch.Tensor) -> Callable[[int], tuple[int, bool]]:
 
 
 def _comparable(logits: torch.Tensor) -> Array:
-    """On a CPU the same memory if it can be: NumPy looks through a vocabulary some ten times as fast as torch does.
+    """A NumPy view of CPU logits, or a copy in float32. NumPy's arg-max over a vocabulary is about ten times faster.
 
-    What need not be done is not asked for: of all the code that a step runs through, little is still in the
-    processor's cache when the next one comes, and each call into torch takes microseconds.
+    Calls into torch are avoided where they change nothing: each takes microseconds.
     """
     if logits.requires_grad:
         logits = logits.detach()
@@ -91,20 +90,20 @@ def _comparable(logits: torch.Tensor) -> Array:
     return logits.numpy()
 
 
-def at_hand(logits: torch.Tensor) -> torch.Tensor | Array:
-    """What ``ranked`` takes and rows are best taken of, where several are: on a CPU NumPy's view, which costs less."""
+def for_topk(logits: torch.Tensor) -> torch.Tensor | Array:
+    """The form of the logits from which rows are selected fastest before ``topk``: on a CPU, a NumPy view."""
     return _comparable(logits) if logits.device.type == "cpu" and logits.dtype == torch.float32 else logits
 
 
-def ranked(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
-    """The ``most`` likeliest tokens of each row, best first, and their logits; -1 and -inf where a row has no more."""
+def topk(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
+    """The top ``most`` tokens of each row, best first, and their logits; padded with -1 and -inf."""
     tokens, scores = np.empty((len(logits), most), np.int64), np.empty((len(logits), most), np.float32)
     if isinstance(logits, np.ndarray):
-        _rank(np.ascontiguousarray(logits), tokens, scores)
+        _topk(np.ascontiguousarray(logits), tokens, scores)
     elif logits.device.type == "cpu":
         # Torch takes ten times as long for this on a CPU.
         single = logits if logits.dtype == torch.float32 else logits.float()
-        _rank(np.ascontiguousarray(_comparable(single)), tokens, scores)
+        _topk(np.ascontiguousarray(_comparable(single)), tokens, scores)
     else:
         tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
         best = logits.detach().float().topk(min(most, logits.shape[-1]))
@@ -116,12 +115,12 @@ def ranked(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
 
 
 @njit(cache=True, nogil=True)
-def _rank(logits: Array, tokens: Array, scores: Array) -> None:
-    """The vocabulary is folded level by level: whatever is among the best stands below the best of the last level."""
+def _topk(logits: Array, tokens: Array, scores: Array) -> None:
+    """Top-k by a tree of maxima: the top k values lie below the k highest maxima of the last level."""
     vocabulary, most = logits.shape[1], scores.shape[1]
     begins, last = _levels(vocabulary, most)
     maxima, best = np.empty(begins[last + 1], np.float32), np.empty(most, np.float32)
-    above, below = np.empty(vocabulary + PART, np.int32), np.empty(vocabulary + PART, np.int32)
+    above, below = np.empty(vocabulary + BLOCK, np.int32), np.empty(vocabulary + BLOCK, np.int32)
     tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
     for row in range(len(logits)):
         values = logits[row]
@@ -129,11 +128,11 @@ def _rank(logits: Array, tokens: Array, scores: Array) -> None:
             highest = maxima[begins[level] : begins[level + 1]]
             _fold(values, highest)
             values = highest
-        least = _least_of_best(values, best)
-        found = _all_from(values, least, above)
+        least = _kth_highest(values, best)
+        found = _indices_of(values, least, above)
         for level in range(last - 1, -1, -1):
             values = maxima[begins[level] : begins[level + 1]] if level else logits[row]
-            found = _all_below(above[:found], values, least, below)
+            found = _indices_below(above[:found], values, least, below)
             above, below = below, above
         for token in above[:found]:
             _insert(tokens[row], scores[row], token, logits[row, token])
@@ -141,11 +140,11 @@ def _rank(logits: Array, tokens: Array, scores: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _levels(vocabulary: int, most: int) -> tuple[Array, int]:
-    """Where each level begins among all maxima, where the last one ends, and which it is; the first is 1."""
+    """The offset of each level in the array of maxima, with the end of the last one, and the number of levels."""
     begins = np.zeros(MOST_LEVELS + 2, np.int64)
     size, level = _folded(vocabulary), 1
     begins[2] = size
-    while level < MOST_LEVELS and _folded(size) >= ENOUGH * most and _folded(size) < size:
+    while level < MOST_LEVELS and _folded(size) >= MAXIMA_PER_TOKEN * most and _folded(size) < size:
         size, level = _folded(size), level + 1
         begins[level + 1] = begins[level] + size
     return begins, level
@@ -153,55 +152,55 @@ def _levels(vocabulary: int, most: int) -> tuple[Array, int]:
 
 @njit(cache=True, nogil=True)
 def _folded(size: int) -> int:
-    """How many maxima so many values have."""
-    return -(-size // PART) * LANES
+    """The number of maxima of ``size`` values."""
+    return -(-size // BLOCK) * LANES
 
 
 @njit(cache=True, nogil=True)
 def _fold(values: Array, highest: Array) -> None:
-    """The maxima of columns, each part of the values being written as eight lines of ``LANES``."""
-    whole = len(values) // PART
+    """The maxima of the columns of each part, read as a matrix of ``FOLD`` rows and ``LANES`` columns."""
+    whole = len(values) // BLOCK
     for number in range(whole):
-        part, kept = values[number * PART : (number + 1) * PART], highest[number * LANES : (number + 1) * LANES]
-        # Written so that the compiler takes all lanes at once; what is not a number is never higher.
+        part, kept = values[number * BLOCK : (number + 1) * BLOCK], highest[number * LANES : (number + 1) * LANES]
+        # Written so that the compiler vectorizes over the lanes; NaN never compares as higher.
         for lane in range(LANES):
             most = np.float32(NO_LOGIT)
-            for line in range(FOLDED):
+            for line in range(FOLD):
                 value = part[line * LANES + lane]
                 most = value if value > most else most
             kept[lane] = most
     highest[whole * LANES :] = NO_LOGIT
-    for place in range(whole * PART, len(values)):
+    for place in range(whole * BLOCK, len(values)):
         lane = whole * LANES + place % LANES
         highest[lane] = values[place] if values[place] > highest[lane] else highest[lane]
 
 
 @njit(cache=True, nogil=True)
-def _all_from(values: Array, least: float, places: Array) -> int:
-    """Write down the places of all values that are no less; says how many there are."""
+def _indices_of(values: Array, least: float, places: Array) -> int:
+    """Write the indices of all values >= ``least`` to ``places``; return their number."""
     found = 0
     for place in range(len(values)):
-        # Always written and seldom counted: a processor that need not guess takes half as long.
+        # Branch-free: always written, counted only if it qualifies. This takes half as long.
         places[found] = place
         found += values[place] >= least
     return found
 
 
 @njit(cache=True, nogil=True)
-def _all_below(above: Array, values: Array, least: float, places: Array) -> int:
-    """The same, of the values that these maxima were taken of."""
+def _indices_below(above: Array, values: Array, least: float, places: Array) -> int:
+    """The same for the values below these maxima, one level down."""
     found = 0
     for maximum in above:
-        first = maximum // LANES * PART + maximum % LANES
-        for place in range(first, min(first + PART, len(values)), LANES):
+        first = maximum // LANES * BLOCK + maximum % LANES
+        for place in range(first, min(first + BLOCK, len(values)), LANES):
             places[found] = place
             found += values[place] >= least
     return found
 
 
 @njit(cache=True, nogil=True)
-def _least_of_best(values: Array, best: Array) -> Any:
-    """The highest but so many: there are as many tokens that are no less."""
+def _kth_highest(values: Array, best: Array) -> Any:
+    """The k-th highest value, with k = ``len(best)``."""
     best[:] = NO_LOGIT
     for highest in values:
         if highest > best[-1]:
@@ -215,7 +214,7 @@ def _least_of_best(values: Array, best: Array) -> Any:
 
 @njit(cache=True, nogil=True)
 def _insert(tokens: Array, scores: Array, token: int, score: float) -> None:
-    """Put a token among the best, of equals the first one first."""
+    """Insert a token into the sorted top k; of equal scores the smaller id comes first."""
     place = len(scores)
     while place > 0 and (scores[place - 1] < score or (scores[place - 1] == score and tokens[place - 1] > token)):
         place -= 1

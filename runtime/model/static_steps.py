@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hdtool.runtime.budget.node_budget import ROWS
+from hdtool.runtime.budget.node_budget import PASS_SIZES
 from hdtool.runtime.kernels.topk import Logits
 from hdtool.runtime.model.attention_masks import AttentionWindow, device_mask
 from hdtool.runtime.model.cuda_graphs import Capture, Run
@@ -45,7 +45,7 @@ class StaticSteps:
         self._input = StepInput(device)
         rows = LARGEST_TREE + 1
         self._logits = torch.zeros((rows, vocabulary), dtype=dtype, device=device)
-        self._likeliest = torch.zeros((2, rows), dtype=torch.int64, device=device)
+        self._argmax = torch.zeros((2, rows), dtype=torch.int64, device=device)
         """The arg-max of each row, and whether that logit is finite: both go to the host in one copy."""
         self._said = torch.zeros((2, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._memory: Memory | None = None
@@ -95,7 +95,7 @@ class StaticSteps:
             self._steps.clear()  # frees what they had in use before there is more
             self._capture.forget()
             self._memory = rows.memory
-        size = ROWS[int(np.searchsorted(ROWS, len(tree) + 1))]
+        size = PASS_SIZES[int(np.searchsorted(PASS_SIZES, len(tree) + 1))]
         extent = min(extent_for(rows.length + size), rows.capacity)
         self._input.fill(tree, size, rows.length)
         rows.used = max(rows.used, rows.length + size)
@@ -112,7 +112,7 @@ class StaticSteps:
     def _run(self, used: int, size: int, extent: int) -> Logits:
         self._input.send(size)
         self._steps[size, extent]()
-        self._said.copy_(self._likeliest, non_blocking=True)
+        self._said.copy_(self._argmax, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         tokens, finite = self._said[:, :used].numpy()
@@ -137,7 +137,7 @@ class StaticSteps:
                 return_dict=True,
             ).logits[0]
             self._logits[:size].copy_(logits)
-            tokens, finite = self._likeliest[0, :size], self._likeliest[1, :size]
+            tokens, finite = self._argmax[0, :size], self._argmax[1, :size]
             torch.argmax(logits, dim=-1, out=tokens)
             finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
             if self._seen:

@@ -192,8 +192,8 @@ def test_a_model_is_the_same_in_every_type(tmp_path: Path, dtype: torch.dtype) -
         (lambda folder: (folder / "heads.safetensors").write_bytes(b"nonsense"), "cannot be read"),
         (lambda folder: (folder / "config.json").unlink(), "holds no heads"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "is of no format"),
-        (lambda folder: (folder / "config.json").write_text("[1]"), "is of no format"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "has a format that"),
+        (lambda folder: (folder / "config.json").write_text("[1]"), "has a format that"),
     ],
 )
 def test_damaged_heads_are_told_in_a_line(tmp_path: Path, damage: object, said: str) -> None:
@@ -254,6 +254,6 @@ def test_calibration_learns_what_a_head_is_worth() -> None:
     calibration = Calibration(None, 1)
     boastful = bucket_of(np.array([0.9, 0.05]))
     for turn in range(400):
-        calibration.learn(0, boastful, np.array([turn % 10 == 0, turn % 10 == 1]))
+        calibration.update(0, boastful, np.array([turn % 10 == 0, turn % 10 == 1]))
     found = calibration(boastful[None])[0]
     assert 0.05 < found[0] < 0.15 and found[1] <= found[0]

@@ -22,7 +22,7 @@ from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.level_weights import HEADS_LEVELS
+from hdtool.runtime.drafters.hierarchy.backoff_weights import HEADS_ORDERS
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
@@ -134,8 +134,8 @@ class Priced(MeasuredBudget):
     def _learn(self) -> None:
         pass
 
-    def hear_of_draft(self, seconds: float) -> None:
-        super().hear_of_draft(10.0)
+    def set_draft_seconds(self, seconds: float) -> None:
+        super().set_draft_seconds(10.0)
 
 
 def test_heads_that_do_not_pay_are_seldom_asked_and_still_change_nothing() -> None:
@@ -178,13 +178,13 @@ def test_methods_take_the_heads_of_their_kind(tmp_path: Path) -> None:
         random_for(target, VARIANTS[name]).save(folder)
     both = tuple(map(str, folders.values()))
     for name in folders:
-        drafter = drafter_for(DecodeConfig(name, budget=8, heads=both), target, StoreSet())
+        drafter = drafter_for(DecodeConfig(name, draft_tokens=8, heads=both), target, StoreSet())
         assert isinstance(drafter, HeadsDrafter)
         assert drafter.session.heads.config.is_plain == (name == "medusa")
     with pytest.raises(HeadsError, match=r"medusa heads \(found: amphista heads in "):
-        drafter_for(DecodeConfig("medusa", budget=8, heads=both[:1]), target, StoreSet())
-    with pytest.raises(HeadsError, match="none are named: train some with hdtool train-heads --medusa"):
-        drafter_for(DecodeConfig("medusa", budget=8), target, StoreSet())
+        drafter_for(DecodeConfig("medusa", draft_tokens=8, heads=both[:1]), target, StoreSet())
+    with pytest.raises(HeadsError, match="none are given: train some with hdtool train-heads --medusa"):
+        drafter_for(DecodeConfig("medusa", draft_tokens=8), target, StoreSet())
 
 
 def test_the_command_line_says_what_is_wrong_with_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +246,7 @@ def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
         head = int(tree.depths[node + 1]) - 1
         (rank,) = np.flatnonzero(session.tokens[head] == tree.tokens[node])
         sure = min(7, int(8 * session.probs[head, 0]))
-        weight = drafter.weights[HEADS_LEVELS + head, 3 * sure]
+        weight = drafter.weights[HEADS_ORDERS + head, 3 * sure]
         above = drafter.probs[parent] if parent >= 0 else 1.0
         assert drafter.probs[node] == pytest.approx(above * weight * session.probs[head, rank], rel=1e-3)
 
@@ -254,7 +254,7 @@ def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
 def test_after_a_token_the_next_head_speaks_of_the_root() -> None:
     drafter, session, context = heads_alone()
     drafter.draft(context)
-    session.look_ahead = lambda: None  # type: ignore[method-assign]
+    session.run_heads = lambda: None  # type: ignore[method-assign]
     memory = drafter._memory.heads
     for ahead in range(5):
         assert memory["ahead"][0] == ahead
@@ -271,7 +271,7 @@ def test_heads_are_asked_only_where_they_bring_more_than_they_take() -> None:
         asked = []
         for _ in range(3000):
             asked.append(asking.now)
-            asking.hear(*((gain, seconds) if asking.now else (1.8, 1.0)))
+            asking.observe(*((gain, seconds) if asking.now else (1.8, 1.0)))
         assert np.mean(asked[1000:]) > 0.95 if worth else np.mean(asked[1000:]) < 0.05
 
 
@@ -279,5 +279,5 @@ def test_asking_follows_a_change() -> None:
     asking = HeadsGate()
     for bring in (3.0, 1.0, 3.0):
         for _ in range(2000):
-            asking.hear(bring if asking.now else 1.5, 1.2 if asking.now else 1.0)
+            asking.observe(bring if asking.now else 1.5, 1.2 if asking.now else 1.0)
         assert asking.now == (bring > 1.8) or asking._left <= 2

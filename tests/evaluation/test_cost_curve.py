@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hdtool.data.errors import CostError
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.budget.node_budget import AROUND, CostBudget
+from hdtool.runtime.budget.node_budget import STEP_OVERHEAD, CostBudget
 from hdtool.runtime.config import LARGEST_BUDGET
 
 CURVE = CostCurve((0, 8, 32), ((20.0, 22.0, 24.0), (30.0, 32.0, 46.0)), (0, 1000), "a device", "a model", "bfloat16")
@@ -81,14 +81,14 @@ def test_what_is_typed() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("0:20,8", "'8' is no cost of a pass: give nodes:milliseconds pairs"),
-        ("0:20,8:x", "'8:x' is no cost"),
+        ("0:20,8", "'8' is not a cost: give nodes:milliseconds pairs"),
+        ("0:20,8:x", "'8:x' is not a cost"),
         ("0:20,8:21,8:22", "8 nodes is given twice"),
         ("8:20,32:22", "a pass without draft nodes and at least one with some"),
         ("0:20", "a pass without draft nodes and at least one with some"),
-        ("0:20,8:0", "takes more than 0 ms (found: 0.0)"),
-        ("0:20,8:nan", "takes more than 0 ms (found: nan)"),
-        ("0:20,8:inf", "takes more than 0 ms (found: inf)"),
+        ("0:20,8:0", "times must be above 0 ms (found: 0.0)"),
+        ("0:20,8:nan", "times must be above 0 ms (found: nan)"),
+        ("0:20,8:inf", "times must be above 0 ms (found: inf)"),
         ("none.json", "none.json cannot be read (No such file or directory)"),
         ("", "cannot be read"),
     ],
@@ -103,13 +103,13 @@ def test_what_is_no_cost(typed: str, said: str) -> None:
     ("change", "said"),
     [
         ({"format": 2}, "in format 1 (found: 2)"),
-        ({"nodes": None}, "is damaged ('nodes' is not there)"),
+        ({"nodes": None}, "is damaged ('nodes' is missing)"),
         ({"nodes": 7}, "is damaged"),
-        ({"nodes": [0, 8.5, 32]}, "8.5 is no whole number"),
+        ({"nodes": [0, 8.5, 32]}, "8.5 is not a whole number"),
         ({"nodes": [0, 32, 8]}, "numbers of nodes must increase, and be 0 or more (found: 0, 32, 8)"),
-        ({"contexts": [0]}, "1 rows of 3 times belong to it (found: [3, 3])"),
+        ({"contexts": [0]}, "it must hold 1 rows of 3 times (found: [3, 3])"),
         ({"contexts": [], "milliseconds": []}, "contexts must increase, and be 0 or more (found: none)"),
-        ({"milliseconds": [[1, 2, 3], [1, 2]]}, "2 rows of 3 times belong to it (found: [3, 2])"),
+        ({"milliseconds": [[1, 2, 3], [1, 2]]}, "it must hold 2 rows of 3 times (found: [3, 2])"),
         ({"milliseconds": [[1, 2, 3], [1, 2, "x"]]}, "is damaged"),
         ({"milliseconds": [[1, 2, 3], [1, 2, -3]]}, "(found: -3.0)"),
     ],
@@ -137,7 +137,7 @@ def test_files_that_are_something_else(tmp_path: Path, content: str) -> None:
 
 def slowest_choice(probs: list[float], curve: CostCurve, context: int) -> int:
     rates = [
-        (1 + sum(probs[:size])) / (curve.seconds(size, context) + AROUND)
+        (1 + sum(probs[:size])) / (curve.seconds(size, context) + STEP_OVERHEAD)
         for size in range(min(len(probs), LARGEST_BUDGET) + 1)
     ]
     return rates.index(max(rates))
@@ -148,7 +148,7 @@ def test_as_many_nodes_as_pay(probs: list[float], context: int, slope: float) ->
     probs = sorted(probs, reverse=True)
     curve = CostCurve((0, 1), ((1.0, 1.0 + slope), (2.0, 2.0 + 2 * slope)), (0, 1000))
     budget = CostBudget(curve)
-    budget.hear(context)
+    budget.start_step(context)
     assert budget.nodes(np.array(probs)) == slowest_choice(probs, curve, context)
 
 
@@ -156,7 +156,7 @@ def test_where_nothing_pays_drafting_rests() -> None:
     budget = CostBudget(CostCurve((0, 1), ((1.0, 3.0),)))
     asked = 0
     for step in range(300):
-        budget.hear(step)
+        budget.start_step(step)
         if budget.most:
             asked += 1
             assert budget.nodes(np.array([0.5, 0.5])) == 0

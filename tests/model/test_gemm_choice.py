@@ -16,9 +16,9 @@ from torch.nn.functional import linear
 
 from hdtool.runtime.kernels import gemm_choice as product_choice
 from hdtool.runtime.kernels import small_batch_linear as layers
-from hdtool.runtime.kernels.gemm_choice import kept_choice
+from hdtool.runtime.kernels.gemm_choice import saved_choice
 from hdtool.runtime.kernels.small_batch_gemm import WHOLE
-from hdtool.runtime.kernels.small_batch_linear import TRIED, Choice
+from hdtool.runtime.kernels.small_batch_linear import TIMED_ROWS, ProductChoice
 
 PROGRAM = """
 import os, sys, time
@@ -33,7 +33,7 @@ def seconds(product, numbers, weights):
     return float((product is torch.nn.functional.linear) == own_is_faster)
 layers._seconds = seconds
 torch.set_num_threads(1)
-choice = layers.Choice([torch.ones(3, 64)])
+choice = layers.ProductChoice([torch.ones(3, 64)])
 print([choice.own(rows) for rows in (1, 3, 16, 64)])
 """
 
@@ -68,8 +68,8 @@ def choice(monkeypatch: pytest.MonkeyPatch, *, own: bool, shape: tuple[int, int]
         return float((product is linear) == own)
 
     monkeypatch.setattr(layers, "_seconds", seconds)
-    found = Choice([torch.ones(shape)])
-    return [found.own(rows) for rows in TRIED]
+    found = ProductChoice([torch.ones(shape)])
+    return [found.own(rows) for rows in TIMED_ROWS]
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,5 +165,5 @@ def test_the_first_writer_wins(fresh: Path) -> None:
         place.write_text('{"1": false}')
         return {1: True}
 
-    assert kept_choice(place, (1,), overtaken) == {1: False}
+    assert saved_choice(place, (1,), overtaken) == {1: False}
     assert place.read_text() == '{"1": false}'

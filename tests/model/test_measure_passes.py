@@ -14,7 +14,7 @@ from hdtool.data.errors import CostError, OptionError
 from hdtool.data.stores.home import cost_at_home
 from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.budget.measure_passes import cost_of_passes, keep_at_home, lengths_for
+from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
 from hdtool.runtime.config import LARGEST_BUDGET, CostConfig, ModelConfig
 from hdtool.runtime.environment import device_name, fingerprint
 from hdtool.runtime.evaluation.cost_plot import draw_cost
@@ -74,7 +74,7 @@ def test_the_longest_context_leaves_room_for_a_draft(embedded: Loaded) -> None:
 def test_a_curve_is_found_again_at_home(embedded: Loaded) -> None:
     curve = cost_of_passes(embedded, [8])
     target = embedded.target
-    keep_at_home(target, curve)
+    save_at_home(target, curve)
     path = cost_at_home(
         fingerprint(target.model), device_name(target.device), "float32-own-products", torch.get_num_threads()
     )
@@ -138,9 +138,9 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cost", "--contexts", "a"], "contexts is 'a': it must be lengths separated by commas"),
-        (["--cost", "--contexts", "1"], "contexts is 1: it must be lengths of 2 tokens or more"),
-        (["--cost", "--threads", "0"], "threads is 0: it must be 1 or more"),
+        (["--cost", "--contexts", "a"], "--contexts must be lengths separated by commas"),
+        (["--cost", "--contexts", "1"], "--contexts must be lengths of 2 tokens or more, got 1"),
+        (["--cost", "--threads", "0"], "--threads must be 1 or more, got 0"),
         (["--contexts", "64"], "--contexts belongs to --cost"),
         (["--cost", "--methods", "ar"], "--cost asks no questions: leave out --methods"),
         (["--cost", "--limit", "2"], "--cost asks no questions: leave out --limit"),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.budget.measure_passes import NODES, cost_here, keep_at_home, kept_at_home, seconds_of_trees
-from hdtool.runtime.budget.node_budget import ROWS, FixedBudget, MeasuredBudget, Probs, SharedBudget
+from hdtool.runtime.budget.measure_passes import NODES, cost_here, save_at_home, saved_at_home, seconds_of_trees
+from hdtool.runtime.budget.node_budget import PASS_SIZES, FixedBudget, MeasuredBudget, Probs, SharedBudget
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.target import Target
@@ -30,22 +30,22 @@ class Clock:
 
 def budget_of(costs: list[float]) -> tuple[MeasuredBudget, Clock]:
     clock = Clock()
-    return MeasuredBudget(clock, curve_of(costs), around=0.0), clock  # type: ignore[arg-type]
+    return MeasuredBudget(clock, curve_of(costs), overhead=0.0), clock  # type: ignore[arg-type]
 
 
 def curve_of(*costs: list[float], contexts: tuple[int, ...] = (0,)) -> CostCurve:
     return CostCurve(NODES, tuple(tuple(1e3 * seconds for seconds in row) for row in costs), contexts)
 
 
-FLAT = [1.0] * len(ROWS)
-STEEP = [1 + (rows - 1) / 2 for rows in ROWS]
+FLAT = [1.0] * len(PASS_SIZES)
+STEEP = [1 + (rows - 1) / 2 for rows in PASS_SIZES]
 
 
 def test_free_nodes_are_all_sent_and_dear_ones_not() -> None:
     probs = np.array([0.9, 0.5, 0.3, 0.2, 0.1])
     assert budget_of(FLAT)[0].nodes(probs) == 5
     assert budget_of(STEEP)[0].nodes(probs[3:]) == 0
-    assert budget_of([1.0, 1.1, 1.2, *[5.0] * (len(ROWS) - 3)])[0].nodes(probs) == 3, "four rows cost little"
+    assert budget_of([1.0, 1.1, 1.2, *[5.0] * (len(PASS_SIZES) - 3)])[0].nodes(probs) == 3, "four rows cost little"
     assert budget_of(FLAT)[0].nodes(np.empty(0)) == 0
 
 
@@ -96,10 +96,10 @@ def test_what_bench_measured_is_used_and_a_damaged_file_is_told(
 ) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     target = Target(model_of("llama"))
-    assert not kept_at_home(target)
-    assert len(cost_here(target).nodes) == len(ROWS)
+    assert not saved_at_home(target)
+    assert len(cost_here(target).nodes) == len(PASS_SIZES)
     curve = curve_of(FLAT, STEEP, contexts=(64, 256))
-    keep_at_home(target, curve)
+    save_at_home(target, curve)
     before = target.passes
     assert cost_here(target) == curve
     assert target.passes == before, "nothing is measured that is known"
@@ -113,7 +113,7 @@ def test_what_bench_measured_is_used_and_a_damaged_file_is_told(
 
 def test_the_cost_behind_a_longer_context_is_looked_up() -> None:
     clock = Clock()
-    budget = MeasuredBudget(clock, curve_of(FLAT, STEEP, contexts=(0, 1000)), around=0.0)  # type: ignore[arg-type]
+    budget = MeasuredBudget(clock, curve_of(FLAT, STEEP, contexts=(0, 1000)), overhead=0.0)  # type: ignore[arg-type]
     assert budget.nodes(np.full(8, 0.3)) == 8
     clock.length = 1000
     assert budget.nodes(np.full(8, 0.3)) == 0
@@ -122,7 +122,7 @@ def test_the_cost_behind_a_longer_context_is_looked_up() -> None:
 def shared(costs: list[float], seats: int) -> list[SharedBudget]:
     clock, together = Clock(), dict[int, Probs]()
     curve = curve_of(costs)
-    return [SharedBudget(clock, curve, together, seats, around=0.0) for _ in range(seats)]  # type: ignore[arg-type]
+    return [SharedBudget(clock, curve, together, seats, overhead=0.0) for _ in range(seats)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seats", [1, 4])
@@ -135,7 +135,7 @@ def test_drafts_that_take_more_than_they_save_rest_in_a_batch_too(seats: int) ->
             for budget in budgets:
                 if budget.most:
                     awake += 1
-                    budget.hear_of_draft(seconds / seats)
+                    budget.set_draft_seconds(seconds / seats)
                     budget.nodes(np.array([0.5]))
             budgets[0]._target.step(1.0)  # type: ignore[attr-defined]
         assert (awake < 20 * seats) is rests
@@ -143,7 +143,7 @@ def test_drafts_that_take_more_than_they_save_rest_in_a_batch_too(seats: int) ->
 
 def test_in_a_batch_one_size_is_chosen_by_what_all_trees_bring() -> None:
     """Eight nodes cost half a pass more: one tree out of four that gains a token does not pay for it, three do."""
-    costs = [1.0 if rows == 1 else 1.5 for rows in ROWS]
+    costs = [1.0 if rows == 1 else 1.5 for rows in PASS_SIZES]
     good, poor = np.full(7, 0.15), np.full(7, 0.01)
     first, *others = shared(costs, 4)
     assert first.nodes(good) == 7, "as long as nothing is known of the others"

@@ -20,8 +20,8 @@ from hdtool.runtime.kernels import small_batch_linear as layers
 from hdtool.runtime.kernels.small_batch_gemm import WHOLE
 from hdtool.runtime.kernels.small_batch_linear import (
     SAMPLED,
-    TRIED,
-    Choice,
+    TIMED_ROWS,
+    ProductChoice,
     SmallBatchLinear,
     has_own_products,
     own_linear,
@@ -34,7 +34,7 @@ from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.trees import LyingDrafter
 
-MOST = TRIED[-1]
+MOST = TIMED_ROWS[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def own_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(input.numel() // input.shape[-1])
         return own_linear(input, *others)
 
-    monkeypatch.setattr(Choice, "own", lambda choice, rows: rows <= MOST)
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= MOST)
     monkeypatch.setattr(layers, "own_linear", noted)
     return seen
 
@@ -128,7 +128,7 @@ def test_a_program_may_have_another_type_by_default(default: torch.dtype, own_ro
     try:
         with torch.inference_mode():
             found = layer(numbers)
-            Choice([layer.weight])._own_is_faster(1)
+            ProductChoice([layer.weight])._own_is_faster(1)
     finally:
         torch.set_default_dtype(before)
     torch.testing.assert_close(found, linear(numbers, layer.weight, layer.bias))
@@ -170,7 +170,7 @@ def test_the_faster_product_is_chosen_by_trial(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(layers, "_seconds", seconds)
     threads = torch.get_num_threads()
-    choice = Choice([torch.ones(3, WHOLE)] * (SAMPLED + 1))
+    choice = ProductChoice([torch.ones(3, WHOLE)] * (SAMPLED + 1))
     own = [choice.own(rows) for rows in range(MOST + 2)]
     assert own == [True] * 5 + [False] * 12 + [True] * 48 + [False]
     assert {layers for _, layers in timed} == {SAMPLED}

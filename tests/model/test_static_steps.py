@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.budget.node_budget import ROWS, FixedBudget
+from hdtool.runtime.budget.node_budget import PASS_SIZES, FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.kernels.topk import Logits, argmax_at, likeliest
+from hdtool.runtime.kernels.topk import Logits, argmax, argmax_at
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, device_mask, tree_mask
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, Direct, Run, direct, never
 from hdtool.runtime.model.static_steps import StaticSteps
@@ -56,7 +56,7 @@ def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: 
             assert logits.shape == (len(tree) + 1, VOCABULARY)
             for node in range(ROOT, len(tree)):
                 assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
-            assert likeliest(logits).tolist() == logits.argmax(-1).tolist()
+            assert argmax(logits).tolist() == logits.argmax(-1).tolist()
             node = data.draw(st.integers(ROOT, len(tree) - 1))
             target.commit(path_to(tree, node))
             context += tokens_to(tree, node)
@@ -65,7 +65,9 @@ def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: 
     check()
 
 
-@pytest.mark.parametrize("size", sorted({0, 1, 3, 4, 63, 64} | {rows - 1 for rows in ROWS} | set(ROWS[:-1])))
+@pytest.mark.parametrize(
+    "size", sorted({0, 1, 3, 4, 63, 64} | {rows - 1 for rows in PASS_SIZES} | set(PASS_SIZES[:-1]))
+)
 def test_sizes_at_the_borders_of_the_fixed_ones(size: int) -> None:
     model = model_of("mistral")
     target = Target(model, direct)
@@ -114,7 +116,7 @@ def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length:
         AttentionWindow("sliding_attention", window=size),
         AttentionWindow("chunked_attention", chunk=size),
     ]
-    rows, own = next(rows for rows in ROWS if rows > len(tree)), len(tree) + 1
+    rows, own = next(rows for rows in PASS_SIZES if rows > len(tree)), len(tree) + 1
     told = StepInput(CPU)
     told.fill(tree, rows, length)
     told.send(rows)
@@ -161,7 +163,7 @@ def test_a_full_context_ends_the_answer(family: str) -> None:
     steps = run(target, prompt, SamplingConfig(), 100, drafter=liar)
     assert said(steps) == plain
     assert steps[-1].finish is Finish.CONTEXT
-    assert target._rows.capacity == -(-(512 + ROWS[-1]) // 64) * 64
+    assert target._rows.capacity == -(-(512 + PASS_SIZES[-1]) // 64) * 64
 
 
 def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
@@ -173,7 +175,7 @@ def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
     def talk(length: int) -> list[int]:
         prompt = prompt_of(length)
         run(target, prompt, SamplingConfig(), 60, drafter=Hierarchy(budget=FixedBudget(20)))
-        buffers = [*target._rows.memory.tensors, steps._logits, steps._likeliest, steps._said]
+        buffers = [*target._rows.memory.tensors, steps._logits, steps._argmax, steps._said]
         told = [steps._input._host, steps._input._device]
         return [tensor.data_ptr() for tensor in (*buffers, *told)]
 
@@ -182,14 +184,14 @@ def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
     assert talk(50) == first
     assert capture.recorded == recorded, "the same conversation has no shapes that are new"
     assert talk(9) == talk(200) == first
-    assert capture.recorded <= len(ROWS) + recorded
+    assert capture.recorded <= len(PASS_SIZES) + recorded
 
 
 def test_a_longer_conversation_reads_more_of_the_cache() -> None:
     """Llama's context of 512 tokens has one extent; without an end there are several."""
     assert StaticSteps.capacity_for(600, 512) == 600
     assert StaticSteps.capacity_for(300, 4096) == 512
-    assert StaticSteps.capacity_for(3000, 3100) == 3100 + ROWS[-1]
+    assert StaticSteps.capacity_for(3000, 3100) == 3100 + PASS_SIZES[-1]
     assert StaticSteps.capacity_for(3000, None) == 4096
     target = Target(model_of("llama"), direct)
     assert target._steps
@@ -255,11 +257,11 @@ def test_a_recording_that_says_something_else_is_found_out(capsys: pytest.Captur
 def test_known_likeliest_tokens_are_not_looked_for_again() -> None:
     rows = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
     known = Logits.of(rows, np.array([2, 2]))
-    assert likeliest(known).tolist() == [2, 2]
+    assert argmax(known).tolist() == [2, 2]
     assert [argmax_at(known)(row) for row in range(2)] == [(2, True), (2, True)]
     assert known.data_ptr() == rows.data_ptr()
     assert type(known[1:]) is torch.Tensor
-    assert likeliest(known[1:]).tolist() == [0]
+    assert argmax(known[1:]).tolist() == [0]
 
 
 def resident() -> int:

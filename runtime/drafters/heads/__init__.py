@@ -1,1 +1,1 @@
-"""Trained drafting heads: Amphista's, and Medusa's as the plain case of them."""
+"""Trained drafting heads: Amphista (Li et al., 2024), and Medusa (Cai et al., 2024) as its special case."""

@@ -1,4 +1,4 @@
-"""What the heads guess: their best tokens, how likely each is really, and the trees made of them."""
+"""Calibration of the heads' probabilities by observed acceptance, and the tree of their most probable paths."""
 
 from __future__ import annotations
 
@@ -9,81 +9,81 @@ import numpy.typing as npt
 from numba import njit
 
 BUCKETS = 28
-FINENESS = 2.0
-"""Buckets by which the odds halve."""
-MEMORY = 200.0
-"""Offers of a bucket that what is known of it remembers."""
-PRIOR = 30.0
-"""Offers that what was found in training is worth."""
-LEAST = 1e-4
+BUCKETS_PER_HALVING = 2.0
+"""Buckets per halving of the probability."""
+EMA_WINDOW = 200.0
+"""Window of the moving averages, in observations of a bucket."""
+PRIOR_WEIGHT = 30.0
+"""Weight of the acceptance rates found in training, in observations."""
+LOWEST = 1e-4
 
 Array = npt.NDArray[Any]
 
 
 class Calibration:
-    """How often a head's token comes that it thinks so likely, behind a path that was right; learned as it goes."""
+    """Calibrated probabilities of a head's tokens after an accepted path, by bucket of the head's probability."""
 
     def __init__(self, probs: list[list[float]] | None, heads: int) -> None:
-        """``odds`` are what was found when the heads were trained; without any they are believed at first."""
+        """``probs`` are the acceptance rates found in training; by default the prior is the heads' own probability."""
         first = np.array(probs) if probs else np.tile(centre_of(np.arange(BUCKETS)), (heads, 1))
-        self._offered = np.full(first.shape, PRIOR)
-        self._came = PRIOR * np.clip(first, LEAST, 1.0)
+        self._observed = np.full(first.shape, PRIOR_WEIGHT)
+        self._accepted = PRIOR_WEIGHT * np.clip(first, LOWEST, 1.0)
 
     def __call__(self, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The odds of each head's best tokens ``[heads, best]``, in the order of the heads' own."""
+        """The probabilities of each head's best tokens ``[heads, best]``, best first."""
         heads = np.arange(len(buckets))[:, None]
-        probs = self._came[heads, buckets] / self._offered[heads, buckets]
-        # A head's second best may not be thought likelier than its best, nor all together more than certain.
+        probs = self._accepted[heads, buckets] / self._observed[heads, buckets]
+        # Probabilities of a head must not increase with the rank, and their sum must not exceed 1.
         probs = np.minimum.accumulate(probs, axis=1)
         return np.asarray(probs / np.maximum(1.0, probs.sum(axis=1, keepdims=True)))
 
-    def learn(self, head: int, buckets: npt.NDArray[np.int64], came: npt.NDArray[np.bool_]) -> None:
-        """One head's best tokens at a place, and which of them, if any, has come."""
-        offered, hits = self._offered[head], self._came[head]
-        fading = np.minimum(1.0, MEMORY / offered[buckets])
-        offered[buckets] *= fading
-        hits[buckets] *= fading
-        np.add.at(offered, buckets, 1.0)
-        np.add.at(hits, buckets, came)
+    def update(self, head: int, buckets: npt.NDArray[np.int64], accepted: npt.NDArray[np.bool_]) -> None:
+        """Update the rates of a head: the buckets of its best tokens, and which of them was the next token."""
+        observed, hits = self._observed[head], self._accepted[head]
+        decay = np.minimum(1.0, EMA_WINDOW / observed[buckets])
+        observed[buckets] *= decay
+        hits[buckets] *= decay
+        np.add.at(observed, buckets, 1.0)
+        np.add.at(hits, buckets, accepted)
 
 
 @njit(cache=True, nogil=True)
-def best_paths(probs: Array, most: int, parents: Array, ranks: Array, depths: Array, chances: Array) -> int:
-    """The ``most`` likeliest nodes of the tree that all combinations make, best first; says how many there are.
+def best_paths(probs: Array, most: int, parents: Array, ranks: Array, depths: Array, path_probs: Array) -> int:
+    """Fill the arrays with the most probable nodes of the heads' Cartesian tree, best first; return how many.
 
-    ``odds`` are those of each head's best tokens, falling; a node's children are the best of the next head.
+    ``probs`` are those of each head's best tokens, descending; a node's children are the best tokens of the next head.
     """
     heads, best = probs.shape
-    below = np.zeros(most + 1, np.int64)  # of the root and each node, how many children it has
+    below = np.zeros(most + 1, np.int64)  # number of children of the root and each node
     size = 0
     while size < most:
         highest, chosen = 0.0, -1
         for node in range(size + 1):
             depth = depths[node - 1] if node > 0 else 0
             if depth < heads and below[node] < best:
-                chance = probs[depth, below[node]] * (chances[node - 1] if node > 0 else 1.0)
-                if chance > highest:
-                    highest, chosen = chance, node
+                path_prob = probs[depth, below[node]] * (path_probs[node - 1] if node > 0 else 1.0)
+                if path_prob > highest:
+                    highest, chosen = path_prob, node
         if chosen < 0:
             break
         parents[size], ranks[size] = chosen - 1, below[chosen]
         depths[size] = (depths[chosen - 1] if chosen > 0 else 0) + 1
-        chances[size] = highest
+        path_probs[size] = highest
         below[chosen] += 1
         size += 1
     return size
 
 
-def bucket_of(likely: Array) -> npt.NDArray[np.int64]:
-    """By how likely a head thinks a token; near certainty, the doubt is what counts."""
-    doubt = np.clip(1.0 - likely, 2.0**-6, 1.0)
-    high = np.floor(-FINENESS * np.log2(doubt))
-    low = np.floor(-FINENESS * np.log2(np.clip(likely, 2.0**-8, 1.0)))
-    return np.where(likely > 0.5, 12 - np.clip(high, 2, 12), np.clip(low + 9, 11, BUCKETS - 1)).astype(np.int64)
+def bucket_of(probs: Array) -> npt.NDArray[np.int64]:
+    """The bucket of each probability: logarithmic in p below 0.5, in 1 - p above."""
+    complement = np.clip(1.0 - probs, 2.0**-6, 1.0)
+    high = np.floor(-BUCKETS_PER_HALVING * np.log2(complement))
+    low = np.floor(-BUCKETS_PER_HALVING * np.log2(np.clip(probs, 2.0**-8, 1.0)))
+    return np.where(probs > 0.5, 12 - np.clip(high, 2, 12), np.clip(low + 9, 11, BUCKETS - 1)).astype(np.int64)
 
 
 def centre_of(bucket: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """About how likely the tokens of a bucket are thought."""
-    high = 1 - 2.0 ** (-(12 - bucket + 0.5) / FINENESS)
-    low = 2.0 ** (-(bucket - 9 + 0.5) / FINENESS)
+    """The probability at the centre of a bucket."""
+    high = 1 - 2.0 ** (-(12 - bucket + 0.5) / BUCKETS_PER_HALVING)
+    low = 2.0 ** (-(bucket - 9 + 0.5) / BUCKETS_PER_HALVING)
     return np.where(bucket <= 10, high, low)

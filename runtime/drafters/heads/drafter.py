@@ -1,4 +1,4 @@
-"""Drafting by heads alone: a tree of their best tokens, of a fixed shape or as likely as they are here."""
+"""Drafting by heads alone: the static tree of the checkpoint, or the most probable paths at each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 
 class HeadsDrafter:
-    """Amphista, or Medusa, by what the heads are."""
+    """The methods ``amphista`` and ``medusa``, which differ in their heads only."""
 
     def __init__(self, saved: SavedHeads, target: Target, budget: Budget, *, static: bool = False) -> None:
         self.session = HeadsState(saved, target)
@@ -27,10 +27,10 @@ class HeadsDrafter:
         self._static = StaticTree(saved) if static else None
         self._parents = np.zeros(LARGEST_TREE, np.int32)
         self._ranks, self._depths = np.zeros((2, LARGEST_TREE), np.int64)
-        self._chances = np.zeros(LARGEST_TREE)
+        self._path_probs = np.zeros(LARGEST_TREE)
         self._sources = np.full(LARGEST_TREE, SourceName.HEADS, np.uint8)
-        # Compiled, or loaded, before a step waits for it.
-        best_paths(np.zeros((1, 1)), 1, self._parents, self._ranks, self._depths, self._chances)
+        # Compile or load it now, so that no step waits for it.
+        best_paths(np.zeros((1, 1)), 1, self._parents, self._ranks, self._depths, self._path_probs)
 
     @property
     def seconds(self) -> Mapping[SourceName, float]:
@@ -44,25 +44,25 @@ class HeadsDrafter:
         if not most:
             return DraftTree.bare(context[-1])
         before = self.session.seconds
-        self.session.look_ahead()
-        self.budget.hear_of_draft(self.session.seconds - before)
+        self.session.run_heads()
+        self.budget.set_draft_seconds(self.session.seconds - before)
         if self._static:
             tree = self._static
             size = self.budget.nodes(tree.gains[:most])
             parents, ranks, depths = tree.parents[:size], tree.ranks[:size], tree.depths[:size]
         else:
-            room = self._parents, self._ranks, self._depths, self._chances
+            room = self._parents, self._ranks, self._depths, self._path_probs
             grown = best_paths(self.session.probs, most, *room)
-            size = self.budget.nodes(self._chances[:grown])
+            size = self.budget.nodes(self._path_probs[:grown])
             parents, ranks, depths = self._parents[:size].copy(), self._ranks[:size], self._depths[:size]
         return DraftTree(context[-1], self.session.tokens[depths - 1, ranks], parents, self._sources[:size])
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        self.session.hear(accepted)
+        self.session.observe(accepted)
 
 
 class StaticTree:
-    """The tree that was chosen when the heads were judged."""
+    """The tree that was chosen when the heads were evaluated."""
 
     def __init__(self, saved: SavedHeads) -> None:
         paths = [tuple(path) for path in saved.judged.tree]

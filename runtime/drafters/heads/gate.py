@@ -1,51 +1,51 @@
-"""Whether heads are worth asking where other sources draft without them."""
+"""Decides whether the heads' pass pays in the hierarchy, where other sources draft without it."""
 
 from __future__ import annotations
 
-FADING = 0.03
-"""How far one step moves what steps with, or without, the heads are known to bring."""
-FIRST = 8
-"""Steps of either kind before they are compared."""
-LONGEST = 128
-"""Steps after which the worse kind is tried again, at most."""
-TRIED = 2
-"""Steps of the worse kind in a row: the first one after a pause also reads what waited."""
+LEARNING_RATE = 0.03
+"""Learning rate of the averages of steps with, or without, the heads."""
+MIN_STEPS = 8
+"""Steps of each kind before they are compared."""
+LONGEST_PAUSE = 128
+"""The longest pause, in steps, before the slower kind is tried again."""
+TRIAL_STEPS = 2
+"""Steps of a trial of the slower kind: the first pass after a pause also reads the tokens of the pause."""
 
 
 class HeadsGate:
-    """Compares what steps with the heads and steps without them bring for their time, and takes the better kind.
+    """Compares tokens per second of steps with the heads and steps without them, and uses the faster kind.
 
-    The worse kind is tried again now and then, less often each time it proves worse.
+    The slower kind is tried again in intervals that double each time it is slower.
     """
 
     def __init__(self) -> None:
         self.now = True
-        """Whether to ask them in the step to come."""
+        """Whether to run the heads in the next step."""
         self._tokens, self._seconds = [0.0, 0.0], [0.0, 0.0]
-        self._heard = [0, 0]
-        self._pause, self._left = FIRST, FIRST
-        self._better = True
+        self._observed = [0, 0]
+        self._pause, self._steps_left = MIN_STEPS, MIN_STEPS
+        self._faster = True
 
-    def hear(self, tokens: float, seconds: float) -> None:
-        """What the step that ``now`` decided on is expected to have brought, and its time."""
+    def observe(self, tokens: float, seconds: float) -> None:
+        """Update with the expected tokens and the seconds of the step that ``now`` decided."""
         kind = int(self.now)
-        share = max(FADING, 1 / (1 + self._heard[kind]))
+        share = max(LEARNING_RATE, 1 / (1 + self._observed[kind]))
         self._tokens[kind] += share * (tokens - self._tokens[kind])
         self._seconds[kind] += share * (seconds - self._seconds[kind])
-        self._heard[kind] += 1
-        self._left -= 1
-        if self._left <= 0:
+        self._observed[kind] += 1
+        self._steps_left -= 1
+        if self._steps_left <= 0:
             self._next()
 
     def _next(self) -> None:
-        if min(self._heard) < FIRST:
-            self.now, self._left = not self.now, FIRST
+        if min(self._observed) < MIN_STEPS:
+            self.now, self._steps_left = not self.now, MIN_STEPS
             return
         with_heads, without = (self._tokens[kind] / self._seconds[kind] for kind in (1, 0))
-        better = with_heads > without
-        if self.now != self._better:  # the worse kind was tried
-            self._pause = min(2 * self._pause, LONGEST) if better == self._better else FIRST
-            self.now, self._left = better, self._pause
+        faster = with_heads > without
+        if self.now != self._faster:  # this was a trial of the slower kind
+            self._pause = min(2 * self._pause, LONGEST_PAUSE) if faster == self._faster else MIN_STEPS
+            self.now, self._steps_left = faster, self._pause
         else:
-            self.now, self._left = (not better, TRIED) if better == self._better else (better, FIRST)
-        self._better = better
+            self.now, self._steps_left = (not faster, TRIAL_STEPS) if faster == self._faster else (faster, MIN_STEPS)
+        self._faster = faster

@@ -1,4 +1,4 @@
-"""What the adaptation layers remember of a conversation: keys and values of accepted positions alone."""
+"""The KV cache of the adaptation layers, which holds accepted positions only."""
 
 from __future__ import annotations
 
@@ -8,80 +8,80 @@ import torch
 
 from hdtool.runtime.model.static_steps import extent_for
 
-Places = slice | torch.Tensor
-Seen = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Keys and values of a layer, and who of the new rows sees whom, if not all do."""
+Indices = slice | torch.Tensor
+Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Keys and values of a layer, and the attention mask of the new positions, if one is needed."""
 
 
-class Rows(Protocol):
-    """Where a pass puts its new rows, and which ones it reads."""
+class CacheView(Protocol):
+    """Where a pass writes its new positions, and which positions it reads."""
 
-    def places(self, new: int) -> Places:
-        """The positions of so many new rows."""
+    def indices(self, new: int) -> Indices:
+        """The indices of ``new`` new positions."""
         ...
 
-    def reach(self, new: int) -> int:
-        """No position is as large."""
+    def bound(self, new: int) -> int:
+        """An upper bound of all indices."""
         ...
 
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Seen:
-        """Take new rows of a layer."""
+    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Attended:
+        """Write keys and values of a layer; return those to attend to."""
         ...
 
 
 class HeadsKVCache:
-    """Keys and values ``[layers, 2, heads, rows, width]``; rejected drafts never come here."""
+    """Keys and values ``[layers, 2, heads, positions, width]`` of accepted tokens."""
 
     def __init__(self, layers: int, heads: int, width: int, like: torch.Tensor) -> None:
         self.length = 0
-        self.memory = like.new_zeros((layers, 2, heads, 0, width))
+        self.keys_values = like.new_zeros((layers, 2, heads, 0, width))
 
-    def make_room(self, rows: int) -> None:
-        """For so many rows in all."""
-        old = self.memory
-        if old.shape[3] < rows:
-            self.memory = old.new_zeros((*old.shape[:3], extent_for(rows), old.shape[4]))
-            self.memory[:, :, :, : self.length] = old[:, :, :, : self.length]
+    def make_room(self, positions: int) -> None:
+        """Grow to this number of positions."""
+        old = self.keys_values
+        if old.shape[3] < positions:
+            self.keys_values = old.new_zeros((*old.shape[:3], extent_for(positions), old.shape[4]))
+            self.keys_values[:, :, :, : self.length] = old[:, :, :, : self.length]
 
     @torch.inference_mode()
     def restart(self) -> None:
-        """Begin another conversation; a mask hides rows of the last one only if they are finite."""
-        self.memory.zero_()
+        """Clear the cache. Old values are zeroed, because a mask hides them only if they are finite."""
+        self.keys_values.zero_()
         self.length = 0
 
-    def places(self, new: int) -> slice:
+    def indices(self, new: int) -> slice:
         return slice(self.length, self.length + new)
 
-    def reach(self, new: int) -> int:
+    def bound(self, new: int) -> int:
         return self.length + new
 
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Seen:
+    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Attended:
         new, start = keys.shape[-2], self.length
-        held = self.memory[layer]
-        held[0, :, start : start + new] = keys[0]
-        held[1, :, start : start + new] = values[0]
+        layer_cache = self.keys_values[layer]
+        layer_cache[0, :, start : start + new] = keys[0]
+        layer_cache[1, :, start : start + new] = values[0]
         mask = None
         if start and new > 1:
             mask = torch.ones((new, start + new), dtype=torch.bool, device=keys.device).tril_(start)
-        return held[0, None, :, : start + new], held[1, None, :, : start + new], mask
+        return layer_cache[0, None, :, : start + new], layer_cache[1, None, :, : start + new], mask
 
 
 class IndexedHeadsKVCache:
-    """The same memory for a pass that is recorded: where its rows stand is read on the device."""
+    """The same cache in a captured pass: indices are read on the device."""
 
-    def __init__(self, memory: torch.Tensor, places: torch.Tensor, extent: int) -> None:
-        """The first ``extent`` rows are read, as far as each new one may see."""
-        self._memory, self._places, self._extent = memory, places, extent
-        self._mask = torch.arange(extent, device=places.device) <= places[:, None]
+    def __init__(self, keys_values: torch.Tensor, indices: torch.Tensor, extent: int) -> None:
+        """The first ``extent`` positions are read, under a causal mask."""
+        self._keys_values, self._indices, self._extent = keys_values, indices, extent
+        self._mask = torch.arange(extent, device=indices.device) <= indices[:, None]
 
-    def places(self, new: int) -> torch.Tensor:
-        return self._places
+    def indices(self, new: int) -> torch.Tensor:
+        return self._indices
 
-    def reach(self, new: int) -> int:
+    def bound(self, new: int) -> int:
         return self._extent
 
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Seen:
-        held = self._memory[layer]
-        held[0].index_copy_(1, self._places, keys[0])
-        held[1].index_copy_(1, self._places, values[0])
-        return held[0, None, :, : self._extent], held[1, None, :, : self._extent], self._mask
+    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Attended:
+        layer_cache = self._keys_values[layer]
+        layer_cache[0].index_copy_(1, self._indices, keys[0])
+        layer_cache[1].index_copy_(1, self._indices, values[0])
+        return layer_cache[0, None, :, : self._extent], layer_cache[1, None, :, : self._extent], self._mask

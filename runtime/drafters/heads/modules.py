@@ -1,8 +1,8 @@
-"""The modules of drafting heads: what they compute, in training and in drafting alike.
+"""The modules of Amphista's drafting heads (Li et al., 2024), used in training and in drafting.
 
-Adaptation layers read the target's hidden states and the tokens that were chosen from them; each head takes
-a stage of them a step further; the auto-embedding block lets the heads look at each other; low-rank output
-layers make logits of it. The first head speaks of the token behind the one that was chosen last.
+Adaptation layers read the target's hidden states and the tokens chosen from them. Each head applies a residual
+block to the output of one layer, the auto-embedding block is self-attention over the heads, and low-rank output
+layers compute logits. The first head predicts the token after the one that was chosen last.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache, Places, Rows
+from hdtool.runtime.drafters.heads.kv_cache import CacheView, HeadsKVCache, Indices
 from hdtool.runtime.model.static_steps import extent_for
 
 EPSILON = 1e-6
-TURNING = 10_000.0
-"""The base of rotary positions."""
+ROTARY_BASE = 10_000.0
+"""The base of rotary position embeddings."""
 
-Turns = tuple[torch.Tensor, torch.Tensor]
+Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """What heads take over from their target."""
+    """Sizes that heads take from their target."""
 
     width: int
-    """Of the hidden states that the target's output layer reads."""
+    """Width of the hidden states that the target's output layer reads."""
     vocabulary: int
     embedding: int
     """Width of the target's token embeddings."""
@@ -38,14 +38,14 @@ class HeadsShape:
 
 
 class Norm(nn.RMSNorm):
-    """In the type of what it is given, so that half precision takes the fast way, too."""
+    """RMSNorm in the dtype of its input, so that the fused kernel is used in half precision, too."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(states, self.normalized_shape, self.weight.to(states.dtype), self.eps)
 
 
 class Attention(nn.Module):
-    """Attention with a residual connection, without one effect before it has learned something."""
+    """Self-attention with a residual connection, initialized to the identity."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         nn.init.zeros_(self.write.weight)
 
     def parts(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values, each ``[batch, heads, rows, width of a head]``."""
+        """Queries, keys and values, each ``[batch, heads, positions, width of a head]``."""
         read: torch.Tensor = self.read(self.norm(states))
         cut: torch.Tensor = read.unflatten(-1, (3, self.heads, -1))
         return cut.movedim(-3, 0).transpose(-3, -2).unbind(0)
@@ -66,13 +66,13 @@ class Attention(nn.Module):
         return states + written
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """All rows of ``[batch, rows, width]`` look at all."""
+        """Attend without a mask over ``[batch, positions, width]``."""
         queries, keys, values = self.parts(states)
         return self.add(states, functional.scaled_dot_product_attention(queries, keys, values))
 
 
 class AdaptationLayer(nn.Module):
-    """A causal decoder layer, fed with what the layer below knows and with the token that was chosen."""
+    """A causal decoder layer on the states of the layer below and the embedding of the chosen token."""
 
     def __init__(self, shape: HeadsShape, *, sampled_token: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class AdaptationLayer(nn.Module):
         if sampled_token:
             self.token_norm = Norm(shape.embedding, EPSILON)
             self.join = nn.Linear(width + shape.embedding, width, bias=False)
-            with torch.no_grad():  # begins as what the layer below knows
+            with torch.no_grad():  # starts close to the identity on the states
                 self.join.weight[:, :width].copy_(torch.eye(width))
                 self.join.weight[:, width:].mul_(0.1)
         self.attention = Attention(width, shape.attention_heads)
@@ -91,16 +91,16 @@ class AdaptationLayer(nn.Module):
         self.sampled_token = sampled_token
 
     def forward(
-        self, states: torch.Tensor, tokens: torch.Tensor, turns: Turns, rows: Rows | None, layer: int
+        self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, cache: CacheView | None, layer: int
     ) -> torch.Tensor:
-        """``states`` and embedded ``tokens`` are ``[batch, rows, width]``; older ones are in ``rows``."""
+        """``states`` and embedded ``tokens`` are ``[batch, new, width]``; ``cache`` is the cache of earlier ones."""
         if self.sampled_token:
             states = self.join(torch.cat([states, self.token_norm(tokens)], dim=-1))
         queries, keys, values = self.attention.parts(states)
-        queries, keys = _turned(queries, turns), _turned(keys, turns)
+        queries, keys = _rotated(queries, rotary), _rotated(keys, rotary)
         mask = None
-        if rows is not None:
-            keys, values, mask = rows.update(layer, keys, values)
+        if cache is not None:
+            keys, values, mask = cache.update(layer, keys, values)
         causal = mask is None and queries.shape[-2] > 1
         seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal)
         states = self.attention.add(states, seen)
@@ -144,32 +144,32 @@ class Heads(nn.Module):
             Attention(width, shape.attention_heads) for _ in range(config.auto_embedding)
         )
         self.outputs = nn.ModuleList(OutputLayer(shape, config.rank) for _ in range(number))
-        self._tables: dict[tuple[torch.device, torch.dtype, int], Turns] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype, int], Rotary] = {}
 
     @property
     def like(self) -> torch.Tensor:
-        """One of the weights, to make others like."""
+        """A weight whose dtype and device new tensors take."""
         return next(self.parameters())
 
     @property
     def reads_tokens(self) -> bool:
         return self.config.adaptation > 0 and self.config.sampled_token
 
-    def stages(self, hidden: torch.Tensor, tokens: torch.Tensor, rows: Rows | None = None) -> list[torch.Tensor]:
-        """The states that the heads start from: one for each adaptation layer, or the target's own."""
+    def stages(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: CacheView | None = None) -> list[torch.Tensor]:
+        """The inputs of the heads: the output of each adaptation layer, or the target's hidden states."""
         if not self.layers:
             return [hidden]
         new = hidden.shape[-2]
-        places, reach = (rows.places(new), rows.reach(new)) if rows is not None else (slice(new), new)
-        turns = self._turns(places, reach, hidden)
+        indices, bound = (cache.indices(new), cache.bound(new)) if cache is not None else (slice(new), new)
+        rotary = self._rotary(indices, bound, hidden)
         found, states = [], hidden
         for place, layer in enumerate(self.layers):
-            states = layer(states, tokens, turns, rows, place)
+            states = layer(states, tokens, rotary, cache, place)
             found.append(states)
         return found
 
     def states(self, stages: list[torch.Tensor]) -> torch.Tensor:
-        """What each head knows ``[places, heads, width]``, of stages at some places ``[places, width]``."""
+        """The states of the heads ``[positions, heads, width]`` from stages ``[positions, width]``."""
         number = len(self.steps)
         mine = (stages[head * len(stages) // number] for head in range(number))
         states = torch.stack(
@@ -182,42 +182,42 @@ class Heads(nn.Module):
         return states
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """``[heads, places, vocabulary]``."""
+        """``[heads, positions, vocabulary]``"""
         return torch.stack([output(states[:, head]) for head, output in enumerate(self.outputs)])
 
-    def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor, rows: HeadsKVCache) -> torch.Tensor:
-        """Logits ``[heads, vocabulary]`` behind new rows ``[rows, width]`` of a conversation, which ``rows`` keeps."""
-        stages = [stage[0, -1:] for stage in self.stages(hidden[None], tokens[None], rows)]
+    def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> torch.Tensor:
+        """Append new tokens to the cache ``cache``; return logits ``[heads, vocabulary]`` after the last."""
+        stages = [stage[0, -1:] for stage in self.stages(hidden[None], tokens[None], cache)]
         if self.layers:
-            rows.length += len(hidden)
+            cache.length += len(hidden)
         return self.logits(self.states(stages))[:, 0]
 
-    def _turns(self, places: Places, reach: int, like: torch.Tensor) -> Turns:
-        """Cosines and sines of positions below ``reach``."""
-        size = extent_for(reach)
+    def _rotary(self, indices: Indices, bound: int, like: torch.Tensor) -> Rotary:
+        """Cosines and sines of rotary positions below ``bound``."""
+        size = extent_for(bound)
         key = like.device, like.dtype, size
         if key not in self._tables:
-            # Shorter ones are kept: a pass that is recorded goes on reading them.
+            # Shorter tables are kept, because captured passes read them.
             self._tables[key] = _table(size, self.shape.width // self.shape.attention_heads, like)
         cosines, sines = self._tables[key]
-        return cosines[places], sines[places]
+        return cosines[indices], sines[indices]
 
 
 def best_of(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens of each row, and their shares."""
+    """The top-k tokens of each row, and their probabilities."""
     logits = logits.float()
     best = logits.topk(number, dim=-1)
     return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
 
 
-def _table(size: int, width: int, like: torch.Tensor) -> Turns:
-    speeds = TURNING ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+def _table(size: int, width: int, like: torch.Tensor) -> Rotary:
+    speeds = ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(size, dtype=torch.float64)[:, None] * torch.cat([speeds, speeds])
     sines = angles.sin()
     sines[:, : width // 2] *= -1
     return angles.cos().to(like), sines.to(like)
 
 
-def _turned(states: torch.Tensor, turns: Turns) -> torch.Tensor:
-    cosines, sines = turns
+def _rotated(states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    cosines, sines = rotary
     return states * cosines + states.roll(states.shape[-1] // 2, dims=-1) * sines

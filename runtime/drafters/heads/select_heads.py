@@ -1,4 +1,4 @@
-"""The heads that a method drafts by: those that were named, else those that are shipped with the model."""
+"""Selects the heads of a method: from the given folders, else those shipped with the demo model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PLAIN = "medusa"
-"""The method of heads that are each on their own; others are Amphista's."""
+"""The method for heads without adaptation layers and auto-embedding."""
 
 
 def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> SavedHeads:
@@ -28,16 +28,16 @@ def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> Sa
         return load_heads(places[kinds.index(wanted)], model)
     if folders:
         found = ", ".join(f"{kind} heads in {place}" for kind, place in zip(kinds, places, strict=True))
-        raise HeadsError(f"method {method} drafts by {wanted} heads (found: {found}): name the folder of some")
+        raise HeadsError(f"method {method} needs {wanted} heads (found: {found}): name a folder that holds some")
     option = " --medusa" if wanted == PLAIN else ""
     raise HeadsError(
-        f"method {method} drafts by trained heads, and none are named: train some with hdtool train-heads{option} and "
+        f"method {method} needs trained heads, and none are given: train some with hdtool train-heads{option} and "
         "name their folder with --heads"
     )
 
 
 def methods_with_heads(folders: Sequence[str], model: PreTrainedModel) -> set[str]:
-    """The methods that there are heads for."""
+    """The methods for which there are heads."""
     kinds = {kind_of(place) for place in [Path(folder).expanduser() for folder in folders] or shipped_with(model)}
     return {method for method in NEED_HEADS if kind_of_method(method) in kinds}
 
@@ -52,6 +52,6 @@ def kind_of(folder: Path) -> str:
 
 
 def shipped_with(model: PreTrainedModel) -> list[Path]:
-    """The demo's heads, if this is the demo's model."""
+    """The demo's heads if this is the demo's model, else none."""
     asked = fingerprint(model)
     return [folder for folder in demo.HEADS if settings_of(folder)["target"] == asked]

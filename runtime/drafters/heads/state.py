@@ -1,4 +1,4 @@
-"""The heads in one conversation: fed with what the target accepted, asked for what may come next."""
+"""The heads during one answer: they read accepted tokens with their hidden states and rank next tokens."""
 
 from __future__ import annotations
 
@@ -21,93 +21,93 @@ from hdtool.runtime.model.target import Target
 
 Array = npt.NDArray[Any]
 
-AT_ONCE = 512
-"""Rows of a prompt that are read in one pass."""
+PROMPT_CHUNK = 512
+"""Tokens of a prompt that are read in one pass."""
 
 
 class HeadsState:
-    """What the heads know of the conversation that a target is in.
+    """The heads' cache, pending input and output for the current answer of a target.
 
-    Rows of the target wait until the heads are asked: while drafting rests, nothing is computed.
+    Accepted tokens are queued until the heads run; while drafting pauses, nothing is computed.
     """
 
     def __init__(self, saved: SavedHeads, target: Target) -> None:
         self.heads = saved.heads
         self.calibration = Calibration(saved.judged.odds or None, self.heads.config.heads)
         self.seconds = 0.0
-        """Spent in the heads' own passes."""
+        """Seconds spent in the heads' own passes."""
         self.passes = 0
         self.tokens = np.empty((0, 0), np.int64)
-        """Each head's best tokens ``[heads, best]`` behind the last row that was read."""
+        """Each head's best tokens ``[heads, best]`` after the last token read."""
         self.probs = np.empty((0, 0))
-        """That each of them comes, if the path down to it was right."""
+        """The probability of each of them, given that the path to it is accepted."""
         self._target = target
         self._embed = target.model.get_input_embeddings()
         recorder = target.new_recorder()
         self._fixed = FixedPass(self.heads, self._embed, BEST, recorder) if recorder else None
         self._buckets = np.empty((0, 0), np.int64)
-        self._waiting: list[tuple[torch.Tensor, list[int]]] = []
+        self._queued: list[tuple[torch.Tensor, list[int]]] = []
         self._is_prompt = True
         target.watch_hidden()
         if target.device.type == "cpu":
             use_small_batch_products(self.heads)
         shape = self.heads.shape
         width = shape.width // shape.attention_heads
-        self._rows = HeadsKVCache(len(self.heads.layers), shape.attention_heads, width, self.heads.like)
+        self._cache = HeadsKVCache(len(self.heads.layers), shape.attention_heads, width, self.heads.like)
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
-        """Another conversation: its first rows are those of the prompt, which the target has still to read."""
-        self._rows.restart()
-        self._waiting.clear()
+        """Start another answer. Its first input is the prompt, which the target prefills next."""
+        self._cache.restart()
+        self._queued.clear()
         self._prompt, self._is_prompt = list(prompt), True
-        self._judged = True
+        self._is_calibrated = True
 
-    def hear(self, accepted: Accepted) -> None:
-        """Learn from what the target took, and keep its hidden states of the path for the next pass."""
-        self._learn(accepted)
+    def observe(self, accepted: Accepted) -> None:
+        """Update the calibration and queue the target's hidden states of the accepted path."""
+        self._calibrate(accepted)
         hidden = self._target.hidden
         assert hidden is not None
         if self._is_prompt:
             self._is_prompt = False
-            self._waiting.append((hidden, [*self._prompt[1:], accepted.tokens[-1]]))
+            self._queued.append((hidden, [*self._prompt[1:], accepted.tokens[-1]]))
             return
         rows = [0, *(node + 1 for node in accepted.path)]
-        kept = hidden[: len(rows)] if rows[-1] == len(rows) - 1 else hidden[rows]
-        self._waiting.append((kept, accepted.tokens))
+        path_hidden = hidden[: len(rows)] if rows[-1] == len(rows) - 1 else hidden[rows]
+        self._queued.append((path_hidden, accepted.tokens))
 
     @torch.inference_mode()
-    def look_ahead(self) -> None:
-        """Read what waits and see what the heads make of it."""
+    def run_heads(self) -> None:
+        """Read the queued tokens in a pass of the heads and update ``tokens`` and ``probs``."""
         started = time.perf_counter()
-        hidden = torch.cat([rows for rows, _ in self._waiting]) if len(self._waiting) > 1 else self._waiting[0][0]
-        tokens = [token for _, chosen in self._waiting for token in chosen]
-        self._waiting.clear()
+        hidden = torch.cat([rows for rows, _ in self._queued]) if len(self._queued) > 1 else self._queued[0][0]
+        tokens = [token for _, chosen in self._queued for token in chosen]
+        self._queued.clear()
         if not self.heads.layers:
             hidden, tokens = hidden[-1:], tokens[-1:]
         if self._fixed and self._fixed.fits(len(tokens)):
-            self.tokens, shares = self._fixed.read(hidden, tokens, self._rows)
+            self.tokens, probs = self._fixed.read(hidden, tokens, self._cache)
         else:
-            self.tokens, shares = self._read(hidden, torch.tensor(tokens, device=hidden.device))
-        self._buckets = bucket_of(shares)
+            self.tokens, probs = self._read(hidden, torch.tensor(tokens, device=hidden.device))
+        self._buckets = bucket_of(probs)
         self.probs = self.calibration(self._buckets)
-        self._judged = False
+        self._is_calibrated = False
         self.seconds += time.perf_counter() - started
         self.passes += 1
 
     def _read(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[Array, Array]:
-        self._rows.make_room(self._rows.length + len(tokens))
-        for start in range(0, len(tokens), AT_ONCE):
-            chosen = tokens[start : start + AT_ONCE]
+        self._cache.make_room(self._cache.length + len(tokens))
+        for start in range(0, len(tokens), PROMPT_CHUNK):
+            chosen = tokens[start : start + PROMPT_CHUNK]
             embedded = self._embed(chosen) if self.heads.reads_tokens else hidden[: len(chosen)]
-            logits = self.heads.ahead(hidden[start : start + AT_ONCE], embedded, self._rows)
-        found, shares = best_of(logits, min(BEST, logits.shape[-1]))
-        return found.cpu().numpy(), shares.cpu().numpy()
+            logits = self.heads.ahead(hidden[start : start + PROMPT_CHUNK], embedded, self._cache)
+        found, probs = best_of(logits, min(BEST, logits.shape[-1]))
+        return found.cpu().numpy(), probs.cpu().numpy()
 
-    def _learn(self, accepted: Accepted) -> None:
-        """Hold what came against what the heads said, once; behind a wrong token nothing is known."""
-        if self._judged:
+    def _calibrate(self, accepted: Accepted) -> None:
+        """Update the calibration once per pass; heads after the first rejected token have no observation."""
+        if self._is_calibrated:
             return
-        self._judged = True
+        self._is_calibrated = True
         for head, token in enumerate(accepted.tokens[: len(self.tokens)]):
-            self.calibration.learn(head, self._buckets[head], self.tokens[head] == token)
+            self.calibration.update(head, self._buckets[head], self.tokens[head] == token)
