@@ -1,4 +1,4 @@
-"""A context as an array for compiled code; to copy all of a long one each step would take longer than a search."""
+"""The context as an array for compiled code, extended in place: copying a long one in each step is slow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GrowingContext:
         self.grown(prompt)
 
     def grown(self, context: Sequence[int]) -> Ints:
-        """The tokens of ``context``, which begins with all that was given since the last start."""
+        """The tokens of ``context``, which must begin with the contexts given since the last restart."""
         if len(context) > len(self._tokens):
             larger = np.empty(2 * len(context), np.int64)
             larger[: self._size] = self._tokens[: self._size]

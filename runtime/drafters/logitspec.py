@@ -1,8 +1,8 @@
-"""LogitSpec: the last logit guides the look-up of what followed in the conversation.
+"""LogitSpec (Liu et al., 2025): the last logits guide a look-up in the context.
 
-The root is known; what the target also thought likely in its place, it may well say next. Each of these
-candidates is looked up behind the root, longer matches first, and of equals the latest. Better candidates
-are followed farther, and all of it makes one tree, which is cut where nodes cost more than they bring.
+The top-k tokens of the logits from which the root was chosen are candidates for the token after it. Each candidate
+is looked up in the context as the token after the root; the longest match is used, and of equal ones the latest.
+Higher-ranked candidates get longer continuations. The result is one tree, which the budget prunes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.drafters.growing_context import GrowingContext
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import MOST_CANDIDATES
-from hdtool.runtime.drafters.node_calibration import NodeOdds
+from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie
-from hdtool.runtime.kernels.topk import at_hand, ranked
+from hdtool.runtime.kernels.topk import for_topk, topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 UNRANKED = -1
 LONGEST = 3
-"""Tokens that must agree at most, the candidate included."""
+"""The longest match, in tokens, the candidate included."""
 FOLLOWED = 20
-"""Tokens that are taken of what followed the root."""
+"""Tokens of the continuation of the root."""
 DEPTHS = ((8, 4), (32, 3), (MOST_CANDIDATES, 1))
-"""The first eight candidates begin sequences of four tokens, those up to the 32nd of three, others stand alone."""
+"""(rank, length): the first 8 candidates start sequences of 4 tokens, those up to rank 32 of 3, the others of 1."""
 RATES = (0.2, 0.4, 0.6, 0.02, 0.01, 0.003)
-"""Of kinds of nodes, how often they are taken, before anything is learned: what followed the root where one token
-agreed, where two did, where three; then candidates, and what followed them, by their rank."""
+"""Prior acceptance rates by kind of node: continuations of the root after a match of 1, 2 or 3 tokens; then
+candidates with their continuations, by group of ranks."""
 CANDIDATE_KINDS = LONGEST
-"""Where the kinds of candidates begin."""
+"""The first kind of candidates."""
 
 NO_KINDS = np.empty(0, np.int64)
 
@@ -49,7 +49,7 @@ class LogitSpec:
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.LAST: 0.0}
-        """What the source has taken since this drafter exists."""
+        """Seconds spent in the source since the drafter was made."""
         self.budget = budget or FixedBudget(LARGEST_TREE)
         self._trie = Trie(LARGEST_TREE)
         self._context = GrowingContext()
@@ -58,13 +58,13 @@ class LogitSpec:
         self._depths = np.array([DEPTHS[group][1] for group in groups], np.int64)
         self._kinds = np.array([CANDIDATE_KINDS + group for group in groups], np.int64)
         self._ranks = np.empty(0, np.int64)
-        self._probs = NodeOdds(RATES)
-        self._sent = NO_KINDS, DraftTree.bare(0)
-        """What the target was last asked about, and the kinds of its nodes."""
+        self._calibration = NodeCalibration(RATES)
+        self._verified = NO_KINDS, DraftTree.bare(0)
+        """The kinds of the nodes of the last tree, and the tree."""
         self._compile()
 
     def _compile(self) -> None:
-        """Have everything compiled, or loaded, before the first step waits for it."""
+        """Compile or load everything now, so that no step waits for it."""
         self.begin([0, 0])
         self.observe(Accepted([], [1]), torch.zeros(1, 2))
         self.draft([0, 0, 1])
@@ -75,33 +75,33 @@ class LogitSpec:
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         if not self.budget.most:
-            self._sent = NO_KINDS, DraftTree.bare(context[-1])
-            return self._sent[1]
+            self._verified = NO_KINDS, DraftTree.bare(context[-1])
+            return self._verified[1]
         started = time.perf_counter()
-        words = self._context.grown(context)
-        rows, matched = look_up(words, self._candidates, self._depths, self._ranks)
+        tokens = self._context.grown(context)
+        rows, matched = look_up(tokens, self._candidates, self._depths, self._ranks)
         self._trie.clear()
         self._trie.add(rows[:1], SourceName.CONTEXT, wanted=1)
         self._trie.add(rows[1:], SourceName.LAST, wanted=len(rows))
         tokens, parents, sources = self._trie.nodes()
         kinds = kinds_of(tokens, parents, sources == SourceName.CONTEXT, matched - 1, self._candidates, self._kinds)
         whole = DraftTree(context[-1], tokens, parents, sources)
-        order, probs = self._probs.likeliest_first(kinds, whole)
+        order, probs = self._calibration.by_probability(kinds, whole)
         order = order[: self.budget.nodes(probs)]
         tree = whole.picked(order)
-        self._sent = kinds[order], tree
+        self._verified = kinds[order], tree
         self.seconds[SourceName.LAST] += time.perf_counter() - started
         return tree
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         started = time.perf_counter()
-        kinds, tree = self._sent
-        if len(logits) == len(tree) + 1:  # else the tree was clipped, and its nodes are others
-            self._probs.learn(kinds, tree, accepted.path)
+        kinds, tree = self._verified
+        if len(logits) == len(tree) + 1:  # else the tree was clipped and its nodes differ
+            self._calibration.update(kinds, tree, accepted.path)
         self._candidates = self._candidates[:0]
         if len(logits) and self.budget.most:
             end = accepted.path[-1] + 1 if accepted.path else 0
-            tokens, scores = ranked(at_hand(logits)[end : end + 1], MOST_CANDIDATES + 1)
+            tokens, scores = topk(for_topk(logits)[end : end + 1], MOST_CANDIDATES + 1)
             likely = tokens[0, np.isfinite(scores[0])]
             self._candidates = likely[likely != accepted.tokens[-1]][:MOST_CANDIDATES]
             if len(self._ranks) != logits.shape[-1]:
@@ -111,7 +111,7 @@ class LogitSpec:
 
 @njit(cache=True, nogil=True)
 def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candidates: Ints, kinds: Ints) -> Ints:
-    """The kind of each node: ``root_kind`` for what followed the root, else that of the candidate it stands behind."""
+    """The kind of each node: ``root_kind`` in the continuation of the root, else that of its candidate."""
     found = np.full(len(tokens), root_kind, np.int64)
     for node in range(len(tokens)):
         if not follows[node]:
@@ -119,7 +119,7 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
             if above != ROOT and not follows[above]:
                 found[node] = found[above]
             else:
-                # A candidate, or one that followed the root too and is followed farther as a candidate.
+                # A candidate, or a node of both the root's continuation and a candidate's.
                 first = node if above == ROOT else above
                 while parents[first] != ROOT:
                     first = parents[first]
@@ -130,23 +130,21 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
 
 
 @njit(cache=True, nogil=True)
-def look_up(words: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> tuple[Ints, Any]:
-    """A row for the root, then one for each candidate: itself and what followed it, as far as its depth.
+def look_up(context: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> tuple[Ints, Any]:
+    """The continuation of the root, one row for each candidate with its continuation, and the length of the match.
 
-    And how many tokens agreed where the root was found.
-
-    The longest match counts, of equals the one that more is known behind, then the latest. ``ranks`` has
-    room for each token of the vocabulary and is left as it was found.
+    The longest match is used, of equal ones the one with the longest continuation, then the latest. ``ranks`` has
+    one entry for each token of the vocabulary and is restored before returning.
     """
-    size = len(words)
+    size = len(context)
     rows = np.full((len(candidates) + 1, FOLLOWED), NO_TOKEN, np.int32)
-    matched, known = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    matched, follows = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     for rank in range(len(candidates)):
         rows[rank + 1, 0] = candidates[rank]
         ranks[candidates[rank]] = rank + 1
     for end in range(size - 2, -1, -1):
-        token = words[end]
-        if token == words[size - 1]:
+        token = context[end]
+        if token == context[size - 1]:
             row, before, wanted, start = 0, size - 2, FOLLOWED, 0
         elif 0 <= token < len(ranks) and ranks[token] != UNRANKED:
             row, before, wanted, start = ranks[token], size - 1, depths[ranks[token] - 1] - 1, 1
@@ -157,14 +155,14 @@ def look_up(words: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> tuple[I
             length < LONGEST
             and end >= length
             and before >= length - 1
-            and (words[end - length] == words[before - length + 1])
+            and context[end - length] == context[before - length + 1]
         ):
             length += 1
         follow = min(size - 1 - end, wanted)
-        if length > matched[row] or (length == matched[row] and follow > known[row]):
-            matched[row], known[row] = length, follow
+        if length > matched[row] or (length == matched[row] and follow > follows[row]):
+            matched[row], follows[row] = length, follow
             for place in range(wanted):
-                rows[row, start + place] = words[end + 1 + place] if place < follow else NO_TOKEN
+                rows[row, start + place] = context[end + 1 + place] if place < follow else NO_TOKEN
     for token in candidates:
         ranks[token] = UNRANKED
     return rows, matched[0]

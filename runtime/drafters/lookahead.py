@@ -1,19 +1,17 @@
-"""The lookahead branch: the target guesses ahead of itself, in the forward pass that checks the drafts.
+"""The lookahead branch of Lookahead Decoding (Fu et al., 2024).
 
 Lookahead Decoding solves for many tokens at once by Jacobi iteration: from guesses at the next tokens
-it computes what would follow each of them, takes that for better guesses, and so on. A row holds the
-guesses of one iteration. ``width`` of them stand side by side, and each row was computed from the one
-above it::
+the target computes the tokens after them, which are the guesses of the next iteration. A row holds the
+``width`` guesses of one iteration, and each row was computed from the one above it::
 
     row 0    root ── a1 ── a2 ── a3      guesses at the next tokens, a chain below the root
               │      │     │     │
-    row 1     b0     b1    b2    b3      what the target said after each of them
+    row 1     b0     b1    b2    b3      the target's arg-max after each of them
               │      │     │     │
-    row 2     c0     c1    c2    c3      what it said after those, an iteration later
+    row 2     c0     c1    c2    c3      the arg-max after those, an iteration later
 
-What the target says after the newest row closes a column: ``a1 b1 c1`` and that token are words of its
-own that it might say soon. All of it hangs together as a tree below the root, so the branch is a part
-of the draft tree like any other, and a guess that happens to be right is accepted.
+The arg-max after the newest row completes the n-gram of a column: ``a1 b1 c1`` and that token. The branch is
+a part of the draft tree below the root, so a correct guess in it is accepted like any draft token.
 """
 
 from __future__ import annotations
@@ -30,25 +28,25 @@ Ints = npt.NDArray[Any]
 
 
 class Lookahead:
-    """A window of ``width`` columns that closes sequences of ``length`` tokens, the column's head included.
+    """A window of ``width`` columns that completes n-grams of ``length`` tokens, the head of the column included.
 
-    It starts with row 0 alone, wide enough to lose a column in each step until all rows are there.
+    It starts with row 0 alone, which is wide enough to lose one column per step until all rows exist.
     """
 
     def __init__(self, width: int, length: int) -> None:
         self._width = width
         self._most_rows = length - 1
         self._rows: list[Ints] = []
-        # By the number of rows that are there.
+        # Indexed by the number of rows.
         self._parents = [_parents(rows, width + self._most_rows - rows) for rows in range(self._most_rows + 1)]
 
     @property
     def most(self) -> int:
-        """Nodes that the branch never exceeds."""
+        """The largest number of nodes of the branch."""
         return max(map(len, self._parents))
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Guess at tokens of the prompt, the same ones for the same prompt."""
+        """Initialize the guesses with tokens of the prompt, chosen by a seed that depends on its length."""
         guesses = np.random.default_rng(len(prompt)).integers(len(prompt), size=self._width + self._most_rows - 2)
         self._rows = [np.array([prompt[place] for place in guesses], np.int64)]
 
@@ -61,26 +59,26 @@ class Lookahead:
         return len(self._rows) == self._most_rows
 
     @property
-    def asked(self) -> int:
-        """The last nodes of the branch, as many as there are answers that ``observe`` needs."""
+    def num_observed(self) -> int:
+        """The number of nodes at the end of the branch whose arg-max ``observe`` needs."""
         return self._width if self.is_full else len(self._rows[0])
 
-    def observe(self, root: int, said: Ints) -> Ints:
-        """Move on by what the target said after the nodes asked; the sequences that this closes, a row each."""
+    def observe(self, root: int, argmax: Ints) -> Ints:
+        """Advance by the arg-max after the last nodes; return the completed n-grams, one row each."""
         rows = self._rows
         if not self.is_full:
-            # The head of the first column is the new root, which nobody guessed: the column goes.
-            self._rows = [*(row[1:] for row in rows), said]
+            # The head of the first column is the new root, which was not guessed: the column is dropped.
+            self._rows = [*(row[1:] for row in rows), argmax]
             return np.empty((0, self._most_rows + 1), np.int64)
-        closed = np.empty((self._width, self._most_rows + 1), np.int64)
-        closed[0, 0], closed[1:, 0] = root, rows[0]
-        for row, guesses in enumerate([*rows[1:], said], start=1):
-            closed[:, row] = guesses
-        self._rows = [rows[1][1:], *rows[2:], said]
-        return closed
+        completed = np.empty((self._width, self._most_rows + 1), np.int64)
+        completed[0, 0], completed[1:, 0] = root, rows[0]
+        for row, guesses in enumerate([*rows[1:], argmax], start=1):
+            completed[:, row] = guesses
+        self._rows = [rows[1][1:], *rows[2:], argmax]
+        return completed
 
 
 def _parents(rows: int, width: int) -> Ints:
-    """Row 0 is a chain whose first column is the root; below it, each node stands under its column."""
+    """Row 0 is a chain whose first column is the root; nodes of other rows have the node above as parent."""
     below = np.arange(max(rows - 1, 0) * width) + ROOT
     return np.concatenate([np.arange(width - 1) + ROOT, below]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What nodes are worth that come without odds of their own: learned by their kind and depth while the target speaks."""
+"""Calibration of nodes without a probability: acceptance rates by kind and depth, learned online."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ from numba import njit
 
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
-STRENGTH = 10.0
-"""Observations that the prior is worth."""
-MEMORY = 200.0
-"""Observations that are remembered: what a model says changes with what it is asked."""
+PRIOR_WEIGHT = 10.0
+"""Weight of the prior, in observations."""
+EMA_WINDOW = 200.0
+"""Window of the moving averages, in observations: acceptance rates change with the topic."""
 
 Ints = npt.NDArray[Any]
 Probs = npt.NDArray[np.float64]
 
 
-class NodeOdds:
-    """How often the target takes a node whose parent it has taken."""
+class NodeCalibration:
+    """Acceptance rates of nodes whose parent is accepted."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         """``prior`` is the rate of each kind, at any depth."""
-        self._asked = np.full((len(prior), LARGEST_TREE), STRENGTH)
-        self._taken = self._asked * np.array(prior)[:, None]
-        # Compiled, or loaded, before a step waits for it.
+        self._verified = np.full((len(prior), LARGEST_TREE), PRIOR_WEIGHT)
+        self._accepted = self._verified * np.array(prior)[:, None]
+        # Compile or load it now, so that no step waits for it.
         none, bare = np.empty(0, np.int64), DraftTree.bare(0)
-        self.likeliest_first(none, bare)
-        self.learn(none, bare, ())
+        self.by_probability(none, bare)
+        self.update(none, bare, ())
 
-    def likeliest_first(self, kinds: Ints, tree: DraftTree) -> tuple[Ints, Probs]:
-        """The order of nodes by the odds that the target takes the whole path to them, and these odds."""
-        return _likeliest_first(kinds, tree.parents, tree.depths, self._taken, self._asked)
+    def by_probability(self, kinds: Ints, tree: DraftTree) -> tuple[Ints, Probs]:
+        """Nodes sorted by the probability that the whole path to them is accepted, and these probabilities."""
+        return _by_probability(kinds, tree.parents, tree.depths, self._accepted, self._verified)
 
-    def learn(self, kinds: Ints, tree: DraftTree, path: Sequence[int]) -> None:
-        """The target was asked about the tree and took the nodes of ``path``."""
-        taken = np.zeros(len(kinds), np.bool_)
-        taken[list(path)] = True
-        _learn(kinds, tree.parents, tree.depths, taken, self._taken, self._asked)
+    def update(self, kinds: Ints, tree: DraftTree, path: Sequence[int]) -> None:
+        """Update the rates with a verified tree and its accepted ``path``."""
+        accepted = np.zeros(len(kinds), np.bool_)
+        accepted[list(path)] = True
+        _update(kinds, tree.parents, tree.depths, accepted, self._accepted, self._verified)
 
 
 @njit(cache=True, nogil=True)
-def _likeliest_first(kinds: Ints, parents: Ints, depths: Ints, taken: Probs, asked: Probs) -> tuple[Ints, Probs]:
+def _by_probability(kinds: Ints, parents: Ints, depths: Ints, accepted: Probs, verified: Probs) -> tuple[Ints, Probs]:
     probs = np.ones(len(kinds))
     for node in range(len(kinds)):
         kind, depth = kinds[node], depths[node + 1] - 1
         above = parents[node]
-        probs[node] = taken[kind, depth] / asked[kind, depth]
+        probs[node] = accepted[kind, depth] / verified[kind, depth]
         if above != ROOT:
             probs[node] *= probs[above]
-    # Stable, so that of equals the parent stays before its child.
+    # Stable, so that a parent stays before its child if they are equal.
     order = np.argsort(-probs, kind="mergesort")
     return order, probs[order]
 
 
 @njit(cache=True, nogil=True)
-def _learn(kinds: Ints, parents: Ints, depths: Ints, path: Ints, taken: Probs, asked: Probs) -> None:
+def _update(kinds: Ints, parents: Ints, depths: Ints, path: Ints, accepted: Probs, verified: Probs) -> None:
     for node in range(len(kinds)):
         above = parents[node]
         if above == ROOT or path[above]:
             kind, depth = kinds[node], depths[node + 1] - 1
-            fading = min(1.0, MEMORY / asked[kind, depth])
-            asked[kind, depth] = asked[kind, depth] * fading + 1.0
-            taken[kind, depth] = taken[kind, depth] * fading + path[node]
+            decay = min(1.0, EMA_WINDOW / verified[kind, depth])
+            verified[kind, depth] = verified[kind, depth] * decay + 1.0
+            accepted[kind, depth] = accepted[kind, depth] * decay + path[node]

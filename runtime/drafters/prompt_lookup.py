@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens where they first stood in the context."""
+"""Prompt lookup decoding (Saxena, 2023): drafts the tokens after an earlier occurrence of the last few tokens."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ Ints = npt.NDArray[Any]
 class PromptLookup:
     """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does.
 
-    The longest match counts, of at most ``longest`` tokens; of several places the first.
+    The longest match of at most ``longest`` tokens is used; of equal ones the first.
     """
 
     def __init__(self, tokens: int = 10, longest: int = 3) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
-        """What the source has taken since this drafter exists."""
+        """Seconds spent in the source since the drafter was made."""
         self._longest = longest
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
         self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
         self._context = GrowingContext()
-        first_match(self._context.grown(()), longest)  # compiled, or loaded, before a step waits for it
+        first_match(self._context.grown(()), longest)  # compiles or loads it, so that no step waits for it
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.restart(prompt)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
-        words = self._context.grown(context)
-        start = first_match(words, self._longest)
-        # Copied: the tree outlives this step, the buffer does not.
-        tokens = words[start : start + len(self._parents)].copy()
+        known = self._context.grown(context)
+        start = first_match(known, self._longest)
+        # Copied, because the buffer is overwritten.
+        tokens = known[start : start + len(self._parents)].copy()
         tree = DraftTree(context[-1], tokens, self._parents[: len(tokens)], self._sources[: len(tokens)])
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
         return tree
@@ -53,7 +53,7 @@ class PromptLookup:
 
 @njit(cache=True, nogil=True)
 def first_match(context: Ints, longest: int) -> int:
-    """Behind the first of the longest matches of the context's end; its length where nothing matches."""
+    """The index after the first of the longest matches of the context's end; the length if there is none."""
     size = len(context)
     start, matched = size, 0
     for end in range(size - 1):

@@ -1,4 +1,4 @@
-"""The table of sequences: the four tokens that came last behind each token."""
+"""The context table of ``hd-paper``: for each token, the most recent sequences of four tokens after it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy.typing as npt
 from numba import njit
 
 LENGTH = 4
-"""Tokens of a sequence, behind the token that is its key."""
-KEYS_AT_FIRST = 1 << 10
+"""Tokens of a sequence, without the token before it, which is its key."""
+INITIAL_KEYS = 1 << 10
 
 Ints = npt.NDArray[Any]
 
 
 class SequenceTable:
-    """For each token at most ``per_key`` sequences that followed it; the least recent one makes room.
+    """For each token at most ``per_key`` sequences that followed it; the least recent one is replaced.
 
-    A sequence that comes again becomes the most recent one and is held once.
+    A sequence that occurs again becomes the most recent one and is stored once.
     """
 
     def __init__(self, per_key: int) -> None:
         self.per_key = per_key
         self._used = 0
-        self._row_of = np.full(KEYS_AT_FIRST, -1, np.int32)
-        self._rows = np.empty((KEYS_AT_FIRST, per_key, LENGTH), np.int32)
-        self._filled = np.empty(KEYS_AT_FIRST, np.int32)
+        self._row_of = np.full(INITIAL_KEYS, -1, np.int32)
+        self._rows = np.empty((INITIAL_KEYS, per_key, LENGTH), np.int32)
+        self._filled = np.empty(INITIAL_KEYS, np.int32)
 
     @property
     def nbytes(self) -> int:
@@ -38,11 +38,11 @@ class SequenceTable:
         self._used = 0
 
     def add_text(self, tokens: Sequence[int]) -> None:
-        """Every token of a text that four others follow."""
+        """Add the sequence after each token of a text."""
         self._add(np.array(tokens, np.int32), len(tokens) - LENGTH, 1)
 
     def add(self, sequences: Ints) -> None:
-        """Sequences behind their keys, a row of five tokens each; the last row is the most recent."""
+        """Add rows of five tokens, a key and its sequence; the last row is the most recent."""
         self._add(sequences.astype(np.int32).reshape(-1), len(sequences), LENGTH + 1)
 
     def _add(self, tokens: Ints, count: int, stride: int) -> None:
@@ -51,12 +51,12 @@ class SequenceTable:
             self._used = _add(self._row_of, self._rows, self._filled, self._used, tokens, count, stride)
 
     def after(self, token: int) -> Ints:
-        """The sequences that followed a token, a row each, the most recent first."""
+        """The sequences after a token, one row each, most recent first."""
         row = self._row_of[token] if 0 <= token < len(self._row_of) else -1
         return self._rows[row, : self._filled[row]] if row >= 0 else self._rows[0, :0]
 
     def _make_room(self, highest: int, more: int) -> None:
-        """For the highest token as a key, and for as many new keys as there may be."""
+        """Grow for keys up to ``highest`` and ``more`` new keys."""
         if highest >= len(self._row_of):
             added = np.full(max(highest + 1, 2 * len(self._row_of)) - len(self._row_of), -1, np.int32)
             self._row_of = np.concatenate([self._row_of, added])
@@ -69,7 +69,7 @@ class SequenceTable:
 
 @njit(cache=True, nogil=True)
 def _add(row_of: Ints, rows: Ints, filled: Ints, used: int, tokens: Ints, count: int, stride: int) -> int:
-    """Add ``count`` sequences, each ``stride`` tokens behind the last; how many rows are in use afterwards."""
+    """Add ``count`` sequences, each ``stride`` tokens after the last; return the number of rows in use."""
     per_key = rows.shape[1]
     for start in range(0, count * stride, stride):
         key = tokens[start]

@@ -1,4 +1,4 @@
-"""The trie: sequences of tokens united into one tree, and a tree taken apart into its sequences."""
+"""A trie that merges token sequences into one tree, and the sequences of a tree."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from numba import njit
 from hdtool.runtime.tree import ROOT
 
 NO_TOKEN = -1
-"""Stands behind the end of a sequence that is shorter than others."""
+"""Padding after the end of a sequence that is shorter than others."""
 
 Ints = npt.NDArray[Any]
 
 
 class Trie:
-    """At most ``most`` nodes below a root; what several sequences begin with stands there once, as the first one's.
+    """At most ``most`` nodes below a root; a shared prefix is stored once, with the source of the first sequence.
 
-    There is room for ``beside`` nodes more, those of a tree that is put beside the sequences.
+    ``extra`` more nodes are reserved for a tree that is appended without merging.
     """
 
-    def __init__(self, most: int, beside: int = 0) -> None:
+    def __init__(self, most: int, extra: int = 0) -> None:
         self._most = most
-        self._tokens = np.empty(most + beside, np.int64)
-        self._parents = np.empty(most + beside, np.int32)
-        self._sources = np.empty(most + beside, np.uint8)
+        self._tokens = np.empty(most + extra, np.int64)
+        self._parents = np.empty(most + extra, np.int32)
+        self._sources = np.empty(most + extra, np.uint8)
         self._size = 0
 
     def __len__(self) -> int:
@@ -36,28 +36,28 @@ class Trie:
         self._size = 0
 
     def add(self, sequences: Ints, source: int, *, wanted: int) -> int:
-        """Add rows of tokens until ``wanted`` of them have brought something new; how many have.
+        """Add rows of tokens until ``wanted`` of them added a node; return how many did.
 
-        What does not fit any more is left out.
+        Tokens for which there is no room are left out.
         """
         if not len(sequences) or wanted <= 0:
             return 0
         rows = np.ascontiguousarray(sequences, np.int32)
-        # numba takes an enum apart anew in each call, which costs more than all of the work.
-        self._size, brought = _add(
+        # As an int, because numba unboxes an enum slowly in each call.
+        self._size, added = _add(
             self._tokens, self._parents, self._sources, self._size, self._most, rows, int(source), wanted
         )
-        return int(brought)
+        return int(added)
 
-    def put_beside(self, tokens: Ints, parents: Ints, source: int) -> None:
-        """Add a whole tree below the same root, sharing nothing."""
+    def append_tree(self, tokens: Ints, parents: Ints, source: int) -> None:
+        """Append a whole tree below the same root without merging."""
         start, self._size = self._size, self._size + len(tokens)
         self._tokens[start : self._size] = tokens
         self._parents[start : self._size] = parents + np.int32(start) * (parents != ROOT)
         self._sources[start : self._size] = source
 
     def nodes(self) -> tuple[Ints, Ints, Ints]:
-        """Tokens, parents and sources, for a draft tree to keep."""
+        """Copies of the tokens, parents and sources."""
         size = self._size
         return self._tokens[:size].copy(), self._parents[:size].copy(), self._sources[:size].copy()
 
@@ -66,15 +66,15 @@ class Trie:
 def _add(
     tokens: Ints, parents: Ints, sources: Ints, size: int, most: int, rows: Ints, source: int, wanted: int
 ) -> tuple[int, int]:
-    brought = 0
+    added = 0
     for row in rows:
-        if brought == wanted or size >= most:
+        if added == wanted or size >= most:
             break
         before, node = size, ROOT
         for token in row:
             if token == NO_TOKEN:
                 break
-            child = max(node, 0)  # a child stands behind its parent
+            child = max(node, 0)  # a child comes after its parent
             while child < size and not (parents[child] == node and tokens[child] == token):
                 child += 1
             if child == size:
@@ -83,14 +83,14 @@ def _add(
                 tokens[size], parents[size], sources[size] = token, node, source
                 size += 1
             node = child
-        brought += size > before
-    return size, brought
+        added += size > before
+    return size, added
 
 
 def sequences_of(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
-    """The first ``most`` ways from the root to a node of depth ``length`` or to a leaf above it, a row each.
+    """The first ``most`` paths from the root to a node of depth ``length`` or to a leaf above it, one row each.
 
-    They come in the order of the nodes where they end; a parent must stand before its children.
+    They are in the order of their last nodes; a parent must come before its children.
     """
     return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, most)
 

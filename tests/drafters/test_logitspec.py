@@ -16,9 +16,9 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig, ReplayConfig
 from hdtool.runtime.drafters.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
-from hdtool.runtime.drafters.node_calibration import STRENGTH, NodeOdds
+from hdtool.runtime.drafters.node_calibration import PRIOR_WEIGHT, NodeCalibration
 from hdtool.runtime.drafters.trie import NO_TOKEN
-from hdtool.runtime.kernels.topk import Logits, at_hand, ranked
+from hdtool.runtime.kernels.topk import Logits, for_topk, topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.trees import path_to, trees
@@ -120,39 +120,39 @@ def test_the_row_of_the_last_accepted_node_counts() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 64, 1000])
-def test_no_tree_is_larger_than_asked_for(most: int) -> None:
+def test_no_tree_exceeds_its_budget(most: int) -> None:
     assert len(drafted(LogitSpec(FixedBudget(most)), [1, 2, 3], list(range(3, 150)))) == min(60, most)
 
 
 @given(trees(5), st.lists(st.integers(0, 2), min_size=40, max_size=40), st.integers(0, 2**16))
-def test_nodes_come_likeliest_first_and_learn_from_what_was_taken(tree: DraftTree, kinds: list[int], seed: int) -> None:
+def test_nodes_are_sorted_by_probability_and_rates_are_updated(tree: DraftTree, kinds: list[int], seed: int) -> None:
     rng = random.Random(seed)
     kind = np.array([kinds[node % 40] for node in range(len(tree))], np.int64)
     prior = [0.5, 0.25, 1.0]
-    learned = NodeOdds(prior)
+    learned = NodeCalibration(prior)
     path: list[int] = []
     while (below := np.flatnonzero(tree.parents == (path[-1] if path else ROOT))).size and rng.random() < 0.7:
         path.append(int(rng.choice(below)))
-    learned.learn(kind, tree, path)
+    learned.update(kind, tree, path)
     rates: dict[tuple[int, int], tuple[float, float]] = {}
     depths = tree.depths[1:].tolist()
     for node, above in enumerate(tree.parents.tolist()):
         if above == ROOT or above in path:
             at = int(kind[node]), depths[node]
-            taken, asked = rates.get(at, (prior[at[0]] * STRENGTH, STRENGTH))
+            taken, asked = rates.get(at, (prior[at[0]] * PRIOR_WEIGHT, PRIOR_WEIGHT))
             rates[at] = taken + (node in path), asked + 1
     expected: list[float] = []
     for node, above in enumerate(tree.parents.tolist()):
         taken, asked = rates.get((int(kind[node]), depths[node]), (prior[kind[node]], 1.0))
         expected.append((expected[above] if above != ROOT else 1.0) * taken / asked)
-    order, probs = learned.likeliest_first(kind, tree)
+    order, probs = learned.by_probability(kind, tree)
     assert probs.tolist() == pytest.approx([expected[node] for node in order])
     assert sorted(order.tolist()) == list(range(len(tree))) and all(a >= b for a, b in pairwise(probs))
     for size in range(len(tree) + 1):
         tree.picked(order[:size]).check_integrity()
 
 
-def test_what_is_never_taken_is_soon_not_drafted() -> None:
+def test_nodes_that_are_never_accepted_are_no_longer_drafted() -> None:
     """A budget that sends nodes of at least one in ten; the same repetition never goes on as it did before."""
 
     class OneInTen(FixedBudget):
@@ -205,7 +205,7 @@ def test_ranks_are_those_of_a_slow_sort(
     logits[replaced] = ODD_LOGITS[torch.randint(5, (int(replaced.sum()),), generator=drawn)]
     logits = logits.to(kind)
     logits = logits.T.contiguous().T if strided else logits
-    tokens, scores = ranked(logits if whole else at_hand(logits)[:], most)
+    tokens, scores = topk(logits if whole else for_topk(logits)[:], most)
     assert tokens.shape == scores.shape == (rows, most)
     for row, values in enumerate(logits.float().tolist()):
         likely = [token for token, value in enumerate(values) if value > -np.inf]
@@ -218,7 +218,7 @@ def test_ranks_are_those_of_a_slow_sort(
 def test_rows_that_are_not_numbers_have_no_ranks() -> None:
     logits = torch.full((2, 100), torch.nan)
     logits[1, 3] = 0.0
-    tokens, scores = ranked(logits, 4)
+    tokens, scores = topk(logits, 4)
     assert (scores[0] == -np.inf).all() and tokens[1].tolist() == [3, -1, -1, -1]
 
 
@@ -227,16 +227,16 @@ def test_logits_that_torch_keeps_an_eye_on_are_ranked_like_others() -> None:
     with torch.inference_mode():
         inferred = plain.clone()
     for logits in (plain.clone().requires_grad_(), Logits.of(plain, np.array([1, 0])), inferred):
-        for rows in (logits, at_hand(logits)):
-            assert ranked(rows, 2)[0].tolist() == [[1, 2], [0, 2]]
-            assert ranked(rows[1:], 2)[0].tolist() == [[0, 2]]
+        for rows in (logits, for_topk(logits)):
+            assert topk(rows, 2)[0].tolist() == [[1, 2], [0, 2]]
+            assert topk(rows[1:], 2)[0].tolist() == [[0, 2]]
 
 
 def test_sources_that_a_method_does_not_know_are_refused() -> None:
     assert DecodeConfig("hd+logitspec", use="R").sources == "R"
     assert DecodeConfig("hd+logitspec").sources == "CMSLR" and DecodeConfig().sources == "CMS"
     assert DecodeConfig("logitspec", use="M").sources == "C"
-    with pytest.raises(OptionError, match="use is LR with method hd: it must be letters of which some are in CMS"):
+    with pytest.raises(OptionError, match="--sources must be sources of method hd: context, model, corpus, got LR"):
         DecodeConfig("hd", use="LR")
     for method in ("logitspec", "hd+logitspec"):
         with pytest.raises(OptionError, match="cannot be replayed: it drafts from the model's logits"):

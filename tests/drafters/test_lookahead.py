@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.lookahead import Lookahead
-from hdtool.runtime.kernels.topk import likeliest
+from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
@@ -70,7 +70,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
 
         columns = [window.column(column, root) for column in range(len(window.rows[0]) + 1)]
         said = [int(plain_logits(model, context[:-1] + path).argmax()) for path in columns]
-        closed = branch.observe(root, likeliest(logits[-branch.asked :]))
+        closed = branch.observe(root, argmax(logits[-branch.num_observed :]))
         if len(window.rows) < ROWS:
             assert len(closed) == 0
         else:
@@ -89,7 +89,7 @@ def test_the_branch_is_the_mask_of_lookahead_decoding(width: int, length: int, s
     rows = 1
     for step in range(steps):
         said = np.arange(len(branch.nodes()[0])) + 1000 * (step + 1)
-        closed = branch.observe(9, said[-branch.asked :])
+        closed = branch.observe(9, said[-branch.num_observed :])
         assert len(closed) == (width if rows == length - 1 else 0)
         rows = min(rows + 1, length - 1)
     columns = width + length - 1 - rows
@@ -127,9 +127,9 @@ def test_the_likeliest_token_is_the_one_that_greedy_sampling_takes(dtype: torch.
     logits[4, [7, 8]] = torch.tensor([9, 9 + 9 * torch.finfo(dtype).eps], dtype=dtype)  # the next number there is
     expected = logits.argmax(dim=-1).tolist()
     assert expected[1:5] == [0, 40, 0, 8]
-    assert likeliest(logits).tolist() == expected
-    assert [int(likeliest(row)) for row in logits] == expected
-    assert likeliest(logits[:0]).tolist() == []
+    assert argmax(logits).tolist() == expected
+    assert [int(argmax(row)) for row in logits] == expected
+    assert argmax(logits[:0]).tolist() == []
     for kind in (logits, logits.clone().requires_grad_(), logits.T.clone().T):
         choice = map(Sampler(SamplingConfig(), [1]).chooser(kind), range(len(kind)))
         assert list(choice) == expected
