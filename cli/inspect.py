@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from heapq import nlargest
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,10 @@ from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
     from hdtool.data.stores.store import Manifest
     from hdtool.runtime.stores.corpus_index import CorpusIndex
     from hdtool.runtime.stores.model_store import ModelStore
@@ -25,6 +30,10 @@ def inspect(
     latency: Annotated[
         bool, typer.Option("--latency", help="Time look-ups of contexts from the store itself.")
     ] = False,
+    ngrams: Annotated[
+        str | None,
+        typer.Option(help="List a model store's most frequent n-grams that begin with this text, or all with ''."),
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
     model: options.Tokenizer = ModelConfig.model,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
@@ -37,22 +46,27 @@ def inspect(
     if after == "":
         raise OptionError("--after is empty: give the text after which the store shall draft")
 
-    def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str]]:
+    config = ModelConfig(model, trust_remote_code=trust_remote_code)
+
+    def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str], list[dict[str, Any]]]:
         opened = None
         if after is not None or latency:
-            from hdtool.runtime.stores.inspect_store import open_store
+            from hdtool.runtime.stores.open_store import store_of
 
-            opened = open_store(store, found)
-        return found, opened, damaged(store, found) if verify else []
+            opened = store_of(store, found)
+        listed = _ngrams(store, found, ngrams, config) if ngrams is not None else []
+        return found, opened, damaged(store, found) if verify else [], listed
 
-    manifest, opened, bad = read_store(store, read)
+    manifest, opened, bad, listed = read_store(store, read)
     if bad:
         raise StoreError(f"{store} is damaged ({', '.join(bad)} changed since the build): build it again")
     shown = description(store, manifest)
     if verify:
         shown["verified"] = len(manifest.files)
+    if ngrams is not None:
+        shown["ngrams"] = listed
     if opened and after is not None:
-        shown["after"] = _after(opened, after, ModelConfig(model, trust_remote_code=trust_remote_code))
+        shown["after"] = _after(opened, after, config)
     if opened and latency:
         from hdtool.runtime.stores.inspect_store import latency_of
 
@@ -61,21 +75,55 @@ def inspect(
 
 
 def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, Any]]:
+    from hdtool.runtime.stores.inspect_store import continuations
+
+    tokenizer = _tokenizer(store.folder, store.manifest, config)
+    return [
+        {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
+        for matched, path, count in continuations(store, _ids(tokenizer, "--after", text))
+    ]
+
+
+def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
+    """The n-grams that begin with a text, the most frequent prefixes first."""
+    from hdtool.builders.stores.lmdb_entries import read_entries
+    from hdtool.data.stores.store import require
+    from hdtool.runtime.stores.inspect_store import SHOWN
+
+    require(manifest, folder, "model")
+    tokenizer = _tokenizer(folder, manifest, config)
+    entries = read_entries(folder, manifest, _ids(tokenizer, "--ngrams", text) if text else [])
+    return [
+        {
+            "text": tokenizer.decode(prefix),
+            "ids": prefix,
+            "total": total,
+            "distinct": distinct,
+            "continuations": [
+                {"text": tokenizer.decode(path), "ids": path, "count": count} for path, count in continuations
+            ],
+        }
+        for prefix, total, distinct, continuations in nlargest(SHOWN, entries, key=lambda entry: entry.total)
+    ]
+
+
+def _tokenizer(folder: Path, manifest: Manifest, config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, which must be the store's."""
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.data.stores.store import TokenizerFingerprint, require
     from hdtool.runtime.model.load import load_tokenizer
-    from hdtool.runtime.stores.inspect_store import continuations
 
     quiet_libraries()
     tokenizer = load_tokenizer(config)
-    require(store.manifest, store.folder, store.manifest.kind, TokenizerFingerprint.of(tokenizer))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    require(manifest, folder, manifest.kind, TokenizerFingerprint.of(tokenizer))
+    return tokenizer
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
-        raise OptionError(f"--after {text!r} has no token in this model's tokenizer: give another text")
-    return [
-        {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
-        for matched, path, count in continuations(store, ids)
-    ]
+        raise OptionError(f"{name} {text!r} has no token in this model's tokenizer: give another text")
+    return ids
 
 
 def _in_words(shown: dict[str, Any]) -> str:
@@ -101,4 +149,11 @@ def _in_words(shown: dict[str, Any]) -> str:
         lines += [f"  {row['count']:>13,}  {row['matched']:>7}  {row['text']!r}" for row in shown["after"]]
         if not shown["after"]:
             lines.append("           nothing: no end of this text is in the store")
+    if "ngrams" in shown:
+        lines.append("n-grams    total  continuations")
+        for row in shown["ngrams"]:
+            continuations = ", ".join(f"{found['text']!r} {found['count']:,}" for found in row["continuations"])
+            lines.append(f"  {row['total']:>13,}  {row['text']!r}: {continuations}")
+        if not shown["ngrams"]:
+            lines.append("           nothing: no n-gram in the store begins with this text")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Build a corpus index: documents of token ids in, a store of suffix-array shards out.
 
-The documents stream to disk first; then every shard is sorted where it lies, several at once, so
-that memory is bounded by the size of a shard and not by that of the corpus.
+The documents are streamed to disk first; then every shard is sorted, several at once, so that memory is
+bounded by the size of a shard and not by that of the corpus.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hdtool.data.stores.documents import Document, Source, token_type
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.stores.corpus_index import KIND
-from hdtool.runtime.stores.suffix_search import ShardPlace, signposts_in
+from hdtool.runtime.stores.suffix_search import ShardPlace, sampled_prefixes_in
 
 LEAST_TOKENS = 2
-"""Of a shard: a token and an end."""
+"""A shard holds at least a token and an end."""
 
 
 def build_corpus_index(
@@ -37,8 +37,8 @@ def build_corpus_index(
 ) -> Manifest:
     """Write the index of all documents to ``folder``, replacing the one there in one step.
 
-    ``engine`` sorts the shards; none means a process for each core. ``replaces`` is the manifest of the
-    store at ``folder`` that the documents are from: if another store is there by now, that is an error.
+    ``engine`` sorts the shards; without one, a process for each core does. ``replaces`` is the manifest of
+    the store at ``folder`` that the documents are from: if another store is there by now, that is an error.
     """
     end = tokenizer.vocab_size
     width = token_type(end)
@@ -47,8 +47,8 @@ def build_corpus_index(
             shards = _write_documents(file, documents, max(LEAST_TOKENS, shard_bytes // width.itemsize))
         if not shards:
             raise StoreError("the corpus holds no text at all: name files that do")
-        documents_at, suffixes, heads, signposts = map(build.path, ("documents", "suffixes", "heads", "signposts"))
-        files = ShardFiles(documents_at, suffixes, heads, signposts, width, end)
+        text, suffixes, heads, prefixes = map(build.path, ("documents", "suffixes", "heads", "signposts"))
+        files = ShardFiles(text, suffixes, heads, prefixes, width, end)
         files.lay_out(shards)
         (engine or LocalEngine()).sort(files, shards)
         np.array(shards, np.int64).tofile(build.path("shards"))
@@ -70,8 +70,8 @@ def _write_documents(file: DocumentFile, documents: Iterable[Document], most: in
         nonlocal start, documents_before
         size, ends = file.size - start, file.documents - documents_before
         last = shards[-1] if shards else ShardPlace(0, 0, 0, 0, 0)
-        signpost = last.signpost + signposts_in(last.suffixes)
-        shards.append(ShardPlace(start, size, last.suffix + last.suffixes, size - ends, signpost))
+        prefix = last.prefix + sampled_prefixes_in(last.suffixes)
+        shards.append(ShardPlace(start, size, last.suffix + last.suffixes, size - ends, prefix))
         start, documents_before = file.size, file.documents
 
     for document in documents:

@@ -138,9 +138,9 @@ def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
     """Enter prefixes into the hash table, the keys from ``first`` on; how many found no slot."""
     mask, left_out = len(slots) - 1, 0
     for number in range(len(heads)):
-        mark = sequence_hash(heads[number], 0, heads.shape[1])
-        keys[first + number, HASH_LOW], keys[first + number, HASH_HIGH] = halves(mark)
-        slot, probes = slot_of(mark, mask), 1
+        prefix_hash = sequence_hash(heads[number], 0, heads.shape[1])
+        keys[first + number, HASH_LOW], keys[first + number, HASH_HIGH] = halves(prefix_hash)
+        slot, probes = slot_of(prefix_hash, mask), 1
         while slots[slot] >= 0 and probes < LONGEST_PROBE:
             slot = (slot + 1) & mask
             probes += 1

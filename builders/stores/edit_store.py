@@ -27,7 +27,7 @@ from hdtool.data.stores.store import (
 )
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
-from hdtool.runtime.stores.inspect_store import documents_of
+from hdtool.runtime.stores.mapped_file import documents_of
 
 CORPUS_OPTIONS = ("shard_bytes",)
 MODEL_OPTIONS = ("top_k", "per_key", "once_per_document")

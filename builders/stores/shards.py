@@ -1,4 +1,4 @@
-"""The shards of a corpus index, sorted: each by itself, wherever that is done."""
+"""The shards of a corpus index: each is sorted alone, in whatever process."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.stores.suffix_search import SIGNPOST_EVERY, SIGNPOST_TOKENS, ShardPlace, signposts_in
+from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardPlace, sampled_prefixes_in
 
 Tokens = npt.NDArray[Any]
 
 MEMORY_A_BYTE = 8
-"""Bytes that sorting takes at most for each byte of tokens, what comes out included."""
+"""Bytes that sorting takes at most for each byte of tokens, the output included."""
 
 
 class SortedShard(NamedTuple):
-    """What look-ups need of a shard beside its tokens."""
+    """The arrays that a shard's look-ups need beside its tokens."""
 
     suffixes: Tokens
     heads: Tokens
-    signposts: Tokens
+    sampled_prefixes: Tokens
 
 
 def sorted_shard(tokens: Tokens, end: int) -> SortedShard:
-    """Documents of token ids, each with ``end`` behind it."""
-    # Nothing is ever looked up that starts with an end, and those suffixes sort last.
+    """The sorted shard of documents of token ids, each with ``end`` after it."""
+    # No look-up starts with an end token, and those suffixes sort last.
     suffixes = suffix_array(tokens)[: np.count_nonzero(tokens != end)]
     heads = np.zeros(end + 1, np.uint32)
     np.cumsum(np.bincount(tokens, minlength=end + 1)[:end], out=heads[1:])
-    # The last token is an end, which no search looks behind.
-    behind = suffixes[::SIGNPOST_EVERY, None] + np.arange(1, SIGNPOST_TOKENS + 1)
-    return SortedShard(suffixes, heads, tokens[np.minimum(behind, len(tokens) - 1)])
+    # The last token is an end, and no search reads further.
+    places = suffixes[::PREFIX_EVERY, None] + np.arange(1, PREFIX_TOKENS + 1)
+    return SortedShard(suffixes, heads, tokens[np.minimum(places, len(tokens) - 1)])
 
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """Where the tokens of all shards lie and what becomes of them; each shard has a stretch of every file."""
+    """The files of tokens and of sorted shards; each shard has its own part of every file."""
 
     documents: Path
     suffixes: Path
     heads: Path
-    signposts: Path
+    sampled_prefixes: Path
     width: np.dtype[Any]
     end: int
 
     def lay_out(self, shards: Sequence[ShardPlace]) -> None:
         """Give the files their sizes."""
         last = shards[-1]
-        signposts = last.signpost + signposts_in(last.suffixes)
+        prefixes = last.prefix + sampled_prefixes_in(last.suffixes)
         for path, size in (
             (self.suffixes, (last.suffix + last.suffixes) * 4),
             (self.heads, len(shards) * (self.end + 1) * 4),
-            (self.signposts, signposts * SIGNPOST_TOKENS * self.width.itemsize),
+            (self.sampled_prefixes, prefixes * PREFIX_TOKENS * self.width.itemsize),
         ):
             with open(path, "wb") as stream:
                 stream.truncate(size)
@@ -68,22 +68,22 @@ class ShardFiles:
         for path, array, place in (
             (self.suffixes, done.suffixes, shard.suffix * 4),
             (self.heads, done.heads, number * (self.end + 1) * 4),
-            (self.signposts, done.signposts, shard.signpost * SIGNPOST_TOKENS * self.width.itemsize),
+            (self.sampled_prefixes, done.sampled_prefixes, shard.prefix * PREFIX_TOKENS * self.width.itemsize),
         ):
             with open(path, "r+b") as stream:
                 stream.seek(place)
                 stream.write(np.ascontiguousarray(array).data)
 
     def sort(self, number: int, shard: ShardPlace) -> None:
-        """One shard, from file to file."""
+        """Sort one shard from file to file."""
         self.write(number, shard, sorted_shard(self.tokens(shard), self.end))
 
 
 def suffix_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
-    """Positions in the order of what follows from there on.
+    """Positions in the order of the text from there on.
 
-    libdivsufsort sorts bytes: those of big-endian tokens sort as the tokens do, and of the byte
-    positions the ones where tokens start are the answer.
+    libdivsufsort sorts bytes: big-endian tokens sort as their bytes do, and the result is the byte
+    positions at which tokens start.
     """
     from pydivsufsort import divsufsort
 

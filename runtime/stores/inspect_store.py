@@ -1,39 +1,28 @@
-"""Stores of either kind: opened, looked into and timed."""
+"""What a store drafts after a context, and how long its look-ups take."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
-from hdtool.data.stores.store import Manifest
-from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.corpus_index import LONGEST_CONTEXT, CorpusIndex
-from hdtool.runtime.stores.mapped_file import documents_of
 from hdtool.runtime.stores.model_store import ModelStore
 
-__all__ = ["continuations", "documents_of", "latency_of", "open_store"]
-
 SHOWN = 20
-LOOK_UPS = 4000
-
-
-def open_store(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
-    """The store with this manifest, of whichever kind."""
-    return (CorpusIndex if manifest.kind == CORPUS else ModelStore).of(folder, manifest)
+WARM_UP = 200
+LOOKUPS = 4000
 
 
 def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterator[tuple[int, list[int], int]]:
-    """What a store would draft: length of the match, tokens, count; the commonest whole paths."""
+    """Length of the match, tokens and count of the most frequent whole paths after a context."""
     if not context:
         return
     if isinstance(store, ModelStore):
-        levels = store.after(context, SHOWN)
-        for length, start, stop in zip(levels.lengths, levels.starts, levels.stops, strict=True):
-            for row in range(start, stop):
-                yield int(length), [int(levels.tokens[row])], int(levels.counts[row])
+        for entry in store.after(context):
+            for token, count in zip(entry.tokens[:SHOWN].tolist(), entry.counts[:SHOWN].tolist(), strict=True):
+                yield entry.length, [token], count
         for phrase, count in zip(*store.phrases_after(context[-1], SHOWN), strict=True):
             yield 1, phrase.tolist(), int(count)
         return
@@ -48,21 +37,21 @@ def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterat
 
 
 def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
-    """Microseconds a look-up takes, the first ones left out.
+    """Microseconds of a look-up, after a warm-up.
 
-    Contexts are stretches of the store's own documents with one token exchanged within the last
-    eight, so that the longest match is as short as it is on text that the store has never seen.
+    Contexts are parts of the store's own documents with one token exchanged within the last eight, so
+    that the longest match is as short as in text that the store does not hold.
     """
     documents = store.documents
     rng = np.random.default_rng(0)
     taken = []
-    for number in range(LOOK_UPS + 200):
+    for number in range(LOOKUPS + WARM_UP):
         at = int(rng.integers(0, max(1, len(documents) - LONGEST_CONTEXT)))
         context = documents[at : at + LONGEST_CONTEXT].astype(np.int64)
         context[-min(int(rng.integers(2, 9)), len(context))] = rng.integers(store.manifest.tokenizer.vocab_size)
         started = time.perf_counter()
         store.after(context)
-        if number >= 200:
+        if number >= WARM_UP:
             taken.append((time.perf_counter() - started) * 1e6)
     return {
         "lookup_us_p50": round(float(np.percentile(taken, 50)), 2),

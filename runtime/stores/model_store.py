@@ -1,7 +1,7 @@
-"""The model store: what the model itself often says, found by the last one to four tokens.
+"""The model store: what often follows the last one to four tokens in the model's own answers.
 
-A hash table of prefixes, each with the tokens that most often come next; one compiled call looks up
-all four lengths. Beside it, for each token, the phrases of four tokens that most often follow it.
+A hash table of prefixes, each with the tokens that most often come next, and for each token the phrases
+of four tokens that most often follow it. All look-ups of prefixes go through ``entry_of``.
 """
 
 from __future__ import annotations
@@ -21,34 +21,33 @@ from hdtool.runtime.stores.mapped_file import documents_of, mapped_part
 KIND = "model"
 LONGEST_PREFIX = 4
 PHRASE = 4
-"""Tokens of a phrase, behind the token that it follows."""
+"""Tokens of a phrase, after the token that it follows."""
 
 LONGEST_PROBE = 256
-"""Slots that a search reads at most. Of 2**31 slots, half of them free, about 100 in a row are used."""
+"""Slots that a search reads at most. In 2**31 slots, half of them free, at most about 100 in a row are used."""
+ROWS_READ = 64
+"""Next tokens that a look-up reads of an entry, the most frequent ones."""
 
 HASH_LOW, HASH_HIGH, START, STOP, TOTAL, DISTINCT = range(6)
 KEY_WIDTH = 6
-"""A key is the hash of its prefix, the range of its rows, and what is known of all that follows it."""
+"""A key is the hash of its prefix, the range of its rows, and the counts of all that follows the prefix."""
 ROW_TOKEN, ROW_COUNT = range(2)
 
 Ints = npt.NDArray[Any]
 
 
-class Levels(NamedTuple):
-    """What comes next after the last four, three, two tokens and the last one, as far as these are known."""
+class Entry(NamedTuple):
+    """What comes next after a prefix."""
 
-    lengths: Ints
-    """Tokens of each known prefix, the longest first."""
-    totals: Ints
-    """The counts of all that follows each prefix, also of what the store left out."""
-    distinct: Ints
+    length: int
+    """Tokens of the prefix."""
+    total: int
+    """The counts of all tokens that follow the prefix, also of those that the build left out."""
+    distinct: int
     """How many different tokens follow it."""
-    starts: Ints
-    stops: Ints
-    """The range of rows of each prefix."""
     tokens: Ints
+    """Next tokens, the most frequent first."""
     counts: Ints
-    """How often each token follows the prefix, most often first within each."""
 
 
 class ModelStore:
@@ -84,17 +83,21 @@ class ModelStore:
         # Compiled code takes writable arrays fastest; what is written to a "c" mapping stays in memory.
         return mapped_part(self.folder, self.manifest, part, np.int32, width, "c")
 
-    def after(self, context: Sequence[int] | Ints, most: int = 64) -> Levels:
-        """At most ``most`` next tokens of each suffix of ``context`` that is a key."""
+    def after(self, context: Sequence[int] | Ints) -> list[Entry]:
+        """The entries of the suffixes of ``context`` that are prefixes in the store, the longest first."""
         tail = np.array(context[-LONGEST_PREFIX:], np.int64)
-        return Levels(*look_up(self.slots, self.keys, self.rows, tail, most, self.vocabulary))
+        found = lookup(self.slots, self.keys, self.rows, tail, self.vocabulary).tolist()
+        return [
+            Entry(length, total, distinct, self.rows[start:stop, ROW_TOKEN], self.rows[start:stop, ROW_COUNT])
+            for length, start, stop, total, distinct in found
+        ]
 
     def phrases_after(self, token: int, most: int = 64) -> tuple[Ints, Ints]:
         """At most ``most`` phrases that follow a token, a row each, and their counts; most frequent first."""
         if not 0 <= token < self.vocabulary:
             return self._phrases[:0, :PHRASE], self._phrases[:0, PHRASE]
         start, stop = self._heads[token : token + 2].tolist()
-        # A damaged file must not give a token that no model has; what is cut off costs a draft at worst.
+        # A damaged file must not give a token that no model has.
         start = max(start, 0)
         found = self._phrases[start : max(start, min(stop, start + most))]
         found = found[(found[:, :PHRASE] >= 0).all(1) & (found[:, :PHRASE] < self.vocabulary).all(1)]
@@ -102,45 +105,50 @@ class ModelStore:
 
 
 @njit(cache=True, nogil=True)
-def look_up(slots: Ints, keys: Ints, rows: Ints, tail: Ints, most: int, vocabulary: int) -> tuple[Ints, ...]:
-    """The fields of ``Levels`` for a context of at most four tokens."""
-    known = np.empty((5, LONGEST_PREFIX), np.int64)  # the first five fields
-    found = np.empty(LONGEST_PREFIX, np.int64)
-    mark, levels, size = np.uint64(0), LONGEST_PREFIX, 0
+def lookup(slots: Ints, keys: Ints, rows: Ints, tail: Ints, vocabulary: int) -> Ints:
+    """A row for each suffix of ``tail`` that has an entry, the longest first: its length and its ``entry_of``."""
+    found = np.empty((len(tail), 5), np.int64)
+    place, prefix_hash = len(tail), np.uint64(0)
     for length in range(1, len(tail) + 1):
-        mark = mixed(mark, tail[len(tail) - length])
-        key = find(slots, keys, mark)
-        # A damaged file must not lead out of the arrays, nor to a token that no model has.
-        if key >= 0 and 0 <= keys[key, START] <= keys[key, STOP] <= len(rows):
-            levels -= 1
-            found[levels] = key
-            known[0, levels] = length
-    for level in range(levels, LONGEST_PREFIX):
-        key = found[level]
-        known[1, level], known[2, level] = keys[key, TOTAL], keys[key, DISTINCT]
-        known[3, level] = size
-        size += min(most, keys[key, STOP] - keys[key, START])
-        known[4, level] = size
-    tokens, counts = np.empty(size, np.int64), np.empty(size, np.int64)
-    for level in range(levels, LONGEST_PREFIX):
-        place = keys[found[level], START] - known[3, level]
-        for row in range(known[3, level], known[4, level]):
-            token = rows[place + row, ROW_TOKEN]
-            tokens[row] = token if 0 <= token < vocabulary else 0
-            counts[row] = rows[place + row, ROW_COUNT]
-    lengths, totals, distinct, starts, stops = known[:, levels:]
-    return lengths, totals, distinct, starts, stops, tokens, counts
+        prefix_hash = mixed(prefix_hash, tail[len(tail) - length])
+        start, stop, total, distinct = entry_of(slots, keys, len(rows), prefix_hash)
+        # A damaged file must not give a token that no model has.
+        valid = start
+        while valid < stop and 0 <= rows[valid, ROW_TOKEN] < vocabulary:
+            valid += 1
+        if total > 0:
+            place -= 1
+            found[place, 0], found[place, 1], found[place, 2] = length, start, valid
+            found[place, 3], found[place, 4] = total, distinct
+    return found[place:]
 
 
 @njit(cache=True, nogil=True)
-def find(slots: Ints, keys: Ints, mark: np.uint64) -> int:
+def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
+    """The entry of the prefix with this hash: its first of ``rows``, the one after its last, total and distinct.
+
+    The total is 0 if there is no entry.
+    """
+    key = find(slots, keys, prefix_hash)
+    if key < 0:
+        return 0, 0, 0, 0
+    start, stop = np.int64(keys[key, START]), np.int64(keys[key, STOP])
+    total, distinct = np.int64(keys[key, TOTAL]), np.int64(keys[key, DISTINCT])
+    # A damaged file must not lead out of the arrays.
+    if not 0 <= start <= stop <= rows or total <= 0:
+        return 0, 0, 0, 0
+    return start, min(stop, start + ROWS_READ), total, distinct
+
+
+@njit(cache=True, nogil=True)
+def find(slots: Ints, keys: Ints, prefix_hash: np.uint64) -> int:
     """The number of the key of a prefix with this hash, or -1.
 
-    The search is linear probing; a damaged table without a free slot must not be read to its end.
+    The search is linear probing, bounded: a damaged table without a free slot must not be read to its end.
     """
     mask = len(slots) - 1
-    slot = slot_of(mark, mask)
-    low, high = halves(mark)
+    slot = slot_of(prefix_hash, mask)
+    low, high = halves(prefix_hash)
     for _ in range(min(len(slots), LONGEST_PROBE)):
         key = slots[slot]
         if key < 0 or key >= len(keys):
@@ -152,32 +160,33 @@ def find(slots: Ints, keys: Ints, mark: np.uint64) -> int:
 
 
 @njit(cache=True, nogil=True)
-def slot_of(mark: np.uint64, mask: int) -> int:
+def slot_of(prefix_hash: np.uint64, mask: int) -> int:
     """Where the search for a hash begins."""
-    return int(np.int64(mark >> np.uint64(7)) & mask)
+    return int(np.int64(prefix_hash >> np.uint64(7)) & mask)
 
 
 @njit(cache=True, nogil=True)
-def halves(mark: np.uint64) -> tuple[np.int32, np.int32]:
+def halves(prefix_hash: np.uint64) -> tuple[np.int32, np.int32]:
     """A hash as two numbers that fit into the keys."""
-    return np.int32(np.uint32(mark & np.uint64(0xFFFFFFFF))), np.int32(np.uint32(mark >> np.uint64(32)))
+    low, high = prefix_hash & np.uint64(0xFFFFFFFF), prefix_hash >> np.uint64(32)
+    return np.int32(np.uint32(low)), np.int32(np.uint32(high))
 
 
 @njit(cache=True, nogil=True)
-def mixed(mark: np.uint64, token: Any) -> np.uint64:
-    """The hash of a sequence with one token more before it; 0 is that of none.
+def mixed(suffix_hash: np.uint64, token: Any) -> np.uint64:
+    """The hash of a sequence, from that of the sequence without its first token, ``token``; 0 is that of none.
 
-    Nothing compares the tokens behind a hash: of a million keys, one in ten million strangers would be
-    taken for one of them, and cost a draft.
+    Look-ups compare hashes alone. Of a million keys, one in ten million sequences that are not in the
+    store would be taken for one of them, which costs a draft.
     """
-    mark = (mark ^ np.uint64(np.int64(token) + 1)) * np.uint64(0x9E3779B97F4A7C15)
-    return mark ^ (mark >> np.uint64(29))
+    mixture = (suffix_hash ^ np.uint64(np.int64(token) + 1)) * np.uint64(0x9E3779B97F4A7C15)
+    return mixture ^ (mixture >> np.uint64(29))
 
 
 @njit(cache=True, nogil=True)
 def sequence_hash(tokens: Ints, start: int, length: int) -> np.uint64:
     """The hash of tokens, mixed from the last to the first."""
-    mark = np.uint64(0)
+    found = np.uint64(0)
     for offset in range(length - 1, -1, -1):
-        mark = mixed(mark, np.int64(tokens[start + offset]))
-    return mark
+        found = mixed(found, np.int64(tokens[start + offset]))
+    return found

@@ -44,9 +44,9 @@ class StoreSet:
         corpus_db = config.corpus_db if "S" in databases else NONE
         if model_db == corpus_db == NONE:
             return cls(databases=databases)
-        mark = TokenizerFingerprint.of(tokenizer)
-        model = _open(model_db or _fitting(MODEL, mark, config.namespace), ModelStore, mark)
-        corpus = _open(corpus_db or _fitting(CORPUS, mark, config.namespace), CorpusIndex, mark)
+        fingerprint = TokenizerFingerprint.of(tokenizer)
+        model = _open(model_db or _fitting(MODEL, fingerprint, config.namespace), ModelStore, fingerprint)
+        corpus = _open(corpus_db or _fitting(CORPUS, fingerprint, config.namespace), CorpusIndex, fingerprint)
         return cls(model, corpus, databases)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
@@ -72,19 +72,21 @@ def _reopened(model: Place | None, corpus: Place | None, databases: str) -> Stor
 
 
 def _open(
-    place: Path | str | None, opened: Callable[[Path, TokenizerFingerprint], AnyStore], mark: TokenizerFingerprint
+    place: Path | str | None,
+    opened: Callable[[Path, TokenizerFingerprint], AnyStore],
+    fingerprint: TokenizerFingerprint,
 ) -> AnyStore | None:
-    return opened(Path(place).expanduser(), mark) if place and place != NONE else None
+    return opened(Path(place).expanduser(), fingerprint) if place and place != NONE else None
 
 
-def _fitting(kind: str, mark: TokenizerFingerprint, namespace: str | None) -> Path | None:
+def _fitting(kind: str, fingerprint: TokenizerFingerprint, namespace: str | None) -> Path | None:
     """The store at home that is filed under this tokenizer, else the embedded one if it is the demo's."""
     if namespace:
-        own = store_at_home(kind, mark, namespace)
+        own = store_at_home(kind, fingerprint, namespace)
         if kind == MODEL or (own / MANIFEST).exists():
             # What a model said to others is never mixed with what it said to one tenant.
             return own if (own / MANIFEST).exists() else None
-    at_home = store_at_home(kind, mark)
+    at_home = store_at_home(kind, fingerprint)
     if (at_home / MANIFEST).exists():
         return at_home
-    return EMBEDDED[kind] if read_manifest(EMBEDDED[kind], check=False).tokenizer == mark else None
+    return EMBEDDED[kind] if read_manifest(EMBEDDED[kind], check=False).tokenizer == fingerprint else None

@@ -1,9 +1,13 @@
-"""Search in suffix-array shards: where the longest known suffix of a context stands.
+"""Search in suffix-array shards: the range of suffixes that start with given tokens, and what follows them.
 
-What a search costs is not comparing but waiting for memory: every step of a bisection reads a suffix
-and then the text that it points to, far apart. So it is done in three rounds. The first bisects
-signposts, a copy of the text behind every 256th suffix that is small enough to stay in the cache;
-the other two fetch all that they may read beforehand, so that they wait once and not at every step.
+All who look something up in the corpus index use these functions. ``find_longest`` takes a context alone
+and starts from the heads table; ``narrowed`` takes the range of the tokens without the last one, which a
+node of a draft tree has from its parent. ``sample_matches`` and ``follower`` read what follows a range.
+
+Waiting for memory is most of the cost: every step of a bisection reads a suffix and then the text at its
+position, far apart. So ``boundary`` has three rounds. The first bisects the sampled prefixes, a copy of
+the text after every 256th suffix's first token that is small enough to stay in the cache; the other two
+prefetch all that they may read, so that they wait once and not at every step.
 """
 
 from __future__ import annotations
@@ -16,13 +20,16 @@ from numba import njit
 
 from hdtool.runtime.kernels.raw_memory import array_at, prefetch
 
-SIGNPOST_EVERY = 256
-SIGNPOST_TOKENS = 4
-"""Of the text behind the first token, which a search knows from the heads."""
+PREFIX_EVERY = 256
+PREFIX_TOKENS = 4
+"""Tokens of a sampled prefix. They follow the suffix's first token, which the heads table gives."""
 STRIDES = (16, 1)
-"""Of the rounds behind the signposts."""
-FIRST_STRIDE = 3
-"""The first length that is looked for: of text that is new to a corpus, what is known is mostly about as long."""
+"""Distance between the suffixes that the second and the third round bisect."""
+FIRST_LENGTH = 3
+"""The first length that is searched: matches of text that is new to a corpus are mostly about as long."""
+WIDE_BRACKET = 1024
+"""``narrowed`` uses the sampled prefixes in brackets wider than this."""
+FIRST_STRIDE = 8
 
 Ints = npt.NDArray[Any]
 Int = Any
@@ -30,28 +37,28 @@ Int = Any
 
 
 class ShardPlace(NamedTuple):
-    """Where a shard lies in the files of tokens, suffixes and signposts."""
+    """Where a shard lies in the files of tokens, suffixes and sampled prefixes."""
 
     token: int
     tokens: int
     suffix: int
     suffixes: int
-    signpost: int
+    prefix: int
 
 
-TOKEN, TOKENS, SUFFIX, SUFFIXES, SIGNPOST = range(5)
+TOKEN, TOKENS, SUFFIX, SUFFIXES, PREFIX = range(5)
 
 
 class Shards(NamedTuple):
     """The arrays of an index."""
 
     tokens: Ints
-    """The documents, an end behind each."""
+    """The documents, an end token after each."""
     suffixes: Ints
     """For each shard, positions in it in the order of the text from there on."""
     heads: Ints
     """For each shard and token, the first suffix that starts with it."""
-    signposts: Ints
+    sampled_prefixes: Ints
     places: Ints
     """A row for each shard: the fields of ``ShardPlace``."""
 
@@ -60,9 +67,9 @@ class Shards(NamedTuple):
         return np.array([(array.ctypes.data, array.shape[0], array.shape[-1]) for array in self], np.int64)
 
 
-def signposts_in(suffixes: Any) -> Any:
-    """How many signposts a shard has, or each of some shards."""
-    return -(-suffixes // SIGNPOST_EVERY)
+def sampled_prefixes_in(suffixes: Any) -> Any:
+    """The number of sampled prefixes of a shard, or of each of some shards, from its number of suffixes."""
+    return -(-suffixes // PREFIX_EVERY)
 
 
 @njit(cache=True, nogil=True)
@@ -85,24 +92,24 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
     does not occur, then those between.
     """
     ranges = np.zeros((2, len(shards.places), 2), np.int64)  # of the longest so far, and of the one that is tried
-    known, beyond = 0, _usable(tail, shards.heads.shape[1] - 1) + 1
-    stride = FIRST_STRIDE
-    while known + 1 < beyond:
-        length = min(known + stride, (known + beyond + 1) // 2)
+    matched, missing = 0, _usable(tail, shards.heads.shape[1] - 1) + 1
+    stride = FIRST_LENGTH
+    while matched + 1 < missing:
+        length = min(matched + stride, (matched + missing + 1) // 2)
         if _find(shards, tail, length, ranges[1]):
-            stride = 2 * stride if known else 1
-            known = length
+            stride = 2 * stride if matched else 1
+            matched = length
             ranges[0] = ranges[1]
         else:
-            beyond = length
-    if known > 1:
-        _close(shards, tail, known, ranges[0])
-    return known, ranges[0]
+            missing = length
+    if matched > 1:
+        _close(shards, tail, matched, ranges[0])
+    return matched, ranges[0]
 
 
 @njit(cache=True, nogil=True)
 def _usable(tail: Ints, vocabulary: int) -> int:
-    """How many of the last tokens are words; an end or what no model has occurs in no document."""
+    """The number of last tokens that are in the vocabulary; no document holds an end or any other token."""
     usable = 0
     while usable < len(tail) and 0 <= tail[len(tail) - usable - 1] < vocabulary:
         usable += 1
@@ -114,10 +121,7 @@ def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
     """Whether the last ``length`` tokens occur; the ranges begin where they do, and end too late."""
     occurs = False
     for shard in range(len(shards.places)):
-        head = tail[len(tail) - length]
-        low = np.int64(shards.heads[shard, head])
-        # Of a damaged file: at worst an empty range, never one behind the suffixes.
-        high = max(low, min(np.int64(shards.heads[shard, head + 1]), shards.places[shard, SUFFIXES]))
+        low, high = headed(shards, shard, tail[len(tail) - length])
         if length > 1 and low < high:
             low = boundary(shards, shard, tail, length, low, high, False)
             if low < high and _order(shards, shard, low, tail, length) != 0:
@@ -137,13 +141,20 @@ def _close(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
 
 
 @njit(cache=True, nogil=True)
+def headed(shards: Shards, shard: int, token: Int) -> tuple[Int, Int]:
+    """The range of suffixes that start with a token; in a damaged file it still ends within the suffixes."""
+    low = min(np.int64(shards.heads[shard, token]), shards.places[shard, SUFFIXES])
+    return low, max(low, min(np.int64(shards.heads[shard, token + 1]), shards.places[shard, SUFFIXES]))
+
+
+@njit(cache=True, nogil=True)
 def boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool) -> Int:
-    """Of suffixes with the right head, the first that is not before the tokens or, ``past``, behind them."""
-    low, high = _between_signposts(shards, shard, tail, length, low, high, past)
+    """Of suffixes with the right head, the first that does not sort before the tokens or, ``past``, sorts after."""
+    low, high = _between_sampled(shards, shard, tail, length, low, high, past)
     for stride in STRIDES:
         probes = (high - low + stride - 1) // stride
         if probes > 2:
-            _fetch(shards, shard, low, high, stride)
+            _prefetch_texts(shards, shard, low, high, stride)
         left, right = 0, probes
         while left < right:
             middle = (left + right) >> 1
@@ -160,52 +171,46 @@ def boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high
 
 
 @njit(cache=True, nogil=True)
-def _between_signposts(
+def _between_sampled(
     shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool
 ) -> tuple[Int, Int]:
-    """A stretch between two signposts that holds the boundary."""
-    first = (low + SIGNPOST_EVERY - 1) // SIGNPOST_EVERY
-    last = (high + SIGNPOST_EVERY - 1) // SIGNPOST_EVERY
+    """A range between two sampled prefixes that holds the boundary."""
+    first = (low + PREFIX_EVERY - 1) // PREFIX_EVERY
+    last = (high + PREFIX_EVERY - 1) // PREFIX_EVERY
     left, right = first, last
     while left < right:
         middle = (left + right) >> 1
         order = 0
-        for offset in range(1, min(length, SIGNPOST_TOKENS + 1)):
-            token = np.int64(shards.signposts[shards.places[shard, SIGNPOST] + middle, offset - 1])
+        for offset in range(1, min(length, PREFIX_TOKENS + 1)):
+            token = np.int64(shards.sampled_prefixes[shards.places[shard, PREFIX] + middle, offset - 1])
             wanted = tail[len(tail) - length + offset]
             if token != wanted:
                 order = -1 if token < wanted else 1
                 break
-        if order == 0 and length > SIGNPOST_TOKENS + 1:
-            order = _order(shards, shard, middle * SIGNPOST_EVERY, tail, length)
+        if order == 0 and length > PREFIX_TOKENS + 1:
+            order = _order(shards, shard, middle * PREFIX_EVERY, tail, length)
         if order < 0 or (past and order == 0):
             left = middle + 1
         else:
             right = middle
     if left < last:
-        high = left * SIGNPOST_EVERY
+        high = left * PREFIX_EVERY
     if left > first:
-        low = (left - 1) * SIGNPOST_EVERY + 1
+        low = (left - 1) * PREFIX_EVERY + 1
     return low, high
 
 
 @njit(cache=True, nogil=True)
-def _fetch(shards: Shards, shard: int, low: Int, high: Int, stride: int) -> None:
-    """Have the texts of every ``stride``-th suffix on their way."""
+def _prefetch_texts(shards: Shards, shard: int, low: Int, high: Int, stride: int) -> None:
+    """Prefetch the texts of every ``stride``-th suffix."""
     for at in range(low, high, stride):
         place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + at])
         prefetch(shards.tokens, shards.places[shard, TOKEN] + place + 1)
 
 
 @njit(cache=True, nogil=True)
-def starts_with(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> bool:
-    """Whether a suffix with the right head starts with the last ``length`` tokens."""
-    return bool(_order(shards, shard, suffix, tail, length) == 0)
-
-
-@njit(cache=True, nogil=True)
 def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> int:
-    """Of a suffix against tokens with the same head: -1 before them, 0 if it starts with them, 1 behind."""
+    """A suffix compared with tokens of the same head: -1 before them, 0 if it starts with them, 1 after."""
     place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix])
     start, first = shards.places[shard, TOKEN] + place, len(tail) - length
     room = shards.places[shard, TOKENS] - place
@@ -216,3 +221,89 @@ def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> 
         if token != tail[first + offset]:
             return -1 if token < tail[first + offset] else 1
     return 0
+
+
+@njit(cache=True, nogil=True)
+def narrowed(
+    shards: Shards, shard: int, tail: Ints, length: int, low: Int, first: Int, last: Int, high: Int
+) -> tuple[Int, Int]:
+    """The part of the range of the last ``length`` tokens without the last one that goes on with the last one.
+
+    It begins between ``low`` and ``first`` and ends between ``last`` and ``high``.
+    """
+    token = tail[len(tail) - 1]
+    if first - low > WIDE_BRACKET:
+        low = boundary(shards, shard, tail, length, low, first, False)
+    else:
+        low = _bisect(shards, shard, length - 1, low, first, token)
+    if last <= low:
+        # The bracket's samples do not hold the token, so it is rare if it occurs: gallop to its end.
+        if low >= high or _follower_of(shards, shard, low, length - 1) != token:
+            return low, low
+        stride, last = FIRST_STRIDE, low + 1
+        while last + stride < high and _follower_of(shards, shard, last + stride - 1, length - 1) == token:
+            last += stride
+            stride *= 4
+        high = min(high, last + stride)
+    return low, _bisect(shards, shard, length - 1, last, high, token + 1)
+
+
+@njit(cache=True, nogil=True)
+def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token: Int) -> Int:
+    """The first suffix of a range whose first ``length`` tokens ``token`` or a larger one follows."""
+    while low < high:
+        middle = (low + high) >> 1
+        if _follower_of(shards, shard, middle, length) < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True, nogil=True)
+def _follower_of(shards: Shards, shard: int, suffix: Int, length: int) -> Int:
+    """The token after the first ``length`` of a suffix; in a damaged file at worst the last of the shard."""
+    place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix]) + length
+    return np.int64(shards.tokens[shards.places[shard, TOKEN] + min(place, shards.places[shard, TOKENS] - 1)])
+
+
+@njit(cache=True, nogil=True)
+def sample_step(found: int, samples: int) -> int:
+    """The distance between samples that are spread evenly over a range, in 65536ths; see ``sampled``."""
+    return (found << 16) // samples if samples else 0
+
+
+@njit(cache=True, nogil=True)
+def sampled(sample: int, step: int) -> int:
+    """Which match of a range a sample is. The first samples of a sorted range would all have small token ids."""
+    return sample * step >> 16
+
+
+@njit(cache=True, nogil=True)
+def sample_matches(shards: Shards, ranges: Ints, length: int, found: int, matches: Ints) -> None:
+    """Where the text goes on after matches of ``length`` tokens, evenly spread over all ``found``.
+
+    A column of ``matches`` for each: the place of the next token, and the end of the shard.
+    """
+    samples = matches.shape[1]
+    step, sample, before = sample_step(found, samples), 0, 0
+    for shard in range(len(ranges)):
+        low, high = ranges[shard, 0], ranges[shard, 1]
+        first, start = shards.places[shard, SUFFIX] + low - before, shards.places[shard, TOKEN]
+        before += high - low
+        # Only loads, which all miss the caches: without branches they wait together.
+        while sample < samples and sampled(sample, step) < before:
+            matches[0, sample] = start + length + np.int64(shards.suffixes[first + sampled(sample, step)])
+            matches[1, sample] = start + shards.places[shard, TOKENS]
+            sample += 1
+
+
+@njit(cache=True, nogil=True)
+def read_followers(shards: Shards, matches: Ints, depth: int, followers: Ints) -> None:
+    """The token ``depth`` places after each match's next one, or an end token where the shard has ended."""
+    end = shards.heads.shape[1] - 1
+    for sample in range(matches.shape[1]):
+        at = matches[0, sample] + depth
+        # A damaged file must not lead out of the shard or to a token that no model has.
+        token = np.int64(shards.tokens[at] if at < matches[1, sample] else end)
+        followers[sample] = token if token < end else end

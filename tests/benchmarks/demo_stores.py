@@ -22,7 +22,7 @@ from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.inspect_store import documents_of
+from hdtool.runtime.stores.mapped_file import documents_of
 from hdtool.runtime.stores.model_store import ModelStore
 
 LENGTH = 4
@@ -43,7 +43,8 @@ def held(folder: Path) -> set[Gram]:
 def drafted(model: ModelStore, corpus: CorpusIndex, context: list[int]) -> tuple[set[int], set[int]]:
     """Tokens that a look-up in each store would draft next."""
     tree = corpus.after(context)
-    return set(model.after(context).tokens.tolist()), set(tree.tokens[tree.parents < 0].tolist())
+    next_tokens = {token for entry in model.after(context) for token in entry.tokens.tolist()}
+    return next_tokens, set(tree.tokens[tree.parents < 0].tolist())
 
 
 def answers() -> Iterator[tuple[str, list[int], list[int]]]:

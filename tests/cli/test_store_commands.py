@@ -71,6 +71,23 @@ def test_a_model_store_holds_answers_alone(capfd: pytest.CaptureFixture[str]) ->
     assert made(capfd, "inspect", built["store"], "--after", "Tell")["after"] == []
 
 
+def test_n_grams_of_a_model_store_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    built = made(capfd, "build-model-db", "--from", "generations.jsonl")
+    listed = made(capfd, "inspect", built["store"], "--ngrams", "I am")["ngrams"]
+    assert listed and all(entry["text"].startswith("I am") for entry in listed)
+    assert (listed[0]["total"], listed[0]["continuations"][0]["count"]) == (3, 3)
+    drafted = made(capfd, "inspect", built["store"], "--after", listed[0]["text"])["after"][0]
+    assert drafted["matched"] == len(listed[0]["ids"])
+    assert drafted["ids"] == listed[0]["continuations"][0]["ids"]
+    whole = made(capfd, "inspect", built["store"], "--ngrams", "")["ngrams"]
+    assert [entry["total"] for entry in whole] == sorted((entry["total"] for entry in whole), reverse=True)
+    assert run(["inspect", built["store"], "--ngrams", "I am"]) == 0
+    assert f"'{listed[0]['text']}': " in capfd.readouterr().out
+    assert made(capfd, "inspect", built["store"], "--ngrams", "zebra zebra")["ngrams"] == []
+    made(capfd, "build-corpus-db", "generations.jsonl", "--out", "corpus")
+    assert "a model store is needed" in complaint(capfd, "inspect", "corpus", "--ngrams", "I")
+
+
 def test_inputs_of_all_kinds_go_together(capfd: pytest.CaptureFixture[str]) -> None:
     Path("more").mkdir()
     Path("more/plain.txt").write_text("Some plain text.")
@@ -100,7 +117,7 @@ def test_bad_records_are_named_and_too_many_stop_the_build(capfd: pytest.Capture
     Path("mixed.jsonl").write_text("\n".join([*good[:15], "{broken", *good[15:]]))
     assert run(["build-corpus-db", "mixed.jsonl", "--out", "mixed"]) == 0
     assert "left out: mixed.jsonl:16: not valid JSON" in capfd.readouterr().err
-    said = complaint(capfd, "build-corpus-db", "mixed.jsonl", "--out", "store", "--tolerate", "0.01")
+    said = complaint(capfd, "build-corpus-db", "mixed.jsonl", "--out", "store", "--max-bad-fraction", "0.01")
     assert "1 of 31 records cannot be used, the first at mixed.jsonl:16" in said
     assert read_manifest(Path("store")).counts == before["counts"], "the old store stays"
 
@@ -175,11 +192,11 @@ def test_a_destination_is_checked_before_anything_is_loaded(
 
 
 def test_bad_options_are_bad_usage(capfd: pytest.CaptureFixture[str]) -> None:
-    for option, value in (("--tolerate", "2"), ("--shard-bytes", "0"), ("--workers", "-1")):
+    for option, value in (("--max-bad-fraction", "2"), ("--shard-bytes", "0"), ("--workers", "-1")):
         assert run(["build-corpus-db", "sharegpt.json", option, value]) == 2
-        assert "it must be" in capfd.readouterr().err
+        assert " must be " in capfd.readouterr().err
     assert run(["build-model-db", "--from", "generations.jsonl", "--per-key", "0"]) == 2
-    assert run(["add", "store", "generations.jsonl", "--tolerate", "7"]) == 2
+    assert run(["add", "store", "generations.jsonl", "--max-bad-fraction", "7"]) == 2
 
 
 def test_collected_answers_feed_a_model_store(capfd: pytest.CaptureFixture[str]) -> None:

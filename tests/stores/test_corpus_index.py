@@ -17,7 +17,16 @@ from hdtool.builders.stores.shards import suffix_array
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.store import TokenizerFingerprint, damaged
-from hdtool.runtime.stores.corpus_index import DEPTH, LONGEST_CONTEXT, MATCHES_READ, CorpusIndex
+from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
+    LONGEST_RANGE,
+    SAMPLES,
+    narrow,
+    range_record,
+    read_samples,
+    size_of,
+    tally,
+)
+from hdtool.runtime.stores.corpus_index import DEPTH, LONGEST_CONTEXT, MATCH_SAMPLES, CorpusIndex
 from tests.support.stores import Documents, index_of
 
 
@@ -72,6 +81,47 @@ def test_continuations_are_those_of_the_documents(
     check()
 
 
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 60])
+def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
+    shard_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The hierarchy narrows its parent's range, ``after`` starts from the heads table: the same matches."""
+
+    @settings(max_examples=60)
+    @given(
+        st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=8).filter(any),
+        st.lists(st.integers(-1, 5), min_size=1, max_size=9),
+        st.integers(0, 3),
+    )
+    def check(documents: Documents, context: list[int], fewest: int) -> None:
+        index = index_of(tmp_path_factory.mktemp("index"), documents, 4, shard_bytes)
+        record, _places = range_record(index.shards)
+        ranges = record[0]
+        tokens, counts = np.empty(SAMPLES, np.int64), np.empty(SAMPLES, np.int64)
+        tail = np.full(LONGEST_CONTEXT, -1, np.int64)
+        for number, token in enumerate(context, 1):
+            tail = np.append(tail[1:], token)
+            node = int(number == len(context))
+            for order in range(LONGEST_RANGE, 0, -1):
+                narrow(index.tokens, ranges, tail, node, 0, order)
+                if not node and fewest and (found := size_of(ranges, 0, order)):
+                    read_samples(index.tokens, ranges, 0, order, found, fewest)
+        for order in range(1, LONGEST_RANGE + 1):
+            expected = index.after(context[-order:], most=10_000)
+            found = size_of(ranges, 1, order)
+            if order > len(context) or expected.matched < order:
+                assert found == 0
+                continue
+            assert found == expected.found
+            read_samples(index.tokens, ranges, 1, order, found, SAMPLES)
+            distinct = tally(ranges, 1, order, tokens, counts)
+            first = np.flatnonzero(expected.parents < 0)
+            shown = dict(zip(expected.tokens[first].tolist(), expected.counts[first].tolist(), strict=True))
+            assert dict(zip(tokens[:distinct].tolist(), counts[:distinct].tolist(), strict=True)) == shown
+
+    check()
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
 def test_the_suffix_array_sorts_what_follows(ids: list[int]) -> None:
     for width in (np.uint16, np.uint32):
@@ -81,7 +131,7 @@ def test_the_suffix_array_sorts_what_follows(ids: list[int]) -> None:
 
 def test_more_matches_than_are_read_are_sampled_over_their_whole_range(tmp_path: Path) -> None:
     """Half of the continuations start with a high token: reading the first in order would miss them."""
-    documents = [[9, 2 + place % 2, place % 7] for place in range(4 * MATCHES_READ)]
+    documents = [[9, 2 + place % 2, place % 7] for place in range(4 * MATCH_SAMPLES)]
     for shard_bytes in (1 << 20, 1 << 9):
         index = index_of(tmp_path / str(shard_bytes), documents, 10, shard_bytes)
         found = index.after([9])

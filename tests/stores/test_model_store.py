@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hdtool.builders.stores import engine
 from hdtool.builders.stores import sequences as counting
 from hdtool.builders.stores.build_model_store import DOUBLINGS, _table, build_model_store
+from hdtool.builders.stores.lmdb_entries import read_entries
 from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, stored_documents, token_type
@@ -86,15 +87,17 @@ class Oracle:
         return {ids[:prefix] for prefix, kept in enumerate(self.kept, 1) for ids in kept}
 
 
-def found_by(store: ModelStore, context: Any, most: int = 64) -> Found:
-    levels = store.after(context, most)
-    pairs = zip(levels.tokens.tolist(), levels.counts.tolist(), strict=True)
-    rows: Rows = [((token,), count) for token, count in pairs]
-    bounds = zip(*(field.tolist() for field in levels[:5]), strict=True)
-    found: Found = {length: (total, distinct, rows[start:stop]) for length, total, distinct, start, stop in bounds}
-    assert list(found) == sorted(found, reverse=True)
-    assert sum(len(rows) for *_, rows in found.values()) == len(rows)
-    return found
+def found_by(store: ModelStore, context: Any) -> Found:
+    entries = store.after(context)
+    assert [entry.length for entry in entries] == sorted((entry.length for entry in entries), reverse=True)
+    return {
+        length: (
+            total,
+            distinct,
+            [((token,), count) for token, count in zip(tokens.tolist(), counts.tolist(), strict=True)],
+        )
+        for length, total, distinct, tokens, counts in entries
+    }
 
 
 def phrases_of(store: ModelStore, token: int) -> Rows:
@@ -102,7 +105,7 @@ def phrases_of(store: ModelStore, token: int) -> Rows:
 
 
 def entries_of(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int, Rows]], dict[int, Rows]]:
-    """What the LMDB file holds: prefixes, and phrases."""
+    """The content of the LMDB file, read without hdtool: prefixes, and phrases."""
     path = store.folder / store.manifest.files["entries"].name
     prefixes, phrases = {}, {}
     with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as environment, environment.begin() as read:
@@ -139,8 +142,6 @@ def test_look_ups_equal_counting(
         store, oracle = ModelStore(folder, manifest.tokenizer), Oracle(documents, **options)
         for known in [*oracle.prefixes, tuple(context), ()]:
             assert found_by(store, list(known)) == oracle.after(list(known))
-        first = {length: (*totals, rows[:1]) for length, (*totals, rows) in oracle.after(context).items()}
-        assert found_by(store, context, most=1) == first
         prefixes, phrases = entries_of(store)
         assert prefixes == {known: oracle.after(list(known))[len(known)] for known in oracle.prefixes}
         words = range(vocabulary - 3, vocabulary)
@@ -190,6 +191,35 @@ def test_the_same_documents_give_the_same_store(
     assert {part: other[part] for part in FLAT} == {part: first[part] for part in FLAT}
 
 
+def test_entries_are_listed_by_the_start_of_their_prefix(tmp_path: Path) -> None:
+    documents = [[1, 2, 3, 4, 5, 6], [1, 2, 300, 4, 5], [256, 2, 3, 4, 5]]
+    store = ModelStore(tmp_path, build(tmp_path, documents, 1000).tokenizer)
+    prefixes, phrases = entries_of(store)
+    for start in ([], [1], [2], [1, 2], [2, 300], [256], [1, 2, 3, 4], [1, 2, 3, 4, 5], [999]):
+        listed = list(read_entries(tmp_path, store.manifest, start))
+        found = [
+            prefix for prefix in [*prefixes, *((token,) for token in phrases)] if list(prefix[: len(start)]) == start
+        ]
+        assert [tuple(entry.prefix) for entry in listed] == found
+        for entry in listed:
+            rows = [(tuple(ids), count) for ids, count in entry.continuations]
+            known = prefixes[tuple(entry.prefix)]
+            assert (entry.total, entry.distinct, rows) == known or rows == phrases[entry.prefix[0]]
+
+
+def test_a_damaged_file_of_entries_is_not_read(tmp_path: Path) -> None:
+    manifest = build(tmp_path, [[1, 2, 3, 4, 5]], 10)
+    path = tmp_path / manifest.files["entries"].name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=r"entries-\w+\.mdb is damaged: build the store again"):
+        next(read_entries(tmp_path, manifest))
+    path.unlink()
+    with pytest.raises(StoreError, match="cannot be read"):
+        next(read_entries(tmp_path, manifest))
+
+
 def test_any_context_is_taken(tmp_path: Path) -> None:
     store = ModelStore(tmp_path, build(tmp_path, [[5, 6, 7, 8, 9, 5, 6]], 10).tokenizer)
     known = {1: (1, 1, [((6,), 1)])}
@@ -197,7 +227,6 @@ def test_any_context_is_taken(tmp_path: Path) -> None:
         assert found_by(store, context) == known
     for unknown in ([], [5, 4], [-1], [10], [2**40], np.empty(0, np.int64)):
         assert found_by(store, unknown) == {}
-    assert found_by(store, [5], most=0) == {1: (1, 1, [])}
     assert phrases_of(store, 5) == [((6, 7, 8, 9), 1)]
     for token in (4, -1, 10, 2**40):
         assert phrases_of(store, token) == []
@@ -254,8 +283,8 @@ def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
         assert damaged(tmp_path, manifest) == [path.name]
         store = ModelStore(tmp_path)
         for ids in documents:
-            tokens = store.after(ids[:10]).tokens
-            assert ((tokens >= 0) & (tokens < 30)).all()
+            for entry in store.after(ids[:10]):
+                assert ((entry.tokens >= 0) & (entry.tokens < 30)).all()
             phrases, _ = store.phrases_after(ids[0])
             assert ((phrases >= 0) & (phrases < 30)).all()
 

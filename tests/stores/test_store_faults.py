@@ -20,6 +20,7 @@ from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.lmdb_entries import read_entries
 from hdtool.cli.inspect import inspect
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores
@@ -30,8 +31,9 @@ from hdtool.data.stores.store_files import PARTS
 from hdtool.runtime.stores import inspect_store as runtime_stores
 from hdtool.runtime.stores import suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.inspect_store import continuations, latency_of, open_store
+from hdtool.runtime.stores.inspect_store import continuations, latency_of
 from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.open_store import open_store, store_of
 
 VOCABULARY = 20
 MARK = TokenizerFingerprint("test", VOCABULARY)
@@ -267,7 +269,7 @@ def test_a_store_that_is_replaced_while_it_is_opened_is_opened_anew(
     kind: str, reader: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Builds finish between the reading of the manifest and that of the files, at each of the steps."""
-    monkeypatch.setattr(runtime_stores, "LOOK_UPS", 5)
+    monkeypatch.setattr(runtime_stores, "LOOKUPS", 5)
     folder = tmp_path / "store"
     build(kind, folder)
     build("model", tmp_path / "next", 1)  # compiled before
@@ -417,7 +419,7 @@ def test_manifests_that_are_damaged_are_named_in_one_line(whole: tuple[str, Path
         read_manifest(folder)
 
 
-@pytest.mark.parametrize(("place", "value"), [("TOKENS", 0), ("SUFFIXES", 99), ("SUFFIX", -1), ("SIGNPOST", 2**62)])
+@pytest.mark.parametrize(("place", "value"), [("TOKENS", 0), ("SUFFIXES", 99), ("SUFFIX", -1), ("PREFIX", 2**62)])
 def test_a_shard_that_does_not_fit_is_an_error(place: str, value: int, tmp_path: Path) -> None:
     path = tmp_path / build("corpus", tmp_path).files["shards"].name
     shards = np.fromfile(path, np.int64)
@@ -507,11 +509,13 @@ def use(folder: Path) -> None:
     manifest = read_manifest(folder)
     json.dumps(manifest.options)
     damaged(folder, manifest)
-    store = stores.read_store(folder, lambda found: open_store(folder, found))
+    store = stores.read_store(folder, lambda found: store_of(folder, found))
     for context in ([], [5], [1, 2, 3, 4], [2**40, -1], [VOCABULARY], [6, 7, 8, VOCABULARY + 1]):
         for _, path, _ in continuations(store, context):
             assert all(0 <= token < manifest.tokenizer.vocab_size for token in path)
     latency_of(store)
+    if manifest.kind == "model":
+        list(read_entries(folder, manifest))
     inspect(folder, verify=False, latency=True)
     list(rework.Contents.of(folder).documents())
 
@@ -520,7 +524,7 @@ def use(folder: Path) -> None:
 def test_a_hostile_store_works_or_is_refused(
     files: bool, whole: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_stores, "LOOK_UPS", 5)
+    monkeypatch.setattr(runtime_stores, "LOOKUPS", 5)
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)
     outcomes = set()
 
@@ -561,8 +565,8 @@ def test_any_bytes_in_place_of_a_manifest_are_an_error(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_contexts_outside_the_store_continue_with_nothing(kind: str, tmp_path: Path) -> None:
-    manifest = build(kind, tmp_path)
-    opened = open_store(tmp_path, manifest)
+    build(kind, tmp_path)
+    opened = open_store(tmp_path)
     for context in ([], [VOCABULARY], [-1], [2**40], [1, 2, VOCABULARY + 5]):
         assert list(continuations(opened, context)) == []
     assert list(continuations(opened, [1, 2, 3]))

@@ -109,13 +109,12 @@ class SlowHierarchy:
         deepest = min(LONGEST_PREFIX, node.above.known + 1) if node.above else LONGEST_PREFIX
         if not self.model or order > deepest or order > len(node.context):
             return None
-        found = self.model.after(node.context[-order:])
-        if not len(found.lengths) or found.lengths[0] != order:
+        entries = self.model.after(node.context[-order:])
+        if not entries or entries[0].length != order:
             return None
         node.known = max(node.known, order)
-        stop = found.stops[0]
-        counts = dict(zip(found.tokens[:stop].tolist(), found.counts[:stop].tolist(), strict=True))
-        total, distinct = int(found.totals[0]), int(found.distinct[0])
+        _, total, distinct, tokens, found = entries[0]
+        counts = dict(zip(tokens.tolist(), found.tolist(), strict=True))
         return Evidence(weights.MODEL_LEVELS + order - 1, SourceName.MODEL, counts, total, bucket(total, distinct))
 
     def ask_corpus(self, node: Node, order: int, most: int) -> Evidence | None:

@@ -1,4 +1,4 @@
-"""Entries of the model store at a node of a growing tree."""
+"""Evidence of the model store at a node of a growing tree."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.runtime.kernels.raw_memory import array_at, prefetch
-from hdtool.runtime.stores.model_store import DISTINCT, KEY_WIDTH, START, STOP, TOTAL, ModelStore, find, slot_of
-
-ROWS_READ = 64
+from hdtool.runtime.stores.model_store import KEY_WIDTH, ModelStore, entry_of, slot_of
 
 MODEL = np.dtype(
     [
@@ -27,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 def model_record(store: ModelStore | None) -> Array:
-    """The addresses of the arrays of a store, which must outlive it; without a store, nothing is found."""
+    """The addresses of the arrays of a store, which must outlive them; without a store, no entry is found."""
     record = np.zeros(1, MODEL)
     if store:
         for part in ("slots", "keys", "rows"):
@@ -45,32 +43,22 @@ def rows_of(model: Any) -> Array:
 
 
 @njit(cache=True, nogil=True)
-def known_as(model: Any, mark: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """Of a prefix with this hash: its first row and the one after its last, the total and how many tokens follow.
-
-    The total is 0 if nothing is known. The search is bounded, as ``find`` is.
-    """
+def known_as(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
+    """The entry of the prefix with this hash, as ``entry_of`` gives it."""
+    slots = array_at(model.slots[0], model.slots[1], np.int32)
     keys = array_at(model.keys[0], (model.keys[1], KEY_WIDTH), np.int32)
-    key = find(array_at(model.slots[0], model.slots[1], np.int32), keys, mark)
-    if key < 0:
-        return 0, 0, 0, 0
-    start, stop = np.int64(keys[key, START]), np.int64(keys[key, STOP])
-    total, distinct = np.int64(keys[key, TOTAL]), np.int64(keys[key, DISTINCT])
-    # A damaged file must not lead out of the arrays.
-    if not 0 <= start <= stop <= model.rows[1] or total <= 0:
-        return 0, 0, 0, 0
-    return start, min(stop, start + ROWS_READ), total, distinct
+    return entry_of(slots, keys, model.rows[1], prefix_hash)
 
 
 @njit(cache=True, nogil=True)
-def fetch(model: Any, marks: Array, longest: int) -> None:
+def fetch(model: Any, hashes: Array, longest: int) -> None:
     """Prefetch the entries of prefixes up to a length, all at once and not one after the other."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
     keys = array_at(model.keys[0], model.keys[1] * KEY_WIDTH, np.int32)
     mask = len(slots) - 1
     for length in range(1, longest + 1):
-        prefetch(slots, slot_of(marks[length], mask))
+        prefetch(slots, slot_of(hashes[length], mask))
     for length in range(1, longest + 1):
-        key = np.int64(slots[slot_of(marks[length], mask)])
+        key = np.int64(slots[slot_of(hashes[length], mask)])
         if 0 <= key < model.keys[1]:
             prefetch(keys, key * KEY_WIDTH)
