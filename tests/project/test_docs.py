@@ -1,4 +1,4 @@
-"""The docs speak of what is there: every command, every file, no dead link."""
+"""The docs are complete: every command, folder and public name, and no dead link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from hdtool.cli.app import app
 from tests.command_reference import COMMANDS, PAGE, render
 from tests.support.project import FILES, ROOT
 
-PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(ROOT.glob("*.md")) + sorted(DOCS.rglob("*.md"))
+CURRENT = [page for page in PAGES if page.parent.name != "notebook"]
+VLLM_OPTIONS = {"--port", "--served-model-name"}
 
 
 def test_every_command_has_its_place_in_the_reference() -> None:
@@ -34,15 +37,19 @@ def test_every_option_is_explained() -> None:
 
 
 def test_the_architecture_page_has_a_line_for_every_folder() -> None:
-    page = (ROOT / "docs" / "dev" / "architecture.md").read_text(encoding="utf-8")
+    page = (DOCS / "dev" / "architecture.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([\w/]+)/` \|", page, re.MULTILINE)
     assert sorted(listed) == sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
-    for name in re.findall(r"`((?:builders|cli|data|runtime)/[\w/]+\.py)`", page):
-        assert (ROOT / name).exists(), f"docs/dev/architecture.md names {name}, which is gone"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:builders|cli|data|runtime|tests)/[\w/]+\.py)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
 def test_the_python_reference_has_every_public_name_and_setting() -> None:
-    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^### `(\w+)`$", page, re.MULTILINE)) == sorted(hdtool.__all__)
     for config in (hdtool.ModelConfig, hdtool.SamplingConfig, hdtool.DecodeConfig, hdtool.StoresConfig):
         for field in fields(config):
@@ -51,12 +58,28 @@ def test_the_python_reference_has_every_public_name_and_setting() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        if not target.startswith(("http:", "https:", "mailto:")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(
+        r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")
+    ):
+        place = (page.parent / target).resolve() if target else page
+        assert place.exists(), f"{page.name} links to {target}"
+        assert DOCS not in page.parents or DOCS in place.parents, f"the site of the docs lacks {target}"
+        assert not anchor or anchor in _anchors(place), f"{page.name} links to {target}#{anchor}"
 
 
-def test_the_changelog_speaks_of_this_version() -> None:
+def _anchors(page: Path) -> set[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading) for heading in re.findall(r"^#+ (.*)", text, re.MULTILINE)]
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_the_site_lists_every_page() -> None:
+    _, nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    assert sorted(re.findall(r"\S+\.md$", nav, re.MULTILINE)) == sorted(pages)
+
+
+def test_the_changelog_has_this_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
@@ -70,11 +93,27 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert command in COMMANDS
 
 
+COMMAND = re.compile(r"^(?:\$ )?(?:torchrun .* -m hdtool\.cli|hdtool) ([\w-]+)(.*)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_have_the_options_that_the_docs_show(page: Path) -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    for name, rest in COMMAND.findall(blocks):
+        known = {
+            option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        shown = set(re.findall(r"(?<=\s)--[\w-]+", rest.split("  #")[0]))
+        assert shown <= known | (VLLM_OPTIONS if name == "serve" else set()), f"{page.name}: hdtool {name}{rest}"
+
+
 def test_the_programs_of_the_python_page_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
-    page = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
+    page = (DOCS / "guides" / "python.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(program, names)
