@@ -79,9 +79,10 @@ def test_the_site_lists_every_page() -> None:
     assert sorted(re.findall(r"\S+\.md$", nav, re.MULTILINE)) == sorted(pages)
 
 
-def test_the_changelog_has_this_version() -> None:
+def test_the_changelog_and_the_citation_have_this_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_the_commands_of_the_readme_exist() -> None:
