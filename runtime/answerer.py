@@ -15,7 +15,7 @@ from hdtool.runtime.decode import Step, decode, room_for
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.model.cpu_threads import settle_threads
+from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.tensor_parallel import check_decoding
 from hdtool.runtime.stores.store_set import StoreSet
@@ -35,7 +35,7 @@ class Answerer:
         check_decoding(decoding)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
-        settle_threads(self.loaded.target, model.threads)
+        choose_threads(self.loaded.target, model.threads)
         self.store_set = StoreSet.for_tokenizer(self.loaded.tokenizer, store_set or StoresConfig(), decoding.databases)
         self._drafters = drafters_for(decoding, self.loaded.target, self.store_set)
         self._decoding = decoding

@@ -13,7 +13,7 @@ from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.model.attention_masks import batch_mask, tree_mask
 from hdtool.runtime.model.kv_cache import SlotKVCache, StaticKVCache
-from hdtool.runtime.model.target import Target, rows_needed
+from hdtool.runtime.model.target import Target, capacity_needed
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
 
@@ -40,27 +40,27 @@ class BatchSlots:
     def __init__(self, target: Target, size: int) -> None:
         self._target = target
         self._size = size
-        self._rows: list[StaticKVCache] = []
+        self._caches: list[StaticKVCache] = []
         self._pending: list[int] = []
         self._allocate(0)
 
     @torch.inference_mode()
     def prefill(self, slot: int, context: Sequence[int], room: int) -> torch.Tensor:
         """Prefill a slot with a whole context and return the logits ``[1, vocabulary]`` after it."""
-        if (needed := rows_needed(context, room)) > self._memory.capacity:
+        if (needed := capacity_needed(context, room)) > self._storage.capacity:
             self._allocate(needed)
         self._pending[slot] = len(context)
-        self._rows[slot].clear_from(len(context))
-        return self._target.read(context, self._rows[slot])
+        self._caches[slot].clear_from(len(context))
+        return self._target.read(context, self._caches[slot])
 
     @torch.inference_mode()
     def recompute(self, slot: int, root: int) -> torch.Tensor:
         """Verify the root of one slot without drafts, after a pass with drafts overflowed."""
-        target, rows = self._target, self._rows[slot]
-        rows.clear_from(rows.length)
+        target, cache = self._target, self._caches[slot]
+        cache.clear_from(cache.length)
         all_hidden = target.all_hidden
-        mask = tree_mask(DraftTree.bare(root), rows.length, target.windows, target.dtype, target.device)
-        logits = target.forward([[root]], [[rows.length]], mask, rows)[0]
+        mask = tree_mask(DraftTree.bare(root), cache.length, target.windows, target.dtype, target.device)
+        logits = target.forward([[root]], [[cache.length]], mask, cache)[0]
         target.all_hidden = all_hidden  # the drafters of the other slots still read theirs
         return logits
 
@@ -68,7 +68,7 @@ class BatchSlots:
     def verify(self, trees: Sequence[DraftTree]) -> list[torch.Tensor]:
         """Verify one tree in each of the first slots: logits ``[1 + nodes, vocabulary]`` for each."""
         target = self._target
-        lengths = [rows.length for rows, _ in zip(self._rows, trees, strict=False)]
+        lengths = [cache.length for cache, _ in zip(self._caches, trees, strict=False)]
         most = max(map(len, trees)) + 1
         tokens = [tree.all_tokens + [tree.root] * (most - 1 - len(tree)) for tree in trees]
         positions = [
@@ -76,29 +76,29 @@ class BatchSlots:
             for tree, length in zip(trees, lengths, strict=True)
         ]
         mask = batch_mask(trees, lengths, target.windows, target.dtype, target.device)
-        for rows, length in zip(self._rows, lengths, strict=False):
-            rows.used = max(rows.used, length + most)
-        logits = target.forward(tokens, positions, mask, SlotKVCache(self._memory, lengths, most))
+        for cache, length in zip(self._caches, lengths, strict=False):
+            cache.used = max(cache.used, length + most)
+        logits = target.forward(tokens, positions, mask, SlotKVCache(self._storage, lengths, most))
         self._pending[: len(trees)] = [1] * len(trees)
         return [logits[slot, : len(tree) + 1] for slot, tree in enumerate(trees)]
 
     @torch.inference_mode()
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Append the root and the nodes of ``path`` to the context of a slot."""
-        self._rows[slot].commit(self._pending[slot], path)
+        self._caches[slot].commit(self._pending[slot], path)
 
     @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:
-        self._rows[to].copy_from(self._rows[slot])
+        self._caches[to].copy_from(self._caches[slot])
 
     @torch.inference_mode()
     def _allocate(self, capacity: int) -> None:
         """Allocate a cache for ``capacity`` tokens a slot and copy the slots in use into it."""
-        self._memory = self._target.memory(capacity, self._size)
-        rows = [StaticKVCache(self._memory.of_slot(slot)) for slot in range(self._size)]
-        for new, old in zip(rows, self._rows, strict=False):
+        self._storage = self._target.allocate(capacity, self._size)
+        caches = [StaticKVCache(self._storage.of_slot(slot)) for slot in range(self._size)]
+        for new, old in zip(caches, self._caches, strict=False):
             new.copy_from(old)
-        self._rows, self._pending = rows, [0] * self._size
+        self._caches, self._pending = caches, [0] * self._size
 
 
 def decode_batch(

@@ -125,7 +125,7 @@ def decode(
     state = DecodeState(target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
     is_first = True
     while True:
-        with target.held_by(state, begins=is_first):
+        with target.locked_for(state, is_first=is_first):
             logits = target.prefill(state.begin(), state.room) if is_first else target.verify(state.draft())
             accepted, logits = state.accept(logits, target.recompute)
             target.commit(accepted.path)

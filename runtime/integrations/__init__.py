@@ -1,4 +1,4 @@
 """hdtool inside other programs: `generate` of transformers, and vLLM.
 
-Imports everything of `runtime` but `evaluation`.
+Imports all of `runtime` but `evaluation`.
 """

@@ -1,4 +1,4 @@
-"""Calls of several threads to one object that serves one call at a time."""
+"""A lock for objects that serve one call at a time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hdtool.data.errors import OptionError
 
 
 class CallLock:
-    """Calls of different threads take turns; a call from inside a call is refused, since it would wait for itself."""
+    """Serializes calls of several threads; raises on a nested call, which would deadlock."""
 
     def __init__(self, nested: str) -> None:
-        """``nested`` is the message of the refusal."""
+        """``nested`` is the message of that error."""
         self._nested = nested
         self._lock = Lock()
         self._thread: int | None = None
 
     def __reduce__(self) -> tuple[type[CallLock], tuple[str]]:
-        """A copy is free: nobody waits for it."""
+        """A copy is unlocked."""
         return CallLock, (self._nested,)
 
     @contextmanager

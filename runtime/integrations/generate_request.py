@@ -1,4 +1,4 @@
-"""What ``model.generate`` asks a decoding loop of another kind for, and what such a loop cannot do."""
+"""The request of a ``model.generate`` call, checked for what the decoding loop does not support."""
 
 from __future__ import annotations
 
@@ -15,26 +15,33 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, StoppingCriteriaList
 
 PLAIN_MODES = ("greedy_search", "sample")
-UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds")
-"""Arguments of the model that are either of no effect here or looked at below."""
+SUPPORTED_ARGUMENTS = (
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "inputs_embeds",
+)
+"""Arguments of the model that have no effect here or are checked below."""
 ZERO_IS_TEXT = ("gemma3",)
 """Types of models for which token types of 0 mark text; others embed each token type, 0 as well."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """One call of ``generate``, as the loop wants to know it."""
+class GenerateRequest:
+    """One call of ``generate``."""
 
     prompt: list[int]
     padding: list[int]
-    """Masked tokens in front of the prompt: processors and criteria see them, the model does not."""
+    """Masked tokens in front of the prompt: processors and criteria get them, the model does not."""
     most: int
-    """How many new tokens there may be."""
+    """The maximum number of new tokens."""
     draws: bool
     wants_scores: bool
     wants_logits: bool
     wants_details: bool
-    """Whether an output object is asked for, not the ids alone."""
+    """Whether ``generate`` returns an output object instead of ids."""
 
     @classmethod
     def of(
@@ -46,8 +53,8 @@ class Request:
         *,
         model_type: str = "",
         synced_gpus: bool = False,
-    ) -> Request:
-        """Read a call; what the loop cannot do is refused with the reason."""
+    ) -> GenerateRequest:
+        """Read a call; raise with the reason if the loop does not support it."""
         if synced_gpus:
             raise _refusal(
                 "synced_gpus is set", "processes that share a model by ZeRO-3 or FSDP must make equally many passes"
@@ -62,7 +69,7 @@ class Request:
         return cls(
             prompt=ids[padded:],
             padding=ids[:padded],
-            most=max(1, longest - len(ids)),  # generate, too, says a token before it first looks at the length
+            most=max(1, longest - len(ids)),  # as generate, which checks the length after the first token
             draws=bool(settings.do_sample),
             wants_scores=details and bool(settings.output_scores),
             wants_logits=details and bool(settings.output_logits),
@@ -87,24 +94,28 @@ def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_
     if input_ids.shape[0] != 1:
         raise _refusal(f"the batch holds {input_ids.shape[0]} prompts", "it answers one prompt at a time")
     if input_ids.shape[1] == 0:
-        raise _refusal("the prompt is empty", "there is nothing to go on from")
+        raise _refusal("the prompt is empty", "generation needs at least one token")
     cache = arguments.get("past_key_values")
     if cache is not None and getattr(cache, "_is_user_defined", False):
-        raise _refusal("past_key_values are given", "it keeps a cache of its own, which can step back from drafts")
-    foreign = [name for name, value in arguments.items() if name not in UNDERSTOOD and _is_set(name, value, model_type)]
+        raise _refusal("past_key_values are given", "it uses its own cache, which supports rejected drafts")
+    foreign = [
+        name
+        for name, value in arguments.items()
+        if name not in SUPPORTED_ARGUMENTS and _is_set(name, value, model_type)
+    ]
     if foreign:
-        raise _refusal(f"{', '.join(foreign)} is given", "it passes nothing but token ids to the model")
+        raise _refusal(f"{', '.join(foreign)} is given", "it passes only token ids to the model")
 
 
 def _is_set(name: str, value: object, model_type: str) -> bool:
-    """Whether an argument changes what the model computes; a black image is an image."""
+    """Whether an argument changes what the model computes; an image of zeros does."""
     if isinstance(value, torch.Tensor):
         return name != "token_type_ids" or model_type not in ZERO_IS_TEXT or bool(value.any())
     return value is not None and value is not False
 
 
 def _padding_of(mask: torch.Tensor | None, length: int) -> int:
-    """How many tokens on the left are masked."""
+    """The number of masked tokens on the left."""
     if mask is None:
         return 0
     seen: list[bool] = mask[0].bool().tolist()
@@ -115,9 +126,9 @@ def _padding_of(mask: torch.Tensor | None, length: int) -> int:
 
 
 def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) -> None:
-    """Positions must be those that the prompt has by itself; ``generate`` makes such ones when none are given.
+    """Raise unless the positions are those of the prompt alone, which ``generate`` passes by default.
 
-    Models with several axes of positions take a row for each.
+    Models with several position axes get one row for each.
     """
     if positions is None:
         return
@@ -127,4 +138,4 @@ def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) 
 
 
 def _refusal(found: str, reason: str) -> OptionError:
-    return OptionError(f"hdtool cannot take over this call of generate: {found}, but {reason}")
+    return OptionError(f"hdtool cannot decode this call of generate: {found}, but {reason}")

@@ -1,4 +1,4 @@
-"""Decoding inside ``model.generate``: in code that is written for ``transformers`` already."""
+"""hdtool's decoding loop inside ``model.generate`` of transformers, through ``custom_generate``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.integrations.call_lock import CallLock
-from hdtool.runtime.integrations.generate_request import Request
+from hdtool.runtime.integrations.generate_request import GenerateRequest
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, use_masked_attention
@@ -49,19 +49,19 @@ NESTED = (
 
 
 class Generator:
-    """Give one as ``custom_generate`` and ``model.generate`` decodes by hdtool's loop::
+    """Makes ``model.generate`` decode by hdtool's loop, as its ``custom_generate``::
 
         model.generate(**inputs, max_new_tokens=100, custom_generate=Generator())
 
-    Keep it between calls: it holds the cache, and the proof that the model can verify trees. Calls of several threads
-    take turns; a call from inside a call, as from a logits processor, needs a generator of its own.
+    Reuse it for all calls: it holds the KV cache and the result of checking the model. Calls of several threads are
+    serialized; a nested call, as from a logits processor, needs its own generator.
     """
 
     def __init__(self, drafter: Drafter | Maker | None = None, *, seed: int | None = None) -> None:
-        """``drafter`` may be a function that makes one for a target; without any, this is plain decoding.
+        """``drafter`` is a drafter or a function that makes one for a target; None is plain decoding.
 
-        Without a ``seed``, each sampled answer takes its own from torch's generator, so that
-        ``torch.manual_seed`` reproduces a program and yet no two answers of it share their draws.
+        Without a ``seed``, each sampled answer draws a seed from torch's generator, so ``torch.manual_seed`` makes a
+        program reproducible.
         """
         self._make: Maker = drafter if callable(drafter) else lambda _: drafter or NoDraft()
         self._seed = seed
@@ -69,7 +69,7 @@ class Generator:
         self._target: Target | None = None
         self._drafter: Drafter = NoDraft()
         self.stats = Stats()
-        """What the last call took."""
+        """Statistics of the last call."""
 
     @classmethod
     def drafting(
@@ -80,7 +80,7 @@ class Generator:
         *,
         seed: int | None = None,
     ) -> Generator:
-        """One that drafts as ``hdtool generate`` does: by a method, from the stores that fit the tokenizer."""
+        """A generator that drafts as ``hdtool generate`` does: by a method, from the stores of the tokenizer."""
         config = decoding or DecodeConfig()
         stores = StoreSet.for_tokenizer(tokenizer, store_set or StoresConfig(), config.databases)
         return cls(lambda target: drafter_for(config, target, stores), seed=seed)
@@ -97,9 +97,9 @@ class Generator:
         seed: int | None = None,
         **model_arguments: Any,
     ) -> Generated:
-        """``generate`` calls this with all that it has prepared; ``seed`` may be given to it as well."""
+        """Called by ``generate``; ``seed`` can be passed through ``generate``."""
         refuse_by_configuration(model.config)
-        request = Request.of(
+        request = GenerateRequest.of(
             input_ids,
             generation_config,
             stopping_criteria,
@@ -109,26 +109,28 @@ class Generator:
         )
         streamer = streamer or _argument_of_generate("streamer")
         sampler = _Recorder(request, logits_processor, self._seed_for(request, seed), input_ids.device)
-        said: list[int] = []
-        with self._calls.held(), _borrowed(model):
-            stops = Stops((), stopping_criteria, sampler, sampler.device, lambda: sampler.scores_kept)
+        output: list[int] = []
+        with self._calls.held(), _prepared(model):
+            stops = Stops((), stopping_criteria, sampler, sampler.device, lambda: sampler.scores_recorded)
             for tokens in self._steps(model, request, sampler, stops):
-                said += tokens
+                output += tokens
                 if streamer is not None:
                     for token in tokens:
                         streamer.put(torch.tensor([token]))
         if streamer is not None:
             streamer.end()
-        sequences = torch.cat([input_ids, input_ids.new_tensor([said])], dim=-1)
+        sequences = torch.cat([input_ids, input_ids.new_tensor([output])], dim=-1)
         if not request.wants_details:
             return cast(torch.LongTensor, sequences)
         return GenerateDecoderOnlyOutput(
             sequences=cast(torch.LongTensor, sequences),
-            scores=cast(Any, sampler.scores_kept),
-            logits=cast(Any, sampler.logits_kept),
+            scores=cast(Any, sampler.scores_recorded),
+            logits=cast(Any, sampler.logits_recorded),
         )
 
-    def _steps(self, model: PreTrainedModel, request: Request, sampler: _Recorder, stops: Stops) -> Iterator[list[int]]:
+    def _steps(
+        self, model: PreTrainedModel, request: GenerateRequest, sampler: _Recorder, stops: Stops
+    ) -> Iterator[list[int]]:
         target = self._target_for(model)
         self.stats = Stats()
         steps = decode(target, request.prompt, sampler, max_new_tokens=request.most, stops=stops, drafter=self._drafter)
@@ -138,16 +140,20 @@ class Generator:
             warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
 
     def _target_for(self, model: PreTrainedModel) -> Target:
-        """The one of the last call, unless that was another model or the model has moved since."""
-        held = self._target
-        # Not model.device: that of offloaded weights is not the device that computes.
-        if held is None or held.model is not model or (held.device, held.dtype) != (device_of(model), model.dtype):
-            self._target = held = None  # its cache is freed before there is another
-            self._target = held = Target(model)
-            self._drafter = self._make(held)
-        return held
+        """The target of the last call, or a new one if the model, its device or its dtype changed."""
+        target = self._target
+        # Not model.device, which differs for offloaded weights.
+        if (
+            target is None
+            or target.model is not model
+            or (target.device, target.dtype) != (device_of(model), model.dtype)
+        ):
+            self._target = target = None  # frees the old cache first
+            self._target = target = Target(model)
+            self._drafter = self._make(target)
+        return target
 
-    def _seed_for(self, request: Request, seed: int | None) -> int:
+    def _seed_for(self, request: GenerateRequest, seed: int | None) -> int:
         given = seed if seed is not None else self._seed
         if given is None and request.draws:
             return int(torch.randint(2**63 - 1, ()))
@@ -155,16 +161,18 @@ class Generator:
 
 
 class _Recorder(Sampler):
-    """A sampler with ``generate``'s processors, which keeps the scores and logits that were asked for."""
+    """A sampler with the processors of ``generate`` that records scores and logits for its output object."""
 
-    def __init__(self, request: Request, processors: LogitsProcessorList, seed: int, device: torch.device) -> None:
-        # The processors have the temperature in them; 1 only says that there is something to draw.
+    def __init__(
+        self, request: GenerateRequest, processors: LogitsProcessorList, seed: int, device: torch.device
+    ) -> None:
+        # The processors apply the temperature; 1 only selects sampling.
         config = SamplingConfig(temperature=1.0 if request.draws else 0.0, seed=seed)
         super().__init__(config, request.prompt, processors=processors, padding=request.padding)
         self.device = device
-        """Where the prompt lies, and all that processors and criteria have of their own."""
-        self.scores_kept: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
-        self.logits_kept: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
+        """The device of the prompt, and of the tensors of processors and criteria."""
+        self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
+        self.logits_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
         self.only_argmax &= not (request.wants_scores or request.wants_logits)
 
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
@@ -172,16 +180,16 @@ class _Recorder(Sampler):
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         scores = self.scores(logits[row])
-        if self.logits_kept is not None:
-            self.logits_kept += (logits[row : row + 1].to(torch.float32, copy=True),)
-        if self.scores_kept is not None:
-            self.scores_kept += (scores[None],)
+        if self.logits_recorded is not None:
+            self.logits_recorded += (logits[row : row + 1].to(torch.float32, copy=True),)
+        if self.scores_recorded is not None:
+            self.scores_recorded += (scores[None],)
         return self.choose(scores)
 
 
 @contextmanager
-def _borrowed(model: PreTrainedModel) -> Iterator[None]:
-    """The model as a target needs it, given back as it was: which parts train, and how it attends."""
+def _prepared(model: PreTrainedModel) -> Iterator[None]:
+    """Set the model up for a target; restore its training mode and attention implementation at the end."""
     training = [module for module in model.modules() if module.training]
     attention = model.config._attn_implementation
     try:
@@ -196,7 +204,7 @@ def _borrowed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _is_synced(model: PreTrainedModel) -> bool:
-    """Whether other processes wait in each pass of the model: decided as ``generate`` decides it."""
+    """Whether other processes synchronize in each pass of the model, by the criterion of ``generate``."""
     asked = _argument_of_generate("synced_gpus")
     if asked is not None:
         return bool(asked)
@@ -205,9 +213,9 @@ def _is_synced(model: PreTrainedModel) -> bool:
 
 
 def _argument_of_generate(name: str) -> Any:
-    """What the ``generate`` around this call was given for ``name``.
+    """The value of an argument of the enclosing ``generate`` call.
 
-    transformers 5 does not hand ``streamer`` and ``synced_gpus`` on to a callable, though it has put the prompt into
+    transformers 5 does not pass ``streamer`` and ``synced_gpus`` to a callable, although it has put the prompt into
     the streamer, whose reader would wait forever. Both are local variables of that frame.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__

@@ -1,7 +1,7 @@
-"""How many threads torch computes with on a CPU: as many as are fastest, as measured.
+"""Chooses the number of CPU threads of torch by measurement.
 
-Threads that wait for each other on a busy machine, or for memory, make a pass slower than fewer of them would. Sums
-may come in another order with another number of them, so it is chosen once, before anything is said.
+On a busy machine, or if memory is the bottleneck, fewer threads can be faster. The number of threads can change the
+order of summation, so it is chosen once, before the first answer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
 
 NODES = (0, 15)
-"""Trees of these sizes stand for those of an answer."""
-TIMES, PATIENCE = 3, 0.02
-"""Each is timed so often, after a pass that wakes the threads up, or until so many seconds are over."""
-WORTH = 1.03
-"""Twice as many threads must be so much faster; else they are left to others."""
+"""Sizes of the trees that are timed."""
+REPEATS, PATIENCE = 3, 0.02
+"""Repetitions after a warm-up pass, and the seconds after which they stop."""
+MIN_SPEEDUP = 1.03
+"""Twice as many threads are used only if they are faster by this factor."""
 
 
-def settle_threads(target: Target, wanted: int | None = None) -> int:
-    """Compute with ``wanted`` threads, or as many as are fastest, at most those that torch has now; returns how many.
+def choose_threads(target: Target, wanted: int | None = None) -> int:
+    """Set the number of threads to ``wanted``, or to the fastest number up to torch's current one; return it.
 
-    Passes are timed with all of them, with half, and so on, until fewer are slower.
+    Passes are timed with all threads, with half, and so on, until fewer are slower.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)
@@ -36,24 +36,24 @@ def settle_threads(target: Target, wanted: int | None = None) -> int:
 
 def _fastest(target: Target, best: int) -> int:
     shortest = _seconds_with(best, target)
-    while best > 1 and (taken := _seconds_with(best // 2, target)) <= WORTH * shortest:
-        best, shortest = best // 2, min(shortest, taken)
+    while best > 1 and (seconds := _seconds_with(best // 2, target)) <= MIN_SPEEDUP * shortest:
+        best, shortest = best // 2, min(shortest, seconds)
     return best
 
 
 def _seconds_with(threads: int, target: Target) -> float:
-    """Of a pass of each size in turn: the mean, since what a busy machine costs is in the slow ones."""
+    """Mean seconds of one pass of each size; the mean includes the slow passes of a busy machine."""
     torch.set_num_threads(threads)
     target.prefill(some_context(4, target.config.vocab_size), max(NODES))
     target.commit([])
     trees = [DraftTree.of(0, [1] * size, [-1] * size) for size in NODES]
-    taken: list[float] = []
+    seconds: list[float] = []
     began = time.perf_counter()
-    for turn in range(TIMES + 1):
+    for repeat in range(REPEATS + 1):
         before = target.seconds_in_model
         for tree in trees:
             target.verify(tree)
-        taken.append(target.seconds_in_model - before)
-        if turn and time.perf_counter() - began > PATIENCE:
+        seconds.append(target.seconds_in_model - before)
+        if repeat and time.perf_counter() - began > PATIENCE:
             break
-    return fmean(taken[1:])
+    return fmean(seconds[1:])

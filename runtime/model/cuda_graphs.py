@@ -1,4 +1,4 @@
-"""How a step whose shapes never change is repeated: as a CUDA graph, or by calling it again."""
+"""Capture and replay of steps with fixed shapes, as CUDA graphs or as plain calls."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Protocol
 import torch
 
 WARM_UPS = 2
-"""Runs before a capture: libraries set themselves up in the first one, which a graph cannot record."""
+"""Runs before a capture: lazy initialization of libraries cannot be captured."""
 
 Run = Callable[[], None]
 
 
 class Capture(Protocol):
-    """Records runs, so that they can be repeated on the same tensors."""
+    """Captures runs so that they can be replayed on the same tensors."""
 
     def record(self, run: Run) -> Run:
-        """What repeats ``run``; on the way there it may run any number of times."""
+        """Return a function that replays ``run``; capturing may call ``run`` any number of times."""
         ...
 
     def forget(self) -> None:
-        """Hear that nothing recorded so far will be repeated again."""
+        """Release what was captured so far; it is not replayed again."""
         ...
 
 
 class Direct:
-    """Nothing is recorded: the same shapes and the same tensors on any device, which is what tests ask for."""
+    """Calls the function itself: the same shapes and tensors on any device, for tests."""
 
     def record(self, run: Run) -> Run:
         return run
@@ -36,9 +36,9 @@ class Direct:
 
 
 class CudaGraphs:
-    """Graphs that share one pool of memory, so that all of them take little more than the largest alone.
+    """CUDA graphs that share one memory pool, which is little larger than that of the largest graph.
 
-    That works because nothing that a run leaves in the pool is read after another has begun.
+    Sharing is safe because nothing in the pool is read after the next replay has started.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,16 +60,16 @@ class CudaGraphs:
         return graph.replay
 
     def forget(self) -> None:
-        # A pool ends with the last of its graphs, and its handle with it.
+        # A pool and its handle end with the last of its graphs.
         self._pool = torch.cuda.graph_pool_handle()
 
 
 CaptureMaker = Callable[[torch.device], Capture | None]
-"""None where steps are not recorded, and their shapes follow the tree."""
+"""Makes a Capture for a device; None if steps are not captured and have the shape of their tree."""
 
 
 def by_device(device: torch.device) -> Capture | None:
-    """Graphs where there are some; elsewhere the fewest numbers to compute are the fastest."""
+    """CUDA graphs on CUDA devices; elsewhere steps without padding are faster."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 

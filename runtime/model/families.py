@@ -1,4 +1,4 @@
-"""Which models can verify a tree of drafts, and why the others cannot."""
+"""Model families: checks whether a model can verify a draft tree, and the reasons for a refusal."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 READABLE_LAYERS = (FULL, "sliding_attention", "chunked_attention")
 POSITIONS_BY_DISTANCE = ("bloom", "mpt")
-"""Families that put the distance between tokens into the attention themselves (ALiBi)."""
+"""Families with ALiBi, which compute distances from the order of tokens."""
 
 HIGH_PRECISION_TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 0.1
-"""How far tree logits may lie from plain ones, in standard deviations of the logits. Where a model
-ignores the mask or the positions, its logits are off by tenths of one, and at most nodes."""
+"""Allowed distance of tree logits from plain ones, in standard deviations of the logits. If a model ignores the mask
+or the positions, its logits differ by tenths of a standard deviation at most nodes."""
 
 
 def refuse_by_configuration(config: Any) -> None:
-    """Raise for kinds of models that cannot work, before their weights are loaded."""
+    """Raise for unsupported configurations, before weights are loaded."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(kind, "is an encoder-decoder: hdtool drafts for decoder-only models")
@@ -37,7 +37,7 @@ def refuse_by_configuration(config: Any) -> None:
 
 
 def refuse_by_class(model: PreTrainedModel) -> None:
-    """Raise for models whose code shows that they cannot work."""
+    """Raise for model classes that lack what tree verification needs."""
     kind = model.config.model_type
     if getattr(model, "_is_stateful", False):
         raise _refusal(kind, "keeps a recurrent state, which cannot step back from a rejected draft")
@@ -52,28 +52,28 @@ def refuse_by_class(model: PreTrainedModel) -> None:
 
 
 def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, rounding: float | None = None) -> None:
-    """Raise if a model did not give the nodes of a tree the logits of their plain paths."""
-    if distance := strays(of_tree, plain, rounding):
+    """Raise if the logits of a tree's nodes differ from those of their plain paths."""
+    if distance := deviation(of_tree, plain, rounding):
         raise _refusal(kind, f"does not follow tree masks and position ids (its logits are off by {distance})")
 
 
-def strays(found: torch.Tensor, expected: torch.Tensor, rounding: float | None = None) -> str:
-    """How far logits lie from those expected, if that is more than rounding explains, else nothing.
+def deviation(found: torch.Tensor, expected: torch.Tensor, rounding: float | None = None) -> str:
+    """The distance of logits from those expected if rounding does not explain it, else an empty string.
 
-    Quantised layers round more than the type of the logits tells; ``rounding`` is what was measured of them.
+    Quantised layers round more than their dtype suggests; ``rounding`` is the measured error.
 
-    Judged at the median node: a mixture of experts in low precision may send a single token to
-    another expert and still be right, but a model that ignores masks is wrong nearly everywhere.
+    The median node decides: in low precision a mixture of experts may route a single token to another expert and
+    still be correct, but a model that ignores masks is wrong at nearly all nodes.
     """
     precise = expected.dtype in (torch.float32, torch.float64) and rounding is None
     tolerance = HIGH_PRECISION_TOLERANCE if precise else LOW_PRECISION_TOLERANCE
-    distance = apart(found, expected).median().item()
-    # Each of the two may be off by as much, in opposite directions.
+    distance = distances(found, expected).median().item()
+    # Both may be off by as much, in opposite directions.
     return "" if distance <= max(tolerance, 2 * (rounding or 0)) else f"{distance:.2g} sigma"
 
 
-def apart(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """How far the logits of each row are, in standard deviations."""
+def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The distance of each row of logits, in standard deviations."""
     scale = expected.float().std(dim=-1).clamp_min(1e-12)
     return (found.float() - expected.float()).abs().amax(dim=-1) / scale
 
@@ -83,10 +83,10 @@ def _refusal(kind: str, reason: str) -> FamilyError:
 
 
 def context_limit(config: Any, prompt_length: int) -> int | None:
-    """The longest context that the model takes, in tokens; None where it has no end.
+    """The model's maximum context length in tokens; None if it has none.
 
-    LongRoPE models turn all positions differently once the context outgrows a first length, which
-    rewrites the past; a conversation stays on the side of that switch where its prompt is.
+    LongRoPE models switch to other rotary factors for all positions beyond a first length, which invalidates the KV
+    cache, so an answer may not cross that length.
     """
     text = config.get_text_config(decoder=True)
     longest: int | None = getattr(text, "max_position_embeddings", None)

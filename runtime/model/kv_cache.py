@@ -1,7 +1,7 @@
-"""The target's memory: keys and values of all layers in one static tensor.
+"""The static KV cache: keys and values of all layers in one preallocated tensor.
 
-Rows of the accepted context lie first, rows of the tree under check right behind them. Keeping a
-path is one gather over all layers; rejected rows are simply overwritten by the next step.
+Positions of the accepted context come first, positions of the tree being verified right after them. Committing a
+path is one gather over all layers; rejected positions are overwritten by the next step.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 GROWTH = 64
-"""Capacities are multiples of this, so that conversations of similar length share a cache."""
+"""Capacities are multiples of this, so that answers of similar length reuse a cache."""
 
 
 @dataclass(frozen=True)
-class RowShape:
-    """What one layer stores for one token, as keys or as values."""
+class HeadShape:
+    """Shape, dtype and device of the keys, or of the values, of one layer."""
 
     heads: int
     width: int
@@ -27,27 +27,27 @@ class RowShape:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> RowShape:
+    def of(cls, tensor: torch.Tensor) -> HeadShape:
         return cls(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
 
 
-LayerShape = tuple[RowShape, RowShape] | None
-"""Shapes of a layer's keys and values; None where a layer stores nothing (it shares another's)."""
+LayerShape = tuple[HeadShape, HeadShape] | None
+"""Shapes of a layer's keys and values; None if it shares those of another layer."""
 
 
 def layer_shapes(used: DynamicCache) -> list[LayerShape]:
-    """Read off the cache that the model's own library filled in a forward pass."""
+    """The shapes of each layer, from a ``transformers`` cache that a forward pass filled."""
     shapes: list[LayerShape] = []
     for layer in used.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        shapes.append(None if keys is None or values is None else (RowShape.of(keys), RowShape.of(values)))
+        shapes.append(None if keys is None or values is None else (HeadShape.of(keys), HeadShape.of(values)))
     return shapes
 
 
 class StaticLayer(CacheLayerMixin):
-    """One layer's window on the shared tensor, as the model's library wants to see it."""
+    """One layer's view of the shared tensor, in the interface of ``transformers``."""
 
-    is_sliding = False  # old rows stay; sliding windows are applied in the masks
+    is_sliding = False  # old positions are kept; sliding windows are part of the masks
     supports_early_init = False
 
     def __init__(self, cache: StaticKVCache | SlotKVCache | IndexedKVCache, index: int) -> None:
@@ -56,7 +56,7 @@ class StaticLayer(CacheLayerMixin):
         self._index = index
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        raise AssertionError("the rows are laid out before the first forward pass")
+        raise AssertionError("the cache is allocated before the first forward pass")
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -77,10 +77,10 @@ Views = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Memory:
-    """One tensor ``[keys and values of all layers, batch, heads, rows, width]``, and each layer's views on it.
+class KVTensors:
+    """One tensor ``[keys and values of all layers, batch, heads, positions, width]``, and each layer's views of it.
 
-    Models whose layers differ in shape, or live on several devices, get one tensor for each shape.
+    Models whose layers differ in shape or device have one tensor for each.
     """
 
     tensors: list[torch.Tensor]
@@ -88,7 +88,7 @@ class Memory:
     capacity: int
 
     @classmethod
-    def for_layers(cls, shapes: Sequence[LayerShape], capacity: int, batch: int = 1) -> Memory:
+    def for_layers(cls, shapes: Sequence[LayerShape], capacity: int, batch: int = 1) -> KVTensors:
         capacity = -(-capacity // GROWTH) * GROWTH
         rows = [shape for layer in shapes if layer for shape in layer]
         tensors = {
@@ -102,14 +102,14 @@ class Memory:
         views = [(next(free[layer[0]]), next(free[layer[1]])) if layer else (nothing, nothing) for layer in shapes]
         return cls(list(tensors.values()), views, capacity)
 
-    def of_slot(self, slot: int) -> Memory:
-        """The part of one conversation of the batch."""
+    def of_slot(self, slot: int) -> KVTensors:
+        """The views of one batch slot."""
 
         def part(view: torch.Tensor) -> torch.Tensor:
             return view.narrow(0, slot, 1) if view.numel() else view
 
         views = [(part(keys), part(values)) for keys, values in self.layers]
-        return Memory([tensor.narrow(1, slot, 1) for tensor in self.tensors], views, self.capacity)
+        return KVTensors([tensor.narrow(1, slot, 1) for tensor in self.tensors], views, self.capacity)
 
     @property
     def nbytes(self) -> int:
@@ -117,34 +117,34 @@ class Memory:
 
 
 class StaticKVCache(Cache):
-    """The ``transformers`` cache of one conversation, over memory that is laid out once."""
+    """The ``transformers`` cache of one sequence, in preallocated tensors."""
 
-    def __init__(self, memory: Memory) -> None:
-        super().__init__(layers=[StaticLayer(self, index) for index in range(len(memory.layers))])
-        self.memory = memory
+    def __init__(self, storage: KVTensors) -> None:
+        super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
+        self.storage = storage
         self.length = 0
-        """Rows of accepted tokens; whatever lies behind them is not part of the context."""
+        """Positions of accepted tokens; later positions are not part of the context."""
         self.used = 0
-        """No row from here on was ever written."""
+        """Positions from here on were never written."""
 
     @property
     def capacity(self) -> int:
-        return self.memory.capacity
+        return self.storage.capacity
 
-    def clear_from(self, row: int) -> None:
-        """Zero what earlier passes left from ``row`` on.
+    def clear_from(self, position: int) -> None:
+        """Zero what earlier passes wrote from ``position`` on.
 
-        A mask hides such rows only if they are finite: attention multiplies them by 0, and 0 times NaN is NaN.
+        A mask hides these values only if they are finite: attention multiplies them by 0, and 0 times NaN is NaN.
         """
-        if self.used > row:
-            for tensor in self.memory.tensors:
-                tensor.narrow(3, row, min(self.used, self.capacity) - row).zero_()
-            self.used = row
+        if self.used > position:
+            for tensor in self.storage.tensors:
+                tensor.narrow(3, position, min(self.used, self.capacity) - position).zero_()
+            self.used = position
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Views:
-        keys, values = self.memory.layers[layer_idx]
+        keys, values = self.storage.layers[layer_idx]
         new = key_states.shape[2]
         end = self.length + new
         self.used = max(self.used, end)
@@ -153,73 +153,73 @@ class StaticKVCache(Cache):
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def commit(self, fixed: int, path: Sequence[int]) -> None:
-        """Accept the first ``fixed`` new rows and, behind them, those at ``path`` (offsets past ``fixed``)."""
+        """Accept the first ``fixed`` new positions, then those at ``path``, given as offsets from there."""
         start = self.length + fixed
         if must_move(path):
             self.move(start, path)
         self.length = start + len(path)
 
     def move(self, start: int, path: Sequence[int]) -> None:
-        """Put the rows at ``path``, counted from ``start``, there one after another."""
+        """Move the positions ``start + path`` to ``start`` and after."""
         rows = [start + offset for offset in path]
-        for tensor in self.memory.tensors:
+        for tensor in self.storage.tensors:
             chosen = tensor.index_select(3, torch.tensor(rows, device=tensor.device))
             tensor.narrow(3, start, len(path)).copy_(chosen)
 
     def copy_from(self, other: StaticKVCache) -> None:
-        """Become another conversation, of the same memory or of one that was too small."""
+        """Copy another sequence, of the same batch or of a smaller cache."""
         self.length = other.length
-        for mine, theirs in zip(self.memory.tensors, other.memory.tensors, strict=True):
+        for mine, theirs in zip(self.storage.tensors, other.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
         self.used = max(self.used, self.length)
         self.clear_from(self.length)
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Whether the rows of a path lie elsewhere than where they are kept."""
+    """Whether the positions of a path are not contiguous yet."""
     return any(offset != place for place, offset in enumerate(path))
 
 
 class IndexedKVCache(Cache):
-    """The cache of a step whose shapes never change.
+    """The cache of a step with fixed shapes.
 
-    New rows are written where a tensor says, and ``extent`` rows are read whatever the length: what
-    lies behind the context is hidden by the mask.
+    The indices of new positions are in a device tensor, and ``extent`` positions are read whatever the length: the
+    mask hides those after the context.
     """
 
-    def __init__(self, memory: Memory, places: torch.Tensor, extent: int) -> None:
-        super().__init__(layers=[StaticLayer(self, index) for index in range(len(memory.layers))])
-        self.capacity = memory.capacity
-        self.length = 0  # known to the device alone; whatever asks shall not take one step's length for every step's
-        self._memory, self._places, self._extent = memory, places, extent
+    def __init__(self, storage: KVTensors, indices: torch.Tensor, extent: int) -> None:
+        super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
+        self.capacity = storage.capacity
+        self.length = 0  # known on the device only, since a captured step runs at different lengths
+        self._storage, self._indices, self._extent = storage, indices, extent
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Views:
-        keys, values = self._memory.layers[layer_idx]
-        keys.index_copy_(2, self._places, key_states)
-        values.index_copy_(2, self._places, value_states)
+        keys, values = self._storage.layers[layer_idx]
+        keys.index_copy_(2, self._indices, key_states)
+        values.index_copy_(2, self._indices, value_states)
         return keys.narrow(2, 0, self._extent), values.narrow(2, 0, self._extent)
 
 
 class SlotKVCache(Cache):
-    """The cache of several conversations at once: row by row of a batch, each behind its own context."""
+    """The cache of a batch, whose slots have contexts of different lengths."""
 
-    def __init__(self, memory: Memory, lengths: Sequence[int], rows: int) -> None:
-        """``rows`` are new in each of the first conversations of ``memory``, behind ``lengths`` old ones."""
-        super().__init__(layers=[StaticLayer(self, index) for index in range(len(memory.layers))])
-        self.capacity = memory.capacity
+    def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
+        """Each of the first slots gets ``new`` positions after ``lengths`` old ones."""
+        super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
+        self.capacity = storage.capacity
         self.length = max(lengths)
-        self._memory = memory
+        self._storage = storage
         self._slots = torch.arange(len(lengths))[:, None]
-        self._places = torch.tensor(lengths)[:, None] + torch.arange(rows)
+        self._indices = torch.tensor(lengths)[:, None] + torch.arange(new)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Views:
-        keys, values = self._memory.layers[layer_idx]
+        keys, values = self._storage.layers[layer_idx]
         end = self.length + key_states.shape[2]
         for rows, new in ((keys, key_states), (values, value_states)):
-            slots, places = self._slots.to(rows.device), self._places.to(rows.device)
-            rows[slots, :, places] = new.transpose(1, 2)
+            slots, indices = self._slots.to(rows.device), self._indices.to(rows.device)
+            rows[slots, :, indices] = new.transpose(1, 2)
         return keys[: len(self._slots), :, :end], values[: len(self._slots), :, :end]

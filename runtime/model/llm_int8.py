@@ -1,4 +1,4 @@
-"""LLM.int8() row by row: what is drafted beside a token does not decide how that token is rounded."""
+"""LLM.int8() (Dettmers et al., 2022) row by row, so that drafts do not affect the rounding of other tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn import Module
 
 
 class RowByRow:
-    """Lets the 8-bit layers of bitsandbytes compute each row of a pass as if it were alone.
+    """Makes the 8-bit layers of bitsandbytes compute each row of a pass as if it were alone.
 
-    LLM.int8() multiplies a column of its input unrounded as soon as one row of the pass has an outlier there, so the
-    drafts of a tree would decide how their neighbours are rounded. Alone, a row has its own outliers unrounded and
-    nothing else. So they are taken out before the layer, which then sees none, and their part is added behind it.
+    LLM.int8() multiplies an input column in higher precision if any row of the pass has an outlier there, so drafts
+    would affect the rounding of other rows. A row alone has only its own outliers in higher precision. So outliers
+    are removed before the layer, and their contribution is added to its output.
     """
 
     def __init__(self, model: Module) -> None:
@@ -28,17 +28,17 @@ class RowByRow:
 
     @property
     def reason(self) -> str:
-        """Why steps cannot be recorded, if there are such layers."""
+        """Why steps cannot be captured, if the model has such layers."""
         return "its 8-bit layers look for outliers in each pass" if self.layers else ""
 
     def release(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Elsewhere, as for prompts, the layers are left to what ``generate`` would have of them."""
+        """Enable it within the context; outside, as for prompts, layers compute as in ``generate``."""
         self._on = True
         try:
             yield
@@ -50,7 +50,7 @@ class RowByRow:
         rows = given[0]
         if not self._on or rows.numel() == rows.shape[-1]:
             return None
-        outliers = rows.to(torch.float16).abs() >= layer.state.threshold  # as the layer itself finds them
+        outliers = rows.to(torch.float16).abs() >= layer.state.threshold  # the criterion of the layer itself
         if not outliers.any():
             return None
         self._taken_out = rows.masked_fill(~outliers, 0)
@@ -66,5 +66,5 @@ class RowByRow:
 
 
 def _looks_for_outliers(layer: Any) -> bool:
-    library = sys.modules.get("bitsandbytes")  # who has such layers has loaded it
+    library = sys.modules.get("bitsandbytes")  # loaded if the model has such layers
     return library is not None and isinstance(layer, library.nn.Linear8bitLt) and layer.state.threshold > 0

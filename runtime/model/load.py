@@ -1,4 +1,4 @@
-"""From a name to a target and its tokenizer; every way this can fail says what to do."""
+"""Loading: from a folder or hub name to a target and its tokenizer; errors state what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import require_accelerate
 from hdtool.runtime.model.quantization import library_of, quantisation, require_libraries
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_plan, leader
+from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
 from hdtool.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
-"""Any of them can tell what the tokenizer is."""
+"""A folder with any of these can hold a tokenizer."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to answer."""
+    """A loaded target with its tokenizer."""
 
     name: str
     target: Target
@@ -46,7 +46,7 @@ class Loaded:
     def sampler(
         self, config: SamplingConfig, prompt: Sequence[int], *, max_new_tokens: int
     ) -> tuple[Sampler, Container[int]]:
-        """A sampler and the stops of an answer, by the settings that ``generate`` would use."""
+        """The sampler and the stops of an answer, by the settings that ``generate`` would use."""
         room, _ = room_for(self.target, prompt, max_new_tokens)
         model = self.target.model
         return sampler_as_generate(model, self.tokenizer, config, prompt, max_new_tokens=room, ends=self.stops)
@@ -59,17 +59,17 @@ class Loaded:
 
 def load(config: ModelConfig) -> Loaded:
     """The model and tokenizer of a folder or a hub name; the embedded demo when no name is given."""
-    name = _place(config.model)
+    name = _location(config.model)
     device = pick_device(config.device)
     settings = _settings(config)
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
-    if ranks := leader():
-        target = _led(config, settings, ranks)
+    if group := leader():
+        target = _leading_target(config, settings, group)
     elif config.device_map:
         require_accelerate("device-map")
-        spread = _weights(config, settings, device, device_map=config.device_map)
-        target = _attempt(name, f"with device map {config.device_map}", lambda: Target(spread))
+        placed = _weights(config, settings, device, device_map=config.device_map)
+        target = _attempt(name, f"with device map {config.device_map}", lambda: Target(placed))
     else:
         model = _on_one_device(config, settings, device)
         if device.type == "cpu":
@@ -79,26 +79,26 @@ def load(config: ModelConfig) -> Loaded:
 
 
 def load_part(config: ModelConfig) -> Target:
-    """The part of a model that belongs to one of several processes; all of them load theirs at once."""
+    """The shard of a model for one of several processes; all processes load at the same time."""
     return _attempt(
-        _place(config.model), "a part of it", lambda: Target(_cut_weights(config, _settings(config)), never)
+        _location(config.model), "a part of it", lambda: Target(_sharded_weights(config, _settings(config)), never)
     )
 
 
-def _led(config: ModelConfig, settings: Any, ranks: ProcessGroup) -> Target:
+def _leading_target(config: ModelConfig, settings: Any, group: ProcessGroup) -> Target:
     name = config.model or demo.NAME
-    if config.quantise:
-        raise OptionError("quantise is for one process, and torchrun started several: leave it out")
+    if config.quantization:
+        raise OptionError("--quantization works in one process only, and torchrun started several: leave it out")
     if config.device_map:
         raise OptionError("device-map is for one process, and torchrun started several: leave it out")
     check_device(config.device)
-    check_plan(settings, name, ranks.size)
+    check_sharding(settings, name, group.size)
     require_accelerate("torchrun")
-    ranks.broadcast("load", config)
-    return _attempt(name, "a part of it", lambda: LeadingTarget(_cut_weights(config, settings), ranks))
+    group.broadcast("load", config)
+    return _attempt(name, "a part of it", lambda: LeadingTarget(_sharded_weights(config, settings), group))
 
 
-def _cut_weights(config: ModelConfig, settings: Any) -> Any:
+def _sharded_weights(config: ModelConfig, settings: Any) -> Any:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     parts = DistributedConfig(tp_size=torch.distributed.get_world_size())
@@ -106,23 +106,23 @@ def _cut_weights(config: ModelConfig, settings: Any) -> Any:
 
 
 def load_stock(config: ModelConfig) -> PreTrainedModel:
-    """A model as its users load it, for what is compared with ours: no weight is laid out anew."""
+    """The unmodified model, for comparisons."""
     model: PreTrainedModel = _on_one_device(config, _settings(config), pick_device(config.device))
     model.eval()
     return model
 
 
 def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> Any:
-    if config.quantise or library_of(settings):
-        # There from the start: libraries pack weights for the device that they find them on.
+    if config.quantization or library_of(settings):
+        # Loaded onto the device directly: libraries pack weights for the device.
         return _weights(config, settings, device, device_map={"": str(device)})
     model = _weights(config, settings, device)
-    return _attempt(_place(config.model), f"on {device}", lambda: model.to(device))
+    return _attempt(_location(config.model), f"on {device}", lambda: model.to(device))
 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """A model's tokenizer alone, for what is built or looked up without the model."""
-    name = _place(config.model, TOKENIZER_FILES)
+    """A model's tokenizer, without the model."""
+    name = _location(config.model, TOKENIZER_FILES)
     tokenizer: PreTrainedTokenizerBase = _attempt(
         name,
         "its tokenizer",
@@ -132,10 +132,10 @@ def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrain
 
 
 def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a model's answers, as far as they can be told without the model."""
-    name = _place(config.model, TOKENIZER_FILES)
+    """The tokens that end a model's answers, from its configuration files."""
+    name = _location(config.model, TOKENIZER_FILES)
     ends = None
-    for kind in (AutoConfig, GenerationConfig):  # what the second one says counts
+    for kind in (AutoConfig, GenerationConfig):  # the second one takes precedence
         with suppress(OSError, ValueError):
             settings = kind.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             found = getattr(settings, "eos_token_id", None)
@@ -150,30 +150,30 @@ def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase)
 
 
 def _settings(config: ModelConfig) -> Any:
-    name, trust = _place(config.model), config.trust_remote_code
+    name, trust = _location(config.model), config.trust_remote_code
     return _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, trust_remote_code=trust))
 
 
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
-    name, dtype = _place(config.model), pick_dtype(config.dtype, device)
+    name, dtype = _location(config.model), pick_dtype(config.dtype, device)
     options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
-    quantised = bool(config.quantise or library_of(settings))
+    quantised = bool(config.quantization or library_of(settings))
     if quantised:
-        require_libraries(config.model or demo.NAME, settings, config.quantise)
-    if quantise := config.quantise:
+        require_libraries(config.model or demo.NAME, settings, config.quantization)
+    if scheme := config.quantization:
         computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
-        options["quantization_config"] = _attempt(name, "quantised", lambda: quantisation(quantise, computed))
-    model = _attempt(name, "its weights", lambda: _whole_model(name, **options))
+        options["quantization_config"] = _attempt(name, "quantised", lambda: quantisation(scheme, computed))
+    model = _attempt(name, "its weights", lambda: _complete_model(name, **options))
     if config.generation_config:
         model.generation_config = generation_settings(config.generation_config, model.generation_config)
     if quantised and config.dtype != "auto" and model.dtype != dtype:
-        said = str(model.dtype).removeprefix("torch.")
-        print(f"note: {name} is quantised and computes in {said}, whatever dtype says", file=sys.stderr)
+        computed_in = str(model.dtype).removeprefix("torch.")
+        print(f"note: {name} is quantised and computes in {computed_in}: --dtype has no effect", file=sys.stderr)
     return model
 
 
-def _whole_model(name: str, **options: Any) -> Any:
-    """The model with all its weights; the library alone would fill gaps with random ones and a note."""
+def _complete_model(name: str, **options: Any) -> Any:
+    """The model; raise if the checkpoint lacks weights, which the library would initialize at random."""
     model, report = cast(
         tuple[Any, dict[str, Any]],
         AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options),
@@ -196,16 +196,16 @@ def pick_device(wanted: str) -> torch.device:
         raise OptionError(f"device is {wanted!r}: expected auto, cpu, cuda, cuda:N or mps") from None
     available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= available.get(device.type, 0):
-        raise OptionError(f"device {wanted!r} is not there: torch {torch.__version__} sees {_seen(available)}")
+        raise OptionError(f"device {wanted!r} is not there: torch {torch.__version__} sees {_listed(available)}")
     return device
 
 
-def _seen(available: dict[str, int]) -> str:
+def _listed(available: dict[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in available.items() if count)
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
-    """float32 on CPUs, where it is the fast and exact one; the checkpoint's own type elsewhere."""
+    """For auto: float32 on CPUs, where it is fastest and exact; the checkpoint's dtype elsewhere."""
     if wanted == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     dtype = getattr(torch, wanted)
@@ -213,8 +213,8 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
     return dtype
 
 
-def _place(name: str | None, needed: tuple[str, ...] = ("config.json",)) -> str:
-    """The folder or hub name to load from; a path that can hold no model is told apart here."""
+def _location(name: str | None, needed: tuple[str, ...] = ("config.json",)) -> str:
+    """The folder or hub name to load from; raise for paths that cannot hold a model."""
     if name is None:
         return str(demo.MODEL)
     path = Path(name).expanduser()
@@ -230,7 +230,7 @@ def _place(name: str | None, needed: tuple[str, ...] = ("config.json",)) -> str:
 
 
 def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
-    """Run a loading step; whatever its libraries raise becomes one line."""
+    """Run a loading step; convert errors of the libraries to a ModelError of one line."""
     try:
         return action()
     except HdtoolError:
@@ -242,7 +242,7 @@ def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
 
 
 def _reason(error: Exception, name: str) -> str:
-    """The first sentence of a library's error, or what it usually means."""
+    """The first sentence of a library's error, or its usual cause."""
     text = " ".join(str(error).split())
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"

@@ -1,4 +1,4 @@
-"""Where a model's weights lie: on one device, on several, or partly elsewhere until they are needed."""
+"""Placement of a model's weights: one device, several devices, or offloaded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where the model reads its input. Weights that are loaded when needed lie nowhere; their hook knows."""
+    """The device of the model's input; for offloaded weights it is the execution device of their hook."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-    told = getattr(hook, "execution_device", None)
-    return model.device if told is None else torch.device(told)
+    execution = getattr(hook, "execution_device", None)
+    return model.device if execution is None else torch.device(execution)
 
 
 def scattered(model: PreTrainedModel) -> str:
-    """How the weights lie if not all on one device, else nothing."""
+    """Why the weights are not all on one device; empty if they are."""
     places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
     if torch.device("meta") in places:
         return "some of its weights are loaded only when they are needed"
@@ -31,7 +31,7 @@ def scattered(model: PreTrainedModel) -> str:
     return ""
 
 
-def require_accelerate(whose: str) -> None:
-    """The library that transformers places weights with, which only those need who have several places."""
+def require_accelerate(feature: str) -> None:
+    """Raise if accelerate, which transformers needs to place weights, is not installed."""
     if not find_spec("accelerate"):
-        raise ModelError(f'{whose} needs accelerate, which is not installed: pip install "hdtool[gpus]"')
+        raise ModelError(f'{feature} needs accelerate, which is not installed: pip install "hdtool[gpus]"')

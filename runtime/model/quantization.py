@@ -1,4 +1,4 @@
-"""How weights are or become quantised, and the libraries that this takes."""
+"""Quantization of weights: the scheme of a checkpoint or of loading, and the libraries it needs."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
-"""Those that quantise on loading; checkpoints name theirs."""
+"""Libraries for quantization on loading; checkpoints name their own."""
 
 
 def library_of(settings: Any) -> str:
-    """What the weights of a checkpoint were quantised with, by its configuration; nothing if they were not."""
+    """The library that quantised a checkpoint, from its configuration; empty if none did."""
     for part in (settings, settings.get_text_config(decoder=True)):
-        told: Any = getattr(part, "quantization_config", None)
-        if told is not None:
-            told = told if isinstance(told, dict) else told.to_dict()
-            method = told.get("quant_method") or "bitsandbytes"  # old ones say load_in_8bit alone
+        found: Any = getattr(part, "quantization_config", None)
+        if found is not None:
+            found = found if isinstance(found, dict) else found.to_dict()
+            method = found.get("quant_method") or "bitsandbytes"  # old ones say load_in_8bit alone
             return str(getattr(method, "value", method))
     return ""
 
 
-def require_libraries(name: str, settings: Any, quantise: str | None) -> None:
-    """Refuse what cannot be quantised, or loaded as it is quantised, before anything is read."""
+def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
+    """Raise if a quantization cannot be applied or loaded, before weights are read."""
     saved = library_of(settings)
-    if quantise and saved:
-        raise OptionError(f"quantise is {quantise}, but {name} is quantised already, with {saved}: leave it out")
-    library = LIBRARIES[quantise] if quantise else saved
+    if scheme and saved:
+        raise OptionError(f"{name} is quantized already, with {saved}: leave out --quantization {scheme}")
+    library = LIBRARIES[scheme] if scheme else saved
     needed = [library, "accelerate"] if library in LIBRARIES.values() else ["accelerate"]
     if lacking := [each for each in needed if not find_spec(each)]:
-        what = f"quantise {quantise}" if quantise else f"{name}, which is quantised with {saved},"
+        what = f"--quantization {scheme}" if scheme else f"{name}, which is quantised with {saved},"
         raise ModelError(f'{what} needs {" and ".join(lacking)}, not installed here: pip install "hdtool[quantised]"')
 
 
-def quantisation(quantise: str, dtype: torch.dtype) -> QuantizationConfigMixin:
-    """As transformers takes it: weights alone, which leaves each row of a pass to itself."""
+def quantisation(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
+    """The configuration for transformers: weight-only schemes, which keep the rows of a pass independent."""
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
-    if quantise == "nf4":
+    if scheme == "nf4":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     from torchao.quantization import Int8WeightOnlyConfig
 

@@ -1,7 +1,7 @@
-"""Steps of fixed shape, each recorded once and then repeated.
+"""Steps with fixed shapes, each captured once (as a CUDA graph) and then replayed.
 
-A step moves the rows that the last one kept, reads a tree and says what is likeliest after each of its
-nodes. There is one for each size of trees and each extent of the cache that is read.
+A step moves the cache positions of the last accepted path, verifies a tree and computes the arg-max at each of its
+nodes. There is one captured step for each tree size and each extent of the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hdtool.runtime.budget.node_budget import PASS_SIZES
 from hdtool.runtime.kernels.topk import Logits
 from hdtool.runtime.model.attention_masks import AttentionWindow, device_mask
 from hdtool.runtime.model.cuda_graphs import Capture, Run
-from hdtool.runtime.model.kv_cache import IndexedKVCache, Memory, StaticKVCache, must_move
+from hdtool.runtime.model.kv_cache import IndexedKVCache, KVTensors, StaticKVCache, must_move
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHORTEST_EXTENT = 512
-"""Rows of the cache that are read at least; longer extents are its doubles."""
+"""The smallest number of cache positions read; larger extents are this times a power of two."""
 
 
 class StaticSteps:
-    """The steps of one model, over the memory of one conversation after another."""
+    """The captured steps of one model."""
 
     def __init__(
         self,
@@ -41,69 +41,69 @@ class StaticSteps:
     ) -> None:
         """``vocabulary`` and ``dtype`` are those of the logits."""
         device = device_of(model)
-        self._model, self._reaches, self._capture, self._device = model, windows, capture, device
+        self._model, self._windows, self._capture, self._device = model, windows, capture, device
         self._input = StepInput(device)
         rows = LARGEST_TREE + 1
         self._logits = torch.zeros((rows, vocabulary), dtype=dtype, device=device)
         self._argmax = torch.zeros((2, rows), dtype=torch.int64, device=device)
         """The arg-max of each row, and whether that logit is finite: both go to the host in one copy."""
-        self._said = torch.zeros((2, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._memory: Memory | None = None
+        self._host_argmax = torch.zeros((2, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._storage: KVTensors | None = None
         self._steps: dict[tuple[int, int], Run] = {}
         self._moves: tuple[int, Sequence[int]] | None = None
-        self._seen: Callable[[], torch.Tensor] | None = None
+        self._get_hidden: Callable[[], torch.Tensor] | None = None
         self._hidden = self._logits[:0]
 
-    def watch(self, seen: Callable[[], torch.Tensor]) -> None:
-        """Keep the hidden states of each step too; ``seen`` are those of a pass of the model that has just been."""
-        like = seen()
+    def watch(self, get_hidden: Callable[[], torch.Tensor]) -> None:
+        """Also copy the hidden states of each step; ``get_hidden`` returns those of the latest pass."""
+        like = get_hidden()
         self._hidden = like.new_zeros((LARGEST_TREE + 1, like.shape[1]))
-        self._seen = seen
+        self._get_hidden = get_hidden
         self._steps.clear()
         self._capture.forget()
 
     def hidden(self, used: int) -> torch.Tensor:
-        """Those of the last step, in memory of their own: the next step writes over what was recorded."""
+        """A copy of the hidden states of the last step; the next replay overwrites the buffer."""
         return self._hidden[:used].clone()
 
     @staticmethod
     def capacity_for(needed: int, limit: int | None) -> int:
-        """Rows for a conversation that needs so many: as few capacities as possible, so that steps are kept."""
+        """The capacity for a sequence: one of few values, so that captured steps remain valid."""
         capacity = extent_for(needed)
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
 
-    def commit(self, rows: StaticKVCache, fixed: int, path: Sequence[int]) -> None:
-        """Accept a path as ``StaticKVCache.keep`` does, but leave it to the next step to move the rows."""
-        start = rows.length + fixed
+    def commit(self, cache: StaticKVCache, fixed: int, path: Sequence[int]) -> None:
+        """Accept a path as ``StaticKVCache.commit`` does, but let the next step move the positions."""
+        start = cache.length + fixed
         self._moves = None
         if must_move(path):
             if len(path) <= MOVES:
                 self._moves = (start, path)
             else:
-                rows.move(start, path)
-        rows.length = start + len(path)
+                cache.move(start, path)
+        cache.length = start + len(path)
 
-    def settle(self, rows: StaticKVCache) -> None:
-        """Move the rows of the kept path now."""
+    def apply_moves(self, cache: StaticKVCache) -> None:
+        """Move the positions of the accepted path now."""
         if self._moves:
-            rows.move(*self._moves)
+            cache.move(*self._moves)
             self._moves = None
 
-    def prepared(self, tree: DraftTree, rows: StaticKVCache) -> Callable[[], Logits]:
-        """What checks a tree behind the context; the first of its shape is recorded on the way."""
-        if rows.memory is not self._memory:
-            self._steps.clear()  # frees what they had in use before there is more
+    def prepared(self, tree: DraftTree, cache: StaticKVCache) -> Callable[[], Logits]:
+        """Return the function that verifies a tree; capture the step first if its shape is new."""
+        if cache.storage is not self._storage:
+            self._steps.clear()  # frees their storage before more is allocated
             self._capture.forget()
-            self._memory = rows.memory
+            self._storage = cache.storage
         size = PASS_SIZES[int(np.searchsorted(PASS_SIZES, len(tree) + 1))]
-        extent = min(extent_for(rows.length + size), rows.capacity)
-        self._input.fill(tree, size, rows.length)
-        rows.used = max(rows.used, rows.length + size)
+        extent = min(extent_for(cache.length + size), cache.capacity)
+        self._input.fill(tree, size, cache.length)
+        cache.used = max(cache.used, cache.length + size)
         if (size, extent) not in self._steps:
-            # It runs while it is recorded, and writes where the rows of the kept path still lie.
-            self.settle(rows)
+            # Capturing runs the step, which writes to the positions of the accepted path.
+            self.apply_moves(cache)
             self._input.send(size)
-            self._steps[size, extent] = self._recorded(rows.memory, size, extent)
+            self._steps[size, extent] = self._captured(cache.storage, size, extent)
         if self._moves:
             self._input.move(*self._moves)
             self._moves = None
@@ -112,27 +112,27 @@ class StaticSteps:
     def _run(self, used: int, size: int, extent: int) -> Logits:
         self._input.send(size)
         self._steps[size, extent]()
-        self._said.copy_(self._argmax, non_blocking=True)
+        self._host_argmax.copy_(self._argmax, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        tokens, finite = self._said[:, :used].numpy()
+        tokens, finite = self._host_argmax[:, :used].numpy()
         return Logits.of(self._logits[:used], tokens, finite)
 
-    def _recorded(self, memory: Memory, size: int, extent: int) -> Run:
-        told = self._input.tensors(size)
+    def _captured(self, storage: KVTensors, size: int, extent: int) -> Run:
+        inputs = self._input.tensors(size)
         dtype = self._model.dtype
 
         def run() -> None:
-            rows = torch.arange(MOVES, device=self._device) + told.moved_to
-            for tensor in memory.tensors:
-                tensor.index_copy_(3, rows, tensor.index_select(3, told.moved_from))
-            places = torch.arange(size, device=self._device) + told.length
-            mask = device_mask(told.ancestor_mask, told.positions[0], told.length, extent, self._reaches, dtype)
+            targets = torch.arange(MOVES, device=self._device) + inputs.moved_to
+            for tensor in storage.tensors:
+                tensor.index_copy_(3, targets, tensor.index_select(3, inputs.moved_from))
+            indices = torch.arange(size, device=self._device) + inputs.length
+            mask = device_mask(inputs.ancestor_mask, inputs.positions[0], inputs.length, extent, self._windows, dtype)
             logits = self._model(
-                input_ids=told.tokens,
-                position_ids=told.positions,
+                input_ids=inputs.tokens,
+                position_ids=inputs.positions,
                 attention_mask=mask,
-                past_key_values=IndexedKVCache(memory, places, extent),
+                past_key_values=IndexedKVCache(storage, indices, extent),
                 use_cache=True,
                 return_dict=True,
             ).logits[0]
@@ -140,8 +140,8 @@ class StaticSteps:
             tokens, finite = self._argmax[0, :size], self._argmax[1, :size]
             torch.argmax(logits, dim=-1, out=tokens)
             finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
-            if self._seen:
-                self._hidden[:size].copy_(self._seen())
+            if self._get_hidden:
+                self._hidden[:size].copy_(self._get_hidden())
 
         return self._capture.record(run)
 

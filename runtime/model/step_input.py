@@ -1,4 +1,4 @@
-"""What a step of fixed shape is told: one buffer, filled on the host and sent by one copy."""
+"""The input of a step with fixed shapes: one buffer, filled on the host and sent to the device in one copy."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from numba import njit
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 MOVES = 16
-"""Rows of the cache that a step moves before it computes. Longer paths are rare, and moved by themselves."""
-HEAD = 2 + MOVES
+"""Cache positions that a step can move before it computes. Longer paths are rare and moved separately."""
+HEADER = 2 + MOVES
 
 
 class StepTensors(NamedTuple):
-    """The same on the device, cut into its parts."""
+    """The parts of the buffer on the device."""
 
     length: torch.Tensor
-    """Rows of the context, ``[1]``."""
+    """Length of the context, ``[1]``."""
     moved_to: torch.Tensor
-    """The first of the rows that others are moved to, ``[1]``."""
+    """The first position to which others are moved, ``[1]``."""
     moved_from: torch.Tensor
-    """``[MOVES]``; those that stay where they are come last."""
+    """The moved positions, ``[MOVES]``, padded with positions that stay."""
     tokens: torch.Tensor
     positions: torch.Tensor
     """``[1, rows]``"""
     ancestor_mask: torch.Tensor
-    """``[rows]``: a bit for each node that the row descends from, itself included."""
+    """``[rows]``: a bit for each ancestor node of the row, itself included."""
 
 
 class StepInput:
-    """The buffer on both sides. Rows that stand for no node repeat the root: nobody reads what is said of them."""
+    """The buffer on host and device. Padding rows repeat the root; their logits are not used."""
 
     def __init__(self, device: torch.device) -> None:
-        size = HEAD + 3 * (LARGEST_TREE + 1)
+        size = HEADER + 3 * (LARGEST_TREE + 1)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._words: npt.NDArray[np.int64] = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
 
     def fill(self, tree: DraftTree, rows: int, length: int) -> None:
-        """A tree behind a context of ``length`` rows, with nothing to move."""
+        """Write a tree after a context of ``length`` tokens, with nothing to move."""
         _fill(self._words, tree.root, tree.tokens, tree.parents, rows, length)
 
     def move(self, start: int, path: Sequence[int]) -> None:
-        """Have the rows at ``path``, counted from ``start``, moved there first."""
+        """Add a move of the positions ``start + path`` to ``start`` and after."""
         self._words[1] = start
-        self._words[2:HEAD] = start + np.arange(MOVES)
+        self._words[2:HEADER] = start + np.arange(MOVES)
         self._words[2 : 2 + len(path)] = np.array(path) + start
 
     def send(self, rows: int) -> None:
-        end = HEAD + 3 * rows
+        end = HEADER + 3 * rows
         self._device[:end].copy_(self._host[:end], non_blocking=True)
 
     def tensors(self, rows: int) -> StepTensors:
         there = self._device
-        tokens, positions, ancestor_mask = there[HEAD : HEAD + 3 * rows].view(3, rows)
-        return StepTensors(there[:1], there[1:2], there[2:HEAD], tokens[None], positions[None], ancestor_mask)
+        tokens, positions, ancestor_mask = there[HEADER : HEADER + 3 * rows].view(3, rows)
+        return StepTensors(there[:1], there[1:2], there[2:HEADER], tokens[None], positions[None], ancestor_mask)
 
 
 @njit(cache=True, nogil=True)
@@ -75,11 +75,11 @@ def _fill(
     for move in range(MOVES):
         words[2 + move] = length + move
     for row in range(rows):
-        at = HEAD + row
+        at = HEADER + row
         words[at], words[at + rows], words[at + 2 * rows] = root, length, 0
         if 0 < row <= len(tokens):
             node = row - 1
-            above = HEAD + parents[node] + 1
+            above = HEADER + parents[node] + 1
             words[at] = tokens[node]
             words[at + rows] = words[above + rows] + 1
             words[at + 2 * rows] = words[above + 2 * rows] | (np.int64(1) << np.int64(node))

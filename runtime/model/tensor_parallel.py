@@ -1,7 +1,7 @@
-"""Processes that compute one model together, each with a part of its weights, as torchrun starts them.
+"""Tensor parallelism: processes started by torchrun compute one model, each with a shard of its weights.
 
-The first one leads: it alone reads what was asked, drafts, decides how much, chooses tokens and prints. The others
-repeat what it does to the model, verb by verb. So nothing that hangs on time or rounding can part them.
+The leader alone encodes prompts, drafts, chooses the number of draft tokens, samples and prints. The others repeat its
+operations on the target. So decisions that depend on time or rounding cannot differ between processes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
     from hdtool.runtime.config import DecodeConfig, ModelConfig
 
-LETTER = 1 << 14
-"""Bytes that go out at once; what does not fit follows behind. A tree and its call take about a tenth."""
-LENGTH = 8
-LONGEST_SILENCE = timedelta(days=30)
-"""Between two verbs, while somebody thinks about a prompt."""
-FAULT_WAIT = 5.0
-"""Seconds in which the leader may tell of a fault that all have, before another process tells of its own."""
+MESSAGE_SIZE = 1 << 14
+"""Bytes of the first broadcast of a message; the rest follows in a second one. A tree takes about a tenth."""
+LENGTH_BYTES = 8
+MESSAGE_TIMEOUT = timedelta(days=30)
+"""Timeout between two messages, during which the leader may wait for a prompt."""
+ERROR_DELAY = 5.0
+"""Seconds that a follower waits before it prints an error, because the leader may have the same one."""
 
 Load = Callable[["ModelConfig"], Target]
 
 
 class ProcessGroup:
-    """All processes, as one of them sees them."""
+    """The process group, and messages from the leader to the others."""
 
     def __init__(self) -> None:
         cuda = torch.cuda.is_available()
@@ -51,93 +51,93 @@ class ProcessGroup:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         self.size = dist.get_world_size()
         self.is_leader = dist.get_rank() == 0
-        # What they tell each other must not wait in a line with what they compute.
-        self._line = dist.new_group(backend="gloo", timeout=LONGEST_SILENCE)
+        # Messages have a group of their own, so that they do not queue behind computations.
+        self._messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
 
-    def broadcast(self, verb: str, *arguments: object) -> None:
-        """Have all others do something."""
-        said = pickle.dumps((verb, arguments))
-        letter = bytearray(LETTER)
-        letter[:LENGTH] = len(said).to_bytes(LENGTH, "little")
-        letter[LENGTH : LENGTH + len(said)] = said[: LETTER - LENGTH]
-        self._send(letter[:LETTER])
-        if rest := said[LETTER - LENGTH :]:
+    def broadcast(self, operation: str, *arguments: object) -> None:
+        """Send an operation to all others."""
+        payload = pickle.dumps((operation, arguments))
+        message = bytearray(MESSAGE_SIZE)
+        message[:LENGTH_BYTES] = len(payload).to_bytes(LENGTH_BYTES, "little")
+        message[LENGTH_BYTES : LENGTH_BYTES + len(payload)] = payload[: MESSAGE_SIZE - LENGTH_BYTES]
+        self._send(message[:MESSAGE_SIZE])
+        if rest := payload[MESSAGE_SIZE - LENGTH_BYTES :]:
             self._send(bytearray(rest))
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """What to do next."""
-        letter = self._send(bytearray(LETTER))
-        size = int.from_bytes(letter[:LENGTH], "little")
-        said = letter[LENGTH : LENGTH + size]
-        if size > len(said):
-            said += self._send(bytearray(size - len(said)))
-        verb, arguments = pickle.loads(said)
-        return verb, arguments
+        """Receive the next operation and its arguments."""
+        message = self._send(bytearray(MESSAGE_SIZE))
+        size = int.from_bytes(message[:LENGTH_BYTES], "little")
+        payload = message[LENGTH_BYTES : LENGTH_BYTES + size]
+        if size > len(payload):
+            payload += self._send(bytearray(size - len(payload)))
+        operation, arguments = pickle.loads(payload)
+        return operation, arguments
 
-    def _send(self, letter: bytearray) -> bytearray:
-        """The first process's letter, in all of them."""
-        dist.broadcast(torch.frombuffer(letter, dtype=torch.uint8), src=0, group=self._line)
-        return letter
+    def _send(self, message: bytearray) -> bytearray:
+        """Broadcast the message of the first process; return it in all of them."""
+        dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0, group=self._messages)
+        return message
 
 
 _group: ProcessGroup | None = None
 
 
 def leader() -> ProcessGroup | None:
-    """All processes, if there are several and this one leads them."""
+    """The process group, if there are several processes and this one is the leader."""
     return _group
 
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """Lead the others; they end when this does."""
+    """Make this process the leader; the followers end at the end of the context."""
     global _group
     _group = ProcessGroup()
     try:
         yield
     finally:
-        with suppress(RuntimeError):  # whoever is gone needs not be told
+        with suppress(RuntimeError):  # a follower may have ended already
             _group.broadcast("end")
         _group = None
         dist.destroy_process_group()
 
 
 def follow(load: Load) -> int:
-    """Do what the leader does to its model until it ends; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them; the leader says what becomes of it
+    """Repeat the leader's operations on the target until it ends; return the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all processes get Ctrl-C; the leader handles it
     group = ProcessGroup()
     target: Target | None = None
     try:
         while True:
-            verb, arguments = group.receive()
-            if verb == "end":
+            operation, arguments = group.receive()
+            if operation == "end":
                 break
-            if verb == "load":
+            if operation == "load":
                 target = load(*arguments)
             else:
-                getattr(target, verb)(*arguments)
+                getattr(target, operation)(*arguments)
     except HdtoolError as error:
-        return _late_complaint(error)
+        return _report_late(error)
     except RuntimeError as error:
         if "closed" in str(error) or "reset" in str(error):
-            return 1  # the leader is gone, and has said why if it could
+            return 1  # the leader has ended and printed its error
         raise
     dist.destroy_process_group()
     return 0
 
 
-def _late_complaint(error: HdtoolError) -> int:
-    """Tell of a fault unless the leader has it as well: when it ends, torchrun ends all others."""
-    time.sleep(FAULT_WAIT)
+def _report_late(error: HdtoolError) -> int:
+    """Print an error after a delay: if the leader ends with the same one, torchrun ends this process first."""
+    time.sleep(ERROR_DELAY)
     print(f"error: process {os.environ['RANK']}: {error}", file=sys.stderr)
     return error.exit_code
 
 
 class LeadingTarget(Target):
-    """The leader's part of the model; the others' parts do what it does."""
+    """The leader's target, which broadcasts each operation before it performs it."""
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup) -> None:
-        self._group: ProcessGroup | None = None  # each proves by itself that its model can verify trees
+        self._group: ProcessGroup | None = None  # the check of the model runs in each process without messages
         super().__init__(model, never)
         self._group, self.processes = group, group.size
 
@@ -153,7 +153,7 @@ class LeadingTarget(Target):
         if not self._group:
             return super().recompute(root)
         self._group.broadcast("recompute", root)
-        # Its verification is part of what the others were told to do.
+        # The followers verify as part of their own recompute.
         group, self._group = self._group, None
         try:
             return super().recompute(root)
@@ -164,13 +164,13 @@ class LeadingTarget(Target):
         self._broadcast("commit", list(path))
         super().commit(path)
 
-    def _broadcast(self, verb: str, *arguments: object) -> None:
+    def _broadcast(self, operation: str, *arguments: object) -> None:
         if self._group:
-            self._group.broadcast(verb, *arguments)
+            self._group.broadcast(operation, *arguments)
 
 
 def check_decoding(config: DecodeConfig) -> None:
-    """Refuse what would need more of the model than the first process has, before it is loaded."""
+    """Raise for methods and options that need the whole model in one process, before it is loaded."""
     if not leader():
         return
     if config.batch_size > 1:
@@ -180,12 +180,12 @@ def check_decoding(config: DecodeConfig) -> None:
         )
     if config.method in NEED_HEADS:
         raise OptionError(
-            f"method {config.method} drafts by heads, which need the whole model in one process: choose another one"
+            f"method {config.method} drafts by heads, which need the whole model in one process: choose another method"
         )
 
 
 def check_device(wanted: str) -> None:
-    """The library itself gives each process an accelerator, or the CPU where there is none."""
+    """Raise if the device is not the one that the library assigns to each process."""
     found = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted not in ("auto", found):
         raise OptionError(
@@ -194,17 +194,17 @@ def check_device(wanted: str) -> None:
         )
 
 
-def check_plan(config: Any, name: str, size: int) -> None:
-    """Refuse a model that cannot be cut into so many parts."""
+def check_sharding(config: Any, name: str, size: int) -> None:
+    """Raise if a model cannot be split over this number of processes."""
     text = config.get_text_config(decoder=True)
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     if not getattr(text, "base_model_tp_plan", None):
         raise ModelError(
-            f"{name} cannot be cut over processes: transformers has no tensor-parallel plan for models of type "
+            f"{name} cannot be split over processes: transformers has no tensor-parallel plan for models of type "
             f"{config.model_type!r}; run it in one process, with --device-map auto over several GPUs"
         )
     if heads % size:
         raise ModelError(
-            f"{name} cannot be cut over {size} processes: it has {heads} heads of keys and values; "
+            f"{name} cannot be split over {size} processes: it has {heads} heads of keys and values; "
             "start torchrun with a number that divides them"
         )

@@ -92,7 +92,7 @@ class Sums:
 
 def accuracy(bench: Bench, folders: Folders, plot: Path) -> None:
     """On what the model says to the prompts; the prompts themselves do not count."""
-    plain = bench.drafter("hd", budget=HARDER)
+    plain = bench.drafter("hd", draft_tokens=HARDER)
     lessons = []
     for prompt in bench.prompts:
         said = [token for step in bench.answer(prompt, plain) for token in step.tokens]
@@ -144,7 +144,7 @@ def steps(bench: Bench, folders: Folders, budgets: Sequence[int], temperatures: 
             continue
         cells = []
         for budget in budgets:
-            sums, drafter = Sums(), case.drafter(bench, budget=budget, tree=tree)
+            sums, drafter = Sums(), case.drafter(bench, draft_tokens=budget, tree=tree)
             for number in range(len(bench.prompts)):
                 sums.answer(bench, number, drafter, SamplingConfig(temperature=heat, seed=1))
             assert plain.setdefault(heat, sums.said) == sums.said, "a token has changed"
@@ -224,13 +224,13 @@ def passes(bench: Bench, folders: Folders) -> None:
         for accepted in (1, 2, 4):
             session.begin(prompt)
             logits = target.prefill(prompt, LARGEST_BUDGET)
-            session.hear(Accepted([], [int(logits[-1].argmax())]))
-            session.look_ahead()
+            session.observe(Accepted([], [int(logits[-1].argmax())]))
+            session.run_heads()
             target.verify(chain(prompt[-1], 5))
 
             def read(session: HeadsState = session, accepted: int = accepted) -> None:
-                session.hear(Accepted(list(range(accepted - 1)), prompt[:accepted]))
-                session.look_ahead()
+                session.observe(Accepted(list(range(accepted - 1)), prompt[:accepted]))
+                session.run_heads()
 
             print(f"| of heads {name}, {accepted} tokens accepted | {median_ms(read):.2f} |")
 

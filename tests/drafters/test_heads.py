@@ -122,7 +122,7 @@ def test_the_hidden_states_are_those_that_the_output_layer_reads(family: str) ->
 def test_a_model_that_hides_its_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(model_of("llama"))
     monkeypatch.setattr(hidden, "hidden_in", lambda returned: None)
-    with pytest.raises(FamilyError, match="does not show the hidden states"):
+    with pytest.raises(FamilyError, match="does not return the hidden states"):
         target.watch_hidden()
     target.prefill(prompt_of(5))
     assert target.hidden is None

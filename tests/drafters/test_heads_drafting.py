@@ -55,7 +55,7 @@ class Checked(HeadsDrafter):
         best = np.sort(expected, axis=1)[:, ::-1]
         for head, tokens in enumerate(self.session.tokens):
             np.testing.assert_allclose(expected[head][tokens], best[head, : len(tokens)], rtol=1e-3, atol=1e-3)
-        assert self.session._rows.length in (0, len(context) - 1)
+        assert self.session._cache.length in (0, len(context) - 1)
         self.looked += 1
         return tree
 

@@ -196,7 +196,7 @@ def test_what_cannot_be_recomputed_is_no_near_tie(small: Loaded) -> None:
     model.to(torch.float64)
     difference = Difference("it", Oracle.PLAIN, PROMPT, [], 5, 6)
     (explanation,) = Verifier(small, GREEDY, NoDraft(), MOST).explain([difference])
-    assert "nothing computes more precisely than torch.float64" in explanation.reason
+    assert "there is no higher precision than torch.float64" in explanation.reason
     assert not explanation.near_tie
 
 

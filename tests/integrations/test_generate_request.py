@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.integrations.generate_request import Request
+from hdtool.runtime.integrations.generate_request import GenerateRequest
 from hdtool.runtime.integrations.hf_generate import Generator
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
@@ -18,9 +18,9 @@ PROMPT = prompt_of(6)
 IDS = torch.tensor([PROMPT])
 
 
-def read(model_type: str = "llama", **arguments: Any) -> Request:
+def read(model_type: str = "llama", **arguments: Any) -> GenerateRequest:
     settings = GenerationConfig(max_length=20)
-    return Request.of(IDS, settings, StoppingCriteriaList(), arguments, model_type=model_type)
+    return GenerateRequest.of(IDS, settings, StoppingCriteriaList(), arguments, model_type=model_type)
 
 
 def positions(axes: int, start: int = 0, last: int | None = None) -> torch.Tensor:

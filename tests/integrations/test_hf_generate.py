@@ -496,7 +496,7 @@ def test_it_drafts_by_any_method_from_the_stores_of_that_method(tmp_path: Path) 
     model: Any = loaded.target.model
     prompt = loaded.tokenizer("The built-in `map` takes a function and")["input_ids"]
     nowhere = StoresConfig(str(tmp_path), str(tmp_path))
-    for config, store_set in ((DecodeConfig(budget=16), None), (DecodeConfig("pld"), nowhere)):
+    for config, store_set in ((DecodeConfig(draft_tokens=16), None), (DecodeConfig("pld"), nowhere)):
         generator = Generator.drafting(loaded.tokenizer, config, store_set)
         assert ask(model, prompt, custom_generate=generator).tolist() == ask(model, prompt).tolist()
         assert generator.stats.accepted.sum() > 0
@@ -528,7 +528,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason(options: dict[str, Any], s
     model: Any = model_of("llama")
     ids = torch.tensor([PROMPT])
     settings = {"inputs": ids, "max_new_tokens": 5, "attention_mask": torch.ones_like(ids), **options}
-    with pytest.raises(OptionError, match=f"cannot take over this call of generate: {said}"):
+    with pytest.raises(OptionError, match=f"cannot decode this call of generate: {said}"):
         model.generate(**settings, custom_generate=Generator())
 
 

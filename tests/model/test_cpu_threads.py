@@ -10,7 +10,7 @@ import torch
 
 from hdtool.cli.app import run
 from hdtool.runtime.model import cpu_threads as threads
-from hdtool.runtime.model.cpu_threads import settle_threads
+from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.target import Target
 from tests.support.families import model_of
 
@@ -48,13 +48,13 @@ def test_fewer_are_tried_until_they_are_slower(
 
     monkeypatch.setattr(threads, "_seconds_with", take)
     torch.set_num_threads(max(seconds))
-    assert settle_threads(target) == torch.get_num_threads() == chosen
+    assert choose_threads(target) == torch.get_num_threads() == chosen
     assert tried == asked
 
 
 def test_a_number_that_was_asked_for_is_not_measured(target: Target) -> None:
     before = target.passes
-    assert settle_threads(target, 2) == torch.get_num_threads() == 2
+    assert choose_threads(target, 2) == torch.get_num_threads() == 2
     assert target.passes == before
 
 
@@ -67,7 +67,7 @@ def test_passes_are_timed_with_the_threads_in_question(target: Target, monkeypat
 
     monkeypatch.setattr(Target, "verify", note)
     torch.set_num_threads(2)
-    assert settle_threads(target) in (1, 2)
+    assert choose_threads(target) in (1, 2)
     assert seen == {1, 2}
 
 
@@ -77,4 +77,4 @@ def test_the_command_takes_a_number(capfd: pytest.CaptureFixture[str], tmp_path:
     assert torch.get_num_threads() == 2
     capfd.readouterr()
     assert run([*asked, "--threads", "0"]) == 2
-    assert "threads is 0: it must be 1 or more" in capfd.readouterr().err
+    assert "--threads must be 1 or more, got 0" in capfd.readouterr().err

@@ -163,7 +163,7 @@ def test_a_full_context_ends_the_answer(family: str) -> None:
     steps = run(target, prompt, SamplingConfig(), 100, drafter=liar)
     assert said(steps) == plain
     assert steps[-1].finish is Finish.CONTEXT
-    assert target._rows.capacity == -(-(512 + PASS_SIZES[-1]) // 64) * 64
+    assert target._cache.capacity == -(-(512 + PASS_SIZES[-1]) // 64) * 64
 
 
 def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
@@ -175,7 +175,7 @@ def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
     def talk(length: int) -> list[int]:
         prompt = prompt_of(length)
         run(target, prompt, SamplingConfig(), 60, drafter=Hierarchy(budget=FixedBudget(20)))
-        buffers = [*target._rows.memory.tensors, steps._logits, steps._argmax, steps._said]
+        buffers = [*target._cache.storage.tensors, steps._logits, steps._argmax, steps._host_argmax]
         told = [steps._input._host, steps._input._device]
         return [tensor.data_ptr() for tensor in (*buffers, *told)]
 
@@ -195,7 +195,7 @@ def test_a_longer_conversation_reads_more_of_the_cache() -> None:
     assert StaticSteps.capacity_for(3000, None) == 4096
     target = Target(model_of("llama"), direct)
     assert target._steps
-    target._rows = target.rows(2048)
+    target._cache = target.new_cache(2048)
     target.prefill(prompt_of(440))
     target.commit([])
     target.verify(tree_of(63))

@@ -87,17 +87,17 @@ def test_a_kept_path_is_the_context_of_the_next_step(family: str, dtype: torch.d
 def test_the_cache_is_one_tensor_and_serves_the_next_conversation() -> None:
     target = Target(model_of("llama"))
     target.prefill(prompt_of(50), room=20)
-    tensors = target._rows.memory.tensors
+    tensors = target._cache.storage.tensors
     assert len(tensors) == 1
-    assert tensors[0].shape == (2 * 2, 1, 2, target._rows.capacity, 8)
+    assert tensors[0].shape == (2 * 2, 1, 2, target._cache.capacity, 8)
     target.prefill(prompt_of(9), room=20)
-    assert target._rows.memory.tensors[0] is tensors[0]
+    assert target._cache.storage.tensors[0] is tensors[0]
 
 
 def test_layers_of_different_shape_share_a_tensor_each() -> None:
     """DeepSeek keeps a latent vector and, apart from it, what is turned by the position."""
     target = Target(model_of("deepseek_v3"))
-    assert sorted(tensor.shape[-1] for tensor in target._rows.memory.tensors) == [8, 16]
+    assert sorted(tensor.shape[-1] for tensor in target._cache.storage.tensors) == [8, 16]
 
 
 def tiny(name: str, **changes: Any) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from hdtool.runtime.model import tensor_parallel as ranks
 from hdtool.runtime.model.cuda_graphs import direct
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.model.tensor_parallel import check_decoding, check_device, check_plan
+from hdtool.runtime.model.tensor_parallel import check_decoding, check_device, check_sharding
 from tests.support.decoding import run, said
 from tests.support.families import _of, model_of
 from tests.support.oracle import prompt_of
@@ -36,7 +36,7 @@ from hdtool.runtime.model.load import load_part
 from hdtool.runtime.model import tensor_parallel as ranks
 from hdtool.runtime.model.tensor_parallel import follow, leading
 
-ranks.LETTER = 256
+ranks.MESSAGE_SIZE = 256
 if os.environ["RANK"] != "0":
     sys.exit(follow(load_part))
 with leading():
@@ -116,7 +116,7 @@ def refusal(model_type: str, heads: int, plan: object) -> str:
     config = SimpleNamespace(model_type=model_type, num_key_value_heads=heads, base_model_tp_plan=plan)
     config.get_text_config = lambda decoder: config
     with pytest.raises(ModelError) as error:
-        check_plan(config, "some/model", 2)
+        check_sharding(config, "some/model", 2)
     return str(error.value)
 
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     ("attempt", "said_so"),
     [
         (lambda: ModelConfig(device_map="everywhere"), "device-map is everywhere"),
-        (lambda: ModelConfig(device="cpu", device_map="auto"), "device is cpu: it must be left out with device-map"),
+        (lambda: ModelConfig(device="cpu", device_map="auto"), "--device must be left out with --device-map"),
         (lambda: check_device("mps"), "device is mps, but processes that torchrun starts compute on"),
     ],
 )
@@ -162,4 +162,4 @@ def test_other_commands_run_alone(
     monkeypatch.setenv("RANK", rank)
     assert app._run_together(["bench", "--limit", "1"]) == code
     told = capfd.readouterr().err.splitlines()
-    assert len(told) == lines and all("torchrun goes with hdtool generate (found: bench)" in line for line in told)
+    assert len(told) == lines and all("torchrun works with hdtool generate only, got bench" in line for line in told)

@@ -32,7 +32,7 @@ class BatchDrafter(Pinned):
     ) -> None:
         """For batches of at most ``rows`` requests of at most ``longest`` tokens, each below ``vocabulary``."""
         self.store_set = store_set
-        self.pace = Pace(config.worth)
+        self.pace = Pace(config.min_draft_prob)
         self.most = max(1, min(rows, (config.context_mib << 20) // TABLE.itemsize))
         """Context tables at most; requests that find none are not drafted for."""
         self._longest = longest

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.drafters.hierarchy.estimator import NO_TRUTH, expand
+from hdtool.runtime.drafters.hierarchy.estimator import DRAFTING, expand
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, add
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE, places_of
 from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
@@ -51,7 +51,7 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
     node = 0
     while node < most:
         least = floor / work.probs[node]
-        expand(corpus, at, node, least, WORTH_ADDING * least, NO_TRUTH)
+        expand(corpus, at, node, least, WORTH_ADDING * least, DRAFTING)
         best, chance = 0, 0.0
         for candidate in range(work.size):
             if work.chances[candidate] > chance:

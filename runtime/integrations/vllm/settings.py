@@ -12,7 +12,7 @@ from hdtool.runtime.config import ServeConfig, StoresConfig
 
 KEY = "hdtool"
 STORES = ("model_db", "corpus_db")
-DRAFTING = ("worth", "context_mib")
+DRAFTING = ("min_draft_prob", "context_mib")
 
 
 @dataclass(frozen=True)
