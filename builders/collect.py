@@ -1,7 +1,7 @@
 """A model's own answers, collected: one line of JSON for each prompt, resumable after a kill.
 
 Each line is on disk before the next is begun. A line that a kill cut short is answered again when the work goes
-on; anything else that is no line of collect is refused, and the file stays as it is. Lines stand in the order of the
+on; anything else that is not a line of collect is refused, and the file stays as it is. Lines stand in the order of the
 prompts, so answers that are made beside a longer one wait for it.
 """
 
@@ -86,7 +86,7 @@ class GenerationFile:
             if may_be_torn_from(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
                 return
         raise PromptError(
-            f"{self.path}:{number + 1} is cut short and is no answer of collect to the prompt there: remove that "
+            f"{self.path}:{number + 1} is cut short and is not an answer of collect to the prompt there: remove that "
             "line, or choose another --out"
         )
 
@@ -97,7 +97,7 @@ class GenerationFile:
             known = {name: row[name] for name in self._settings}
             asked = tuple(row["messages"][: len(prompts[number].messages)]) if number < len(prompts) else None
         except (ValueError, KeyError, TypeError):
-            raise PromptError(f"{where} is no line of collect: choose another --out, or take the file away") from None
+            raise PromptError(f"{where} is not a line of collect: choose another --out, or take the file away") from None
         if asked is None or asked != prompts[number].messages:
             raise PromptError(
                 f"{where} answers another prompt than the file of prompts has there: choose another --out"

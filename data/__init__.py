@@ -1,5 +1,4 @@
-"""What comes in and what ships.
+"""Input and shipped data: readers of prompts and records, chat templates, file formats, errors and the demo.
 
-Readers of prompts, chat templates, the errors that users see, and the embedded demo. This room
-imports nothing else of hdtool, and nothing heavy before a function needs it.
+Imports nothing else of hdtool, and heavy libraries only inside functions.
 """

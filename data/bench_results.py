@@ -1,8 +1,8 @@
-"""A folder of results: what was run, and the answers of each method, a file of JSON lines for each.
+"""A folder of results: the settings of a run, and one file of JSON lines per method with its answers.
 
-A question is there when every file has its line. Lines are on disk before the next question is asked. A kill
-leaves files that differ by one question at most, and a torn line; when the work goes on, those lines are cut off.
-Files that differ by more were changed by somebody else, so they are refused.
+A question is done when every file has its line. Lines are on disk before the next question starts. A kill leaves
+files that differ by at most one question, and a torn line; a resumed run cuts those lines off. Files that differ
+by more were changed by another program and are refused.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hdtool.data.spec_bench import AnsweredQuestion
 
 FORMAT = 1
 RUN = "run.json"
-ELSEWHERE = "choose another --out, or take that folder away to start anew"
+ELSEWHERE = "choose another --out, or move that folder away to start again"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What was run, on what."""
+    """The settings and the environment of a run."""
 
     options: dict[str, Any]
-    """As they were asked for; answers of other options are never mixed with these."""
+    """Answers of runs with different options are never mixed."""
     methods: tuple[str, ...]
     questions: int
     surroundings: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run | None:
-        """The run of a folder, None if there is none yet."""
+        """The run in a folder; None if there is none."""
         path = folder / RUN
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ class Run:
         except OSError as error:
             raise ResultError(f"{path} cannot be read ({error.strerror or error}): choose another --out") from None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ResultError(f"{path} is no run of hdtool bench: {ELSEWHERE}") from None
+            raise ResultError(f"{path} is not a run of hdtool bench: {ELSEWHERE}") from None
 
     def write(self, folder: Path) -> None:
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Results:
-    """A run and the answers to its questions, as far as every method has given them; in the questions' order."""
+    """A run and the answers to the questions that every method has answered, in the order of the questions."""
 
     run: Run
     answers: dict[str, list[AnsweredQuestion]]
@@ -74,7 +74,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """The results in a folder, of a run that is complete or not."""
+    """The results in a folder; the run may be incomplete."""
     run = Run.read(folder)
     if run is None:
         raise ResultError(f"{folder} holds no results: make some with hdtool bench --out {folder}")
@@ -84,27 +84,27 @@ def read_results(folder: Path) -> Results:
 
 
 def refuse_other_options(folder: Path, run: Run, options: Mapping[str, Any]) -> None:
-    """Raise unless a run was started with these very options."""
+    """Raise unless a run was started with these options."""
     for name, wanted in options.items():
         found = run.options.get(name)
         if found != wanted:
-            told = name.replace("_", "-")
             if name == "questions":
                 raise ResultError(f"{folder} holds a run over other questions: {ELSEWHERE}")
-            raise ResultError(f"{folder} holds a run with {told} {_told(found)}, not {_told(wanted)}: {ELSEWHERE}")
+            option = f"{name.replace('_', '-')} {_formatted(found)}, not {_formatted(wanted)}"
+            raise ResultError(f"{folder} holds a run with {option}: {ELSEWHERE}")
 
 
 def refuse_files_without_run(folder: Path, methods: Collection[str]) -> None:
-    """Raise if answers would be appended to files that no run in this folder began."""
+    """Raise if there are files of answers but no run."""
     if Run.read(folder) is None:
         for path in (folder / _file(method) for method in methods):
             if os.path.lexists(path):
-                raise ResultError(f"{path} is there, but no {RUN} beside it: choose another --out")
+                raise ResultError(f"{path} exists, but {RUN} does not: choose another --out")
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A folder for results, for this process alone."""
+    """Lock a folder of results for this process."""
     busy = ResultError(f"another bench is writing {folder}: wait for it, or choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,14 +118,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class ResultFolder:
-    """Answers on their way to disk, into a locked folder."""
+    """Writes answers into a locked folder."""
 
     def __init__(self, folder: Path, run: Run, ids: Sequence[int | str]) -> None:
-        """Goes on where a run of the same settings was; ``ids`` are those of all questions."""
+        """Resume a run with the same settings, or start one; ``ids`` are those of all questions."""
         self.folder = folder
         self.run = run
         self.answered = self._resume(ids)
-        """Questions that every method has answered."""
+        """The number of questions that every method has answered."""
 
     def add(self, answers: Mapping[str, AnsweredQuestion]) -> None:
         """One question, answered by every method."""
@@ -159,13 +159,13 @@ class ResultFolder:
         for name, now in self.run.surroundings.items():
             then = before.surroundings.get(name)
             if then != now:
-                told = "other stores" if name == "stores" else f"{name.replace('_', ' ')} {then}, not {now}"
-                raise ResultError(f"{self.folder} was begun with {told}, figures would not compare: {ELSEWHERE}")
+                change = "other stores" if name == "stores" else f"{name.replace('_', ' ')} {then}, not {now}"
+                raise ResultError(f"{self.folder} was begun with {change}, results would not compare: {ELSEWHERE}")
 
 
 @dataclass(frozen=True)
 class _MethodFile:
-    """The answers of one method on disk."""
+    """The file of one method's answers."""
 
     path: Path
     answers: list[AnsweredQuestion]
@@ -183,28 +183,28 @@ class _MethodFile:
             try:
                 answers.append(AnsweredQuestion.from_json(json.loads(line)))
             except (ValueError, KeyError, TypeError, IndexError):
-                raise ResultError(f"{path}:{number} is no answer of hdtool bench: {ELSEWHERE}") from None
+                raise ResultError(f"{path}:{number} is not an answer of hdtool bench: {ELSEWHERE}") from None
             last = line
         return cls(path, answers, last, b"")
 
     def refuse_other_questions(self, ids: Sequence[int | str]) -> None:
-        """Raise unless the lines answer the first of these questions, the torn line included."""
+        """Raise unless the lines, with the torn one, answer the first of these questions."""
         done = len(self.answers)
         if [answer.question_id for answer in self.answers] != list(ids[:done]):
             raise ResultError(f"{self.path} does not hold the questions in their order: {ELSEWHERE}")
         if self.torn and not (done < len(ids) and may_be_torn_from(self.torn, _start_of_line(ids[done]))):
             raise ResultError(
-                f"{self.path}:{done + 1} is cut short and is no answer of hdtool bench to question {done + 1}: "
+                f"{self.path}:{done + 1} is cut short and is not an answer of hdtool bench to question {done + 1}: "
                 "remove that line, or choose another --out"
             )
 
     def cut(self, done: int) -> None:
-        """Keep the answers to so many questions, which are all or all but one of those here."""
+        """Keep the answers to ``done`` questions: all in the file, or all but the last."""
         cut(self.path, (self.last if len(self.answers) > done else b"") + self.torn)
 
 
 def _start_of_line(question_id: int | str) -> str:
-    """What a line with the answer to a question begins with."""
+    """The start of a line that answers a question."""
     return json.dumps({"question_id": question_id}, ensure_ascii=False)[:-1] + ', "category": "'
 
 
@@ -212,5 +212,5 @@ def _file(method: str) -> str:
     return f"{method}.jsonl"
 
 
-def _told(value: object) -> str:
+def _formatted(value: object) -> str:
     return "none" if value is None else ",".join(value) if isinstance(value, list | tuple) else f"{value}"

@@ -1,4 +1,4 @@
-"""From a conversation to the token ids that the model is asked with."""
+"""From a conversation to the token ids of a prompt."""
 
 from __future__ import annotations
 
@@ -7,45 +7,47 @@ from typing import TYPE_CHECKING
 
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message
+from hdtool.data.unicode import lone_surrogate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def speaks_chat(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the model came with a chat template."""
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def encode_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, chat: bool | None = None
 ) -> list[int]:
-    """Token ids of a conversation, ready to be answered.
+    """The token ids of a prompt.
 
-    ``chat`` None means: through the chat template if the model has one. Without a template (or
-    with ``chat`` false) there must be a single message, whose text is taken as it stands.
+    With ``chat`` None, the chat template is used if there is one. Without a template, or with ``chat`` false, the
+    conversation must be a single message, and its text is the prompt.
     """
     if chat is None:
-        chat = speaks_chat(tokenizer)
+        chat = has_chat_template(tokenizer)
     if not chat and len(messages) != 1:
         raise PromptError(
-            f"a conversation of {len(messages)} messages needs a chat template: without one, ask with a single text"
+            f"a conversation of {len(messages)} messages needs a chat template: without one, give a single text"
         )
     ids = encode_text(tokenizer, conversation_text(tokenizer, messages, chat=chat), special=not chat)
     if not ids:
-        raise PromptError("the prompt gives no token at all: give some text to answer")
+        raise PromptError("the prompt has no tokens: give some text to answer")
     return ids
 
 
 def conversation_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, chat: bool, answered: bool = False
 ) -> str:
-    """A conversation as the model reads it, up to where it answers; ``answered`` if the last message is the answer.
+    """The text of a prompt; with ``answered``, the last message is the answer and the text includes it.
 
-    Without a template a single text is left as it stands, and each of several gets a line of its own.
+    Without a template, a single message is used unchanged, and each of several messages is a line.
     """
     for message in messages:
-        _check_unicode(message["content"])
+        if fault := lone_surrogate(message["content"]):
+            raise PromptError(f"the prompt is not valid Unicode ({fault}): give it as UTF-8 text")
     if chat:
         return _through_template(tokenizer, messages, answered)
     texts = [message["content"] for message in messages]
@@ -53,25 +55,16 @@ def conversation_text(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    """Token ids of a text; ``special`` adds those that a tokenizer opens a text with."""
-    # verbose=False: the length is checked by us, against what the model can really take.
+    """The token ids of a text; ``special`` adds the tokenizer's special tokens, such as the start of a text."""
+    # verbose=False: hdtool checks the length itself, against the context of the model.
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-
-
-def _check_unicode(text: str) -> None:
-    """Half a surrogate pair, as broken bytes on a command line become, is a character to no tokenizer."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"U+{ord(text[error.start]):04X} at character {error.start}"
-        raise PromptError(f"the prompt is not valid Unicode ({found}): give it as UTF-8 text") from None
 
 
 def _through_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answered: bool) -> str:
     from jinja2 import TemplateError
 
-    if not speaks_chat(tokenizer):
-        raise PromptError("this model's tokenizer has no chat template: leave out --chat, or ask with --raw")
+    if not has_chat_template(tokenizer):
+        raise PromptError("this model's tokenizer has no chat template: leave out --chat, or use --raw")
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=False)
     except TemplateError as error:

@@ -1,4 +1,4 @@
-"""Mistakes that a user can mend.
+"""Errors that users can correct.
 
 HdtoolError
 ├── PromptError     a prompt or a file of prompts cannot be used
@@ -7,24 +7,24 @@ HdtoolError
 ├── RecordError     an input of a builder, or a recorded conversation, cannot be used
 ├── StoreError      a store cannot be opened or written
 ├── HeadsError      drafting heads cannot be opened, trained or written
-├── CostError       what forward passes cost cannot be read or written
+├── CostError       a cost curve cannot be read or written
 ├── ResultError     a folder of results cannot be read or written
-├── ServeError      the serving engine is not there
+├── ServeError      the serving engine is not installed
 ├── ClusterError    a cluster cannot be reached, or cannot do what it is asked for
 └── OptionError     options that do not go together
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
-line prints it and exits with ``exit_code``; whoever uses hdtool as a library catches it.
+line prints it and exits with ``exit_code``; users of the library catch it.
 """
 
 
 def reason_of(error: Exception) -> str:
-    """What foreign code complained of, in one line."""
+    """The message of an error from a library, in one line."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 class HdtoolError(Exception):
-    """Something that the user can mend; the message is shown as it is."""
+    """An error that the user can correct; its message is shown unchanged."""
 
     exit_code = 1
 
@@ -54,7 +54,7 @@ class HeadsError(HdtoolError):
 
 
 class CostError(HdtoolError):
-    """What forward passes cost cannot be read or written."""
+    """A cost curve cannot be read or written."""
 
 
 class ResultError(HdtoolError):
@@ -62,7 +62,7 @@ class ResultError(HdtoolError):
 
 
 class ServeError(HdtoolError):
-    """The serving engine is not there."""
+    """The serving engine is not installed."""
 
 
 class ClusterError(HdtoolError):

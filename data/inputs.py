@@ -1,8 +1,7 @@
-"""Input files: found by name, folder or pattern, and read row by row whatever their format.
+"""Input files: found by name, folder or pattern, and read row by row in every format.
 
-The ending tells the format, and a file with none that is known is told by its beginning. Gzip is
-unpacked wherever it is found. A row is what a JSON value, a Parquet row or a text file holds; what
-it means is no business of this file.
+The ending of the name gives the format; without a known ending, the first bytes do. Gzip is unpacked. A row is a
+JSON value, a Parquet row or a whole text file; `records.py` and `traces.py` interpret it.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ BOM = b"\xef\xbb\xbf"
 
 
 class RowError(Exception):
-    """Why a row, or a whole text, cannot be used."""
+    """The reason why a row or a text cannot be used."""
 
 
 class Row(NamedTuple):
-    """What stands at one place of a file, and how many bytes of the file are behind it."""
+    """A row of a file, its place, and the bytes read up to its end."""
 
     place: str
     value: Any
-    """The parsed value, or a ``RowError`` where there is none: the rows behind it are still read."""
+    """The parsed value, or a ``RowError``; the rows after it are still read."""
     consumed: int
 
 
 class CountedFile(io.RawIOBase):
-    """A file's bytes on their way to a reader, counted and hashed as they are on disk."""
+    """Counts and hashes the bytes of a file while they are read."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
@@ -75,7 +74,7 @@ class CountedFile(io.RawIOBase):
 
 
 def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
-    """The files that names, folders and glob patterns mean, each once, in the order given."""
+    """The files of names, folders and glob patterns, each once, in the order given."""
     found: dict[Path, Path] = {}
     for pattern in patterns:
         for path in _matches(os.path.expanduser(pattern)):
@@ -87,7 +86,7 @@ def _matches(pattern: str) -> list[Path]:
     if os.path.isdir(pattern):
         if not (files := sorted(_files_in(pattern))):
             raise RecordError(f"{pattern} holds no files to read: name files, or put {', '.join(ENDINGS)} in it")
-    # A name may hold the characters of a pattern.
+    # A file name may contain the characters of a pattern.
     elif os.path.exists(pattern):
         files = [Path(pattern)]
     elif not (files := sorted(Path(name) for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))):
@@ -108,7 +107,7 @@ def _ending(path: Path) -> str:
 
 @contextmanager
 def faults_named(path: Path) -> Iterator[None]:
-    """Faults of opening and reading a file, told as something to mend."""
+    """Turn errors of opening and reading a file into a ``RecordError``."""
     try:
         yield
     except FileNotFoundError:
@@ -122,7 +121,7 @@ def faults_named(path: Path) -> Iterator[None]:
 
 
 def rows_of(path: Path, raw: CountedFile, size: int) -> Iterator[Row]:
-    """The rows of a file; none at all is an error."""
+    """The rows of a file; raises if there is none."""
     row = None
     for row in _rows(path, _unpacked(raw), raw, size):
         yield row
@@ -143,7 +142,7 @@ def _rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int) ->
     if form == "parquet":
         yield from _parquet_rows(path, stream, size)
     elif b"\0" in head:
-        # Such a file may have no line ends, and a line of it would be all of it.
+        # Such a file may be a single line of any length.
         raise RecordError(f"{path} holds binary data: give text, JSON or Parquet")
     elif form == "lines":
         yield from _line_rows(stream, raw)
@@ -183,7 +182,7 @@ def _line_rows(lines: Iterable[bytes], raw: CountedFile) -> Iterator[Row]:
 
 
 def _json_rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int) -> Iterator[Row]:
-    """One JSON value; or JSON Lines, when the first line is a value in itself and no array."""
+    """One JSON value; or JSON Lines, if the first line is a complete value and not an array."""
     opening = _opening(stream)
     if _first_character(opening) != b"[":
         with suppress(RowError):
@@ -200,12 +199,12 @@ def _json_rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: in
         ) from None
     rows = value if isinstance(value, list) else [value]
     for index, row in enumerate(rows):
-        # The file has been read to its end; what is left to wait for is the work on its records.
+        # The file is read already; progress now counts the work on its records.
         yield Row(f"[{index}]", row, size * (index + 1) // len(rows))
 
 
 def _opening(stream: io.BufferedReader) -> bytes:
-    """The first line that is not blank, with the blank ones before it."""
+    """The first line that is not blank, with the blank lines before it."""
     opening = stream.readline()
     while opening.isspace() and (line := stream.readline()):
         opening += line
@@ -242,16 +241,16 @@ def _parquet_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[
     with tempfile.TemporaryDirectory() as scratch:
         file = path
         if isinstance(stream.raw, gzip.GzipFile):
-            # Parquet is read from its end.
+            # Parquet is read from its end, which a stream does not allow.
             file = Path(scratch, "unpacked.parquet")
             with file.open("wb") as unpacked:
                 shutil.copyfileobj(stream, unpacked)
         place = glob.escape(os.path.abspath(file))
         try:
             count = parquet.read_metadata(file).num_rows
-            # load_dataset would call a server first, and leave a lock for each file in the user's cache.
+            # load_dataset would contact a server first, and leave a lock per file in the user's cache.
             rows = Dataset.from_parquet(place, cache_dir=scratch, streaming=True)
             for index, row in enumerate(rows):
                 yield Row(f"[{index}]", row, size * (index + 1) // count)
-        except Exception as error:  # pyarrow, fsspec and datasets raise whatever they like
+        except Exception as error:  # pyarrow, fsspec and datasets raise errors of many classes
             raise RecordError(f"{path} cannot be read as Parquet ({reason_of(error)}): fetch it again") from None

@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error: how far, how fast, how long still."""
+"""Progress bars of long work, on standard error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Bar:
-    """A progress bar that is told where the work stands."""
+    """A progress bar."""
 
     def __init__(self, shown: Any) -> None:
         self._shown = shown
@@ -19,14 +19,14 @@ class Bar:
     def advance(self) -> None:
         self._shown.update(1)
 
-    def tell(self, words: str) -> None:
-        """Behind the bar, from its next move on."""
-        self._shown.set_postfix_str(words, refresh=False)
+    def show(self, text: str) -> None:
+        """Put a text after the bar, from the next update on."""
+        self._shown.set_postfix_str(text, refresh=False)
 
 
 @contextmanager
 def bar(total: int, what: str, *, unit: str = "", quiet: bool = False) -> Iterator[Bar]:
-    """Shown only where somebody looks: not with ``quiet``, and not when standard error is a file."""
+    """A bar that is shown only if standard error is a terminal, and not with ``quiet``."""
     from tqdm import tqdm
 
     scaled = {"unit": unit, "unit_scale": True, "unit_divisor": 1024} if unit else {"unit": " " + what}

@@ -1,8 +1,8 @@
-"""Prompts: what a user asks, from an option, a file or a pipe.
+"""Prompts from an option, a file or a pipe.
 
-A file holds one prompt a line, as plain text or as JSON. A JSON object says what is asked under
-``messages`` (chat), ``turns`` (Spec-Bench: user turns answered one after another) or one of
-``prompt``, ``question``, ``instruction``, ``text``.
+A file holds one prompt per line, as plain text or as JSON. A JSON object has ``messages`` (chat), ``turns``
+(Spec-Bench: user turns that are answered one after another) or one of ``prompt``, ``question``, ``instruction``,
+``text``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEXT_ENDINGS = (".txt", ".text", ".md")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that waits for an answer, and the user's turns that follow once it is given."""
+    """A conversation to answer, and the user's later turns."""
 
     messages: tuple[Message, ...]
     later_turns: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a file; the first line that is none raises and is named."""
+    """All prompts of a file; raises at the first line that is none."""
     text = _read_text(path)
     if not text.strip():
         raise PromptError(f"{path} is empty: put one prompt on each line, as text or as JSON")
@@ -55,7 +55,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def of_all_categories(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
-    """The first prompts of every category, in turn."""
+    """The first prompts of every category, alternating between categories."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
@@ -84,7 +84,7 @@ def _read_text(path: Path) -> str:
 
 
 def _is_json(path: Path, text: str) -> bool:
-    """By its ending; a file with no telling ending is JSON when it starts like it."""
+    """By the ending of its name; with another ending, by its first character."""
     ending = path.suffix.lower()
     if ending in JSON_ENDINGS or ending in TEXT_ENDINGS:
         return ending in JSON_ENDINGS
@@ -92,7 +92,7 @@ def _is_json(path: Path, text: str) -> bool:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    # Only real line ends: str.splitlines would also cut at the separators that JSON strings may hold.
+    # str.splitlines would also split at separators that JSON strings may contain.
     lines = (line.removesuffix("\r") for line in text.split("\n"))
     return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
 
@@ -103,10 +103,10 @@ def _parse(text: str, where: str) -> Any:
     except ValueError as error:
         fault = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise PromptError(
-            f"{where} is not valid JSON ({fault}): mend the line, or name a file of plain prompts .txt"
+            f"{where} is not valid JSON ({fault}): correct the line, or name a file of plain prompts .txt"
         ) from None
     except RecursionError:
-        raise PromptError(f"{where} is nested too deeply to be a prompt: mend the line") from None
+        raise PromptError(f"{where} is nested too deeply to be a prompt: correct the line") from None
 
 
 def _prompt_of(row: Any, where: str, number: str) -> Prompt:
@@ -141,7 +141,7 @@ def _asked(row: dict[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[
 
 
 def _messages_of(value: Any, where: str) -> tuple[Message, ...]:
-    """The conversation up to its last question; a recorded answer to that one is left out."""
+    """The conversation up to its last question, without a recorded answer to it."""
     asked = checked_messages(value, where)
     while asked and asked[-1]["role"] == "assistant":
         asked.pop()
@@ -151,7 +151,7 @@ def _messages_of(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def checked_messages(value: Any, where: str) -> list[Message]:
-    """The messages of a conversation: roles that are known, and texts."""
+    """The messages of a conversation; raises unless each has a known role and a text."""
     if not isinstance(value, list) or not value:
         raise PromptError(f"{where}: `messages` must be a list with at least one message")
     for message in value:

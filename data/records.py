@@ -1,15 +1,15 @@
-"""Records: texts to draft from, out of the conversations, generations and plain texts that users have.
+"""Records: texts to draft from, read from conversations, generations and plain texts.
 
-A JSON object or a Parquet row says what it holds by its keys:
+The keys of a JSON object or a Parquet row determine its kind:
 
 - ``conversations`` (ShareGPT), ``messages`` (chat) or ``conversation``: turns with ``from`` or ``role``,
   and ``value`` or ``content``;
 - ``choices`` (Spec-Bench answers): the ``turns`` of the first one;
-- ``output``, ``answer``, ``response`` or ``completion``, as a rule beside ``prompt``, ``question`` or
+- ``output``, ``answer``, ``response`` or ``completion``, usually with ``prompt``, ``question`` or
   ``instruction`` and ``input``;
-- ``text`` or ``content``: an answer beside a prompt, else a plain text, as a bare JSON string is one.
+- ``text`` or ``content``: an answer if there is a prompt, else a plain text, like a bare JSON string.
 
-What cannot be used is counted and named, and ends the reading only once it is too much.
+Records that cannot be used are counted and named; too many of them are an error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 from hdtool.data.errors import RecordError
 from hdtool.data.inputs import CountedFile, RowError, faults_named, rows_of
+from hdtool.data.spec_bench import turns_of
 from hdtool.data.stores.documents import Source
 from hdtool.data.tally import Tally
+from hdtool.data.unicode import lone_surrogate
 
 CONVERSATION_KEYS = ("conversations", "messages", "conversation")
 PROMPT_KEYS = ("instruction", "input", "prompt", "question")
@@ -33,30 +35,30 @@ TURN_KEYS = ("value", "content", "text")
 ANSWERERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model")
 
 
-class Said(NamedTuple):
+class Part(NamedTuple):
     """A part of a record."""
 
     text: str
     by_model: bool
     ids: tuple[int, ...] | None = None
-    """Its tokens, where they were recorded."""
+    """Its tokens, if they were recorded."""
     role: str = "user"
-    """Of somebody else in a chat."""
+    """The role in a chat of a part that the model did not write."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """Texts that belong together, each a document of its own, and the input they came from."""
+    """Texts that belong together, each a separate document, and the number of their input."""
 
     texts: tuple[str, ...]
     source: int
-    said: tuple[Said, ...] = ()
-    """All of the record's parts in their order, those by others than the model too."""
+    parts: tuple[Part, ...] = ()
+    """All parts of the record in order."""
 
 
 @dataclass(frozen=True)
 class Portion:
-    """A stretch of an input, as one process reads it for another."""
+    """A part of an input that one process reads for another."""
 
     texts: Sequence[str]
     tally: Tally
@@ -64,14 +66,14 @@ class Portion:
     """Bytes of the input up to here."""
     is_last: bool = False
     held_text: bool = False
-    """Whether there were texts, for who has taken them out."""
+    """Whether there were texts before ``without_texts``."""
 
     def without_texts(self) -> Portion:
         return replace(self, texts=(), held_text=bool(self.texts))
 
 
 class Reading:
-    """The records of inputs: iterate over them, and look here for what came by."""
+    """Iterates over the records of inputs, and counts what it reads."""
 
     def __init__(self, inputs: Sequence[Path], *, answers_only: bool = False, tolerance: float = 0.05) -> None:
         self.inputs = list(inputs)
@@ -93,7 +95,7 @@ class Reading:
 
     @property
     def sources(self) -> list[Source]:
-        """The inputs and their hashes; a file that was not read to its end is read for it here."""
+        """The inputs and their hashes; a file that was not read to its end is read again here."""
         for number, path in enumerate(self.inputs):
             if number not in self.hashes:
                 with faults_named(path), path.open("rb") as file:
@@ -103,25 +105,25 @@ class Reading:
     def __iter__(self) -> Iterator[Record]:
         self.restart()
         for source in range(len(self.inputs)):
-            for said in self._said(source):
-                if texts := self._wanted(said):
+            for parts in self._parts(source):
+                if texts := self._wanted(parts):
                     self._found = True
-                    yield Record(texts, source, said)
+                    yield Record(texts, source, parts)
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
-        """A single input in stretches of so many texts, or some more; for whoever ``takes`` them elsewhere."""
+        """A single input in portions of at least so many texts; another process counts them with ``take``."""
         self.restart()
         held: list[str] = []
-        for said in self._said(0):
-            held += self._wanted(said)
+        for parts in self._parts(0):
+            held += self._wanted(parts)
             if len(held) >= texts:
                 yield Portion(held, self.tally, self.bytes_read)
                 held, self.tally = [], Tally()
         yield Portion(held, self.tally, self.bytes_read, is_last=True)
 
     def take(self, portion: Portion) -> None:
-        """Count what another process read, stretch by stretch in the order of the inputs."""
+        """Count a portion that another process read; portions come in the order of the inputs."""
         self.tally.add(portion.tally)
         self._found |= portion.held_text
         self.bytes_read = self._before + portion.consumed
@@ -129,29 +131,29 @@ class Reading:
             self._before = self.bytes_read
 
     def finish(self) -> None:
-        """All is read; whether it was enough."""
+        """Raise if too many records cannot be used, or none can."""
         self.tally.check(self._tolerance)
         if not self._found:
             what = "answers of a model" if self.answers_only else "text"
             raise RecordError(f"no {what} found in {_names(self.inputs)}: name files that hold some")
 
-    def _wanted(self, said: Iterable[Said]) -> tuple[str, ...]:
-        return tuple(part.text for part in said if part.by_model or not self.answers_only)
+    def _wanted(self, parts: Iterable[Part]) -> tuple[str, ...]:
+        return tuple(part.text for part in parts if part.by_model or not self.answers_only)
 
-    def _said(self, source: int) -> Iterator[tuple[Said, ...]]:
+    def _parts(self, source: int) -> Iterator[tuple[Part, ...]]:
         path, size = self.inputs[source], self.sizes[source]
         before = self.bytes_read
         with faults_named(path), CountedFile(path) as raw:
             for row in rows_of(path, raw, size):
                 self.bytes_read = before + row.consumed
                 try:
-                    said = _parts_of(row.value)
+                    parts = _parts_of(row.value)
                 except RowError as fault:
                     self.tally.note(f"{path}{row.place}", fault)
                     continue
                 self.tally.good += 1
-                yield said
-            # Parquet is read around the counted file; its hash waits until someone asks.
+                yield parts
+            # Parquet is not read through the counted file: ``sources`` computes its hash.
             if raw.count >= size:
                 self.hashes[source] = raw.sha256()
         self.bytes_read = before + size
@@ -168,71 +170,64 @@ def _names(paths: Sequence[Path]) -> str:
     return f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else str(paths[0])
 
 
-def _parts_of(value: Any) -> tuple[Said, ...]:
-    """The parts of a row, in their order; none at all raises."""
-    said = tuple(part for part in _said(value) if part.text and not part.text.isspace())
-    if not said:
+def _parts_of(value: Any) -> tuple[Part, ...]:
+    """The parts of a row in order; raises if there is none."""
+    parts = tuple(part for part in _raw_parts(value) if part.text and not part.text.isspace())
+    if not parts:
         raise RowError("empty conversation" if isinstance(value, dict) else "empty text")
-    for part in said:
-        _check_unicode(part.text)
-    return said
+    for part in parts:
+        if fault := lone_surrogate(part.text):
+            raise RowError(f"not valid Unicode ({fault})")
+    return parts
 
 
-def _check_unicode(text: str) -> None:
-    """JSON can spell half a character, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(f"half a character, \\u{ord(text[error.start]):x}, which is no text") from None
-
-
-def _said(value: Any) -> list[Said]:
+def _raw_parts(value: Any) -> list[Part]:
     if isinstance(value, RowError):
         raise value
     if isinstance(value, str):
-        return [Said(value, True)]
+        return [Part(value, True)]
     if not isinstance(value, dict):
         raise RowError(f"a record is an object or a text (found: {type(value).__name__})")
-    # A Parquet row has all columns of its file.
+    # A Parquet row has all columns of its file, some of them null.
     row = {key: held for key, held in value.items() if held is not None}
     for key in CONVERSATION_KEYS:
         if key in row:
-            said = [_turn(turn) for turn in _listed(row[key], key)]
-            return _with_ids(said, row["answers"]) if "answers" in row else said
+            parts = [_turn(turn) for turn in _listed(row[key], key)]
+            return _with_ids(parts, row["answers"]) if "answers" in row else parts
     if "choices" in row:
-        return _chosen(row["choices"])
+        return [Part(text, by_model=True) for text in _texts_of_choices(row["choices"])]
     return _pair(row)
 
 
-def _with_ids(said: list[Said], answers: Any) -> list[Said]:
-    """``collect`` keeps the tokens of the last answers."""
+def _with_ids(parts: list[Part], answers: Any) -> list[Part]:
+    """Add the tokens of the last answers, which ``collect`` records."""
     ids = (
         [answer.get("output_ids") for answer in answers if isinstance(answer, dict)]
         if isinstance(answers, list)
         else []
     )
-    places = [place for place, part in enumerate(said) if part.by_model][-len(ids) :] if ids else []
+    places = [place for place, part in enumerate(parts) if part.by_model][-len(ids) :] if ids else []
     for place, found in zip(places, ids, strict=False):
         if isinstance(found, list) and found and all(type(token) is int and token >= 0 for token in found):
-            said[place] = said[place]._replace(ids=tuple(found))
-    return said
+            parts[place] = parts[place]._replace(ids=tuple(found))
+    return parts
 
 
-def _turn(turn: Any) -> Said:
+def _turn(turn: Any) -> Part:
     held = [turn[key] for key in TURN_KEYS if key in turn] if isinstance(turn, dict) else []
     if not held:
         raise RowError("a turn needs a role and a text, as `from` and `value` or as `role` and `content`")
-    # A message that calls a tool has null for its text.
+    # The text of a message that calls a tool is null.
     text = next((text for text in held if text is not None), "")
     if isinstance(text, list):
         text = "\n".join(_texts_of_parts(text))
     role = turn.get("from") or turn.get("role")
     name = str(role).lower()
-    return Said(_text(text, "a turn's text"), name in ANSWERERS, role="system" if name == "system" else "user")
+    return Part(_text(text, "a turn's text"), name in ANSWERERS, role="system" if name == "system" else "user")
 
 
 def _texts_of_parts(parts: list[Any]) -> Iterator[str]:
-    """The texts of a message that is made of parts; pictures and sounds among them have none."""
+    """The texts of a message in parts; images and sounds have none."""
     for part in parts:
         if not isinstance(part, dict):
             raise RowError("a message in parts needs objects with a `text`")
@@ -240,20 +235,20 @@ def _texts_of_parts(parts: list[Any]) -> Iterator[str]:
             yield _text(part["text"], "the `text` of a message's part")
 
 
-def _chosen(choices: Any) -> list[Said]:
-    first = next(iter(_listed(choices, "choices")), None)
-    if not isinstance(first, dict) or "turns" not in first:
-        raise RowError("`choices` must begin with an object that has `turns`")
-    return [Said(_text(turn, "a turn of `choices`"), True) for turn in _listed(first["turns"], "turns")]
+def _texts_of_choices(choices: Any) -> list[str]:
+    try:
+        return turns_of(choices)
+    except ValueError as fault:
+        raise RowError(str(fault)) from None
 
 
-def _pair(row: dict[str, Any]) -> list[Said]:
+def _pair(row: dict[str, Any]) -> list[Part]:
     asked = [key for key in PROMPT_KEYS if key in row]
-    # Beside an answer, `text` is as a rule the whole of prompt and answer once more.
+    # If there is an answer, `text` usually repeats prompt and answer.
     answers = [key for key in ANSWER_KEYS if key in row] or [key for key in TEXT_KEYS if key in row][:1]
     if not asked and not answers:
         raise RowError(f"no conversation, answer or text in it (found: {', '.join(map(str, row)) or 'nothing'})")
-    return [Said(_text(row[key], f"`{key}`"), key in answers) for key in asked + answers]
+    return [Part(_text(row[key], f"`{key}`"), key in answers) for key in asked + answers]
 
 
 def _listed(value: Any, name: str) -> list[Any]:

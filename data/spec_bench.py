@@ -1,8 +1,8 @@
-"""Answered questions, as Spec-Bench writes them: one JSON object for each question and method.
+"""Answered questions in the format of Spec-Bench: one JSON object per question and method.
 
-Its scripts read `choices[0]`: the texts of all turns, and, a number for each turn, `decoding_steps`,
-`new_tokens` and `wall_time`; `accept_lengths` holds the tokens of every step of all turns. The other
-keys are ours.
+The scripts of Spec-Bench read `choices[0]`: the texts of all turns, and, one number per turn, `decoding_steps`,
+`new_tokens` and `wall_time`; `accept_lengths` holds the tokens of every step of all turns. hdtool adds the other
+keys.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AnsweredTurn:
-    """The answer to one turn, and what it took."""
+    """The answer to one turn, with its measurements."""
 
     text: str
     output_ids: list[int]
     step_tokens: list[int]
-    """The tokens that each forward pass brought."""
+    """The tokens of each forward pass: accepted and bonus tokens."""
     seconds: float
-    """From the ids of the prompt to those of the answer, the prompt's own pass included."""
+    """From the ids of the prompt to those of the answer, the pass over the prompt included."""
     finish: str
     nodes: int = 0
-    """Drafted, over all steps."""
+    """Draft nodes over all steps."""
     draft_seconds: float | None = None
-    """Of drafting; None where nobody can tell."""
+    """Time of drafting; None if unknown."""
     model_seconds: float | None = None
-    """Inside the model's forward pass."""
+    """Time in the model's forward pass; None if unknown."""
     drafted_by: list[int] = field(default_factory=list)
-    """The number of the source of each token, 0 for the model's own; empty where nobody can tell."""
+    """The number of each token's source, 0 for a bonus token; empty if unknown."""
     sources: dict[str, dict[str, float]] = field(default_factory=dict)
-    """What each source drafted, by its name."""
+    """Counts per source, by name."""
 
 
 @dataclass(frozen=True)
 class AnsweredQuestion:
-    """A question, all of its turns answered by one method."""
+    """A question with the answers of one method to all its turns."""
 
     question_id: int | str
     category: str
     turns: tuple[AnsweredTurn, ...]
     seconds_rounds: tuple[tuple[float, ...], ...] = ()
-    """Of each turn, in each of the rounds that this one was chosen from."""
+    """The seconds of each turn in each round; the answer is that of one round."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -87,8 +87,8 @@ class AnsweredQuestion:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> AnsweredQuestion:
-        """Raises KeyError, TypeError, IndexError or ValueError if a row is none of ours."""
-        choice = row["choices"][0]
+        """Raises KeyError, TypeError or ValueError if hdtool did not write the row."""
+        choice = first_choice(row["choices"])
         lengths = _cut(choice["accept_lengths"], choice["decoding_steps"])
         turns = tuple(
             AnsweredTurn(text, output_ids, step_tokens, seconds, **dict(zip(OWN_KEYS, own, strict=True)))
@@ -105,16 +105,31 @@ class AnsweredQuestion:
 
 
 OWN_KEYS = ("finish", "nodes", "draft_seconds", "model_seconds", "drafted_by", "sources")
-"""Of a turn, kept under their own names beside those of Spec-Bench."""
+"""The fields of a turn that hdtool adds to the format."""
+
+
+def first_choice(choices: Any) -> dict[str, Any]:
+    """The first of a row's ``choices``; a ``ValueError`` unless it has ``turns``, a list of texts."""
+    choice: dict[str, Any] = choices[0] if isinstance(choices, list) and choices else {}
+    turns = choice.get("turns") if isinstance(choice, dict) else None
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise ValueError("`choices` must begin with an object that has `turns`, a list of texts")
+    return choice
+
+
+def turns_of(choices: Any) -> list[str]:
+    """The texts of the first choice; see ``first_choice``."""
+    turns: list[str] = first_choice(choices)["turns"]
+    return turns
 
 
 def question_id(name: str) -> int | str:
-    """As the file of questions had it: Spec-Bench counts its questions."""
+    """The id as in the file of questions: Spec-Bench numbers its questions."""
     return int(name) if name.isdecimal() and str(int(name)) == name else name
 
 
 def _cut(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """The steps of all turns, turn by turn."""
+    """The steps of all turns, split by turn."""
     if sum(counts) != len(lengths):
         raise ValueError("accept_lengths and decoding_steps differ")
     rest = iter(lengths)

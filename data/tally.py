@@ -11,16 +11,16 @@ BAD_SHOWN = 20
 
 @dataclass
 class Tally:
-    """What became of the records of one input or of many."""
+    """The counts of usable and unusable records of one or more inputs."""
 
     good: int = 0
     bad: int = 0
     shown: list[str] = field(default_factory=list)
-    """Of those that could not be used, the first ones: where, and why."""
+    """The first unusable records: place and reason."""
     first_bad: str = ""
 
     def note(self, place: str, fault: Exception) -> None:
-        # Whatever names the record itself brings, it is told in a line.
+        # Names from the record itself may hold line breaks.
         reason = " ".join(str(fault).split())[:200]
         self.bad += 1
         self.first_bad = self.first_bad or f"{place} ({reason})"
@@ -28,14 +28,14 @@ class Tally:
             self.shown.append(f"{place}: {reason}")
 
     def add(self, later: Tally) -> None:
-        """Count in what was counted elsewhere, further on in the inputs."""
+        """Add the counts of a later part of the inputs."""
         self.good += later.good
         self.bad += later.bad
         self.first_bad = self.first_bad or later.first_bad
         self.shown += later.shown[: BAD_SHOWN - len(self.shown)]
 
     def left_out(self) -> list[str]:
-        """What could not be used, as users are told: a line for each of the first ones, and how many more there are."""
+        """Lines for the user: the first unusable records, and the number of the others."""
         more = self.bad - len(self.shown)
         return [f"left out: {line}" for line in self.shown] + ([f"left out: {more} more records"] if more else [])
 
@@ -44,5 +44,5 @@ class Tally:
         if self.bad > tolerance * count:
             raise RecordError(
                 f"{self.bad} of {count} records cannot be used, the first at {self.first_bad}: "
-                "mend or remove them, or raise --tolerate"
+                "correct or remove them, or raise --max-bad-fraction"
             )

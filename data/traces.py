@@ -1,11 +1,11 @@
-"""Traces: recorded conversations, to replay drafting without the model.
+"""Traces: recorded conversations, for replaying drafts without the model.
 
-A JSON object says what it holds by its keys:
+The keys of a JSON object determine its kind:
 
 - ``messages`` and ``answers``: what ``hdtool collect`` writes, the answers as token ids;
 - ``messages``: a conversation in the chat format, whose assistant messages are the answers;
-- ``choices``: an answer file of Spec-Bench, the ``turns`` of the first choice; the questions stand in
-  a file of their own.
+- ``choices``: an answer file of Spec-Bench, the ``turns`` of the first choice; the questions are in a separate
+  file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 from hdtool.data.errors import OptionError, PromptError, RecordError
 from hdtool.data.inputs import CountedFile, Row, RowError, faults_named, rows_of
 from hdtool.data.prompts import Message, Prompt, checked_messages, read_prompts
+from hdtool.data.spec_bench import turns_of
 
 STOPPED = "stop"
-"""How ``collect`` says that the model ended its answer itself."""
+"""The ``finish`` of an answer that the model ended itself."""
 
 
 @dataclass(frozen=True)
@@ -28,29 +29,29 @@ class Recorded:
     """An answer of the model."""
 
     place: int
-    """Of its message in the conversation."""
+    """The index of its message in the conversation."""
     ids: tuple[int, ...] | None = None
-    """Its tokens, the one that ends the turn included, where they were recorded."""
+    """Its tokens, with the one that ends the turn, if they were recorded."""
     most: int | None = None
-    """Tokens that it was allowed to have, where this is known; an answer of just as many was cut off."""
+    """The limit of its tokens, if known; an answer of this length was cut off."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A conversation and those of its messages that the model said."""
+    """A conversation, and which of its messages are the model's answers."""
 
     id: str
     category: str
     messages: tuple[Message, ...]
     answers: tuple[Recorded, ...]
     where: str
-    """Its file and line, for what there is to say about it."""
+    """Its file and line, for messages."""
 
 
 def read_traces(paths: Sequence[Path], questions: Path | None = None) -> list[Trace]:
-    """All conversations of some files, in their order; the first row that is none raises and is named."""
-    asked = {prompt.id: prompt for prompt in read_prompts(questions)} if questions else None
-    traces = [_trace(row, f"{path}{row.place}", number, asked) for path in paths for number, row in _rows(path)]
+    """All conversations of some files in order; raises at the first row that is none."""
+    prompts = {prompt.id: prompt for prompt in read_prompts(questions)} if questions else None
+    traces = [_trace(row, f"{path}{row.place}", number, prompts) for path in paths for number, row in _rows(path)]
     if questions and not any(row_is_answers for row_is_answers, _ in traces):
         raise OptionError(f"--questions {questions} belongs to answer files of Spec-Bench, and no trace is one")
     found = [trace for _, trace in traces]
@@ -65,21 +66,21 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
         yield from enumerate(rows_of(path, raw, path.stat().st_size), start=1)
 
 
-def _trace(row: Row, where: str, number: int, asked: Mapping[str, Prompt] | None) -> tuple[bool, Trace]:
-    """Whether it is a row of an answer file, and the conversation."""
+def _trace(row: Row, where: str, number: int, prompts: Mapping[str, Prompt] | None) -> tuple[bool, Trace]:
+    """Whether it is a row of an answer file, and the trace."""
     value = row.value
     if isinstance(value, RowError):
-        raise RecordError(f"{where}: {value}: mend or remove it")
+        raise RecordError(f"{where}: {value}: correct or remove it")
     if not isinstance(value, dict):
         _refuse(where, f"a recorded conversation is a JSON object (found: {type(value).__name__})")
     try:
         if "choices" in value:
-            return True, _of_answer_file(value, where, asked)
+            return True, _of_answer_file(value, where, prompts)
         if "messages" not in value:
             _refuse(where, f"no `messages` or `choices` in it (found: {', '.join(map(str, value)) or 'nothing'})")
         messages = checked_messages(value["messages"], where)
     except PromptError as error:
-        raise RecordError(f"{error}; mend or remove it") from None
+        raise RecordError(f"{error}; correct or remove it") from None
     name = next((value[key] for key in ("id", "question_id") if value.get(key) is not None), number)
     answers = _of_collect(value, messages, where) if "answers" in value else _of_chat(messages)
     return False, Trace(str(name), _category(value), tuple(messages), answers, where)
@@ -91,14 +92,14 @@ def _category(row: dict[str, Any]) -> str:
 
 
 def _of_chat(messages: Sequence[Message]) -> tuple[Recorded, ...]:
-    """What the assistant says after somebody else; a conversation that it opens has nothing to answer yet."""
+    """The assistant's messages after another role; one that opens a conversation answers nothing."""
     roles = [message["role"] for message in messages]
     answers = (place for place in range(1, len(roles)) if roles[place] == "assistant" != roles[place - 1])
     return tuple(Recorded(place) for place in answers)
 
 
 def _of_collect(row: dict[str, Any], messages: Sequence[Message], where: str) -> tuple[Recorded, ...]:
-    """The last of the assistant's messages are the collected answers; those before them were part of the prompt."""
+    """The last messages of the assistant are the collected answers; those before them belong to the prompt."""
     answers, most = row["answers"], row.get("max_new_tokens")
     said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not isinstance(answers, list) or not 0 < len(answers) <= len(said):
@@ -124,20 +125,23 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _of_answer_file(row: dict[str, Any], where: str, asked: Mapping[str, Prompt] | None) -> Trace:
-    if asked is None:
+def _of_answer_file(row: dict[str, Any], where: str, prompts: Mapping[str, Prompt] | None) -> Trace:
+    if prompts is None:
         raise RecordError(
             f"{where} holds answers without their questions, as Spec-Bench writes them: name the questions with "
             "--questions FILE"
         )
     name = str(row.get("question_id"))
-    if name not in asked:
+    if name not in prompts:
         raise RecordError(
-            f"{where} answers question {name}, which the file of questions lacks: name the one that was asked from"
+            f"{where} answers question {name}, which the file of questions lacks: name the file of these questions"
         )
-    question = asked[name]
+    question = prompts[name]
     turns = [*(message["content"] for message in question.messages), *question.later_turns]
-    said = _chosen_turns(row["choices"], where)
+    try:
+        said = turns_of(row["choices"])
+    except ValueError as fault:
+        _refuse(where, str(fault))
     if len(said) > len(turns):
         _refuse(where, f"{len(said)} answers to a question of {len(turns)} turns")
     messages: list[Message] = []
@@ -147,13 +151,5 @@ def _of_answer_file(row: dict[str, Any], where: str, asked: Mapping[str, Prompt]
     return Trace(name, category, tuple(messages), _of_chat(messages), where)
 
 
-def _chosen_turns(choices: Any, where: str) -> list[str]:
-    first = choices[0] if isinstance(choices, list) and choices else None
-    turns = first.get("turns") if isinstance(first, dict) else None
-    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-        _refuse(where, "`choices` must begin with an object that has `turns`, a list of texts")
-    return turns
-
-
 def _refuse(where: str, fault: str) -> NoReturn:
-    raise RecordError(f"{where}: {fault}: mend or remove it")
+    raise RecordError(f"{where}: {fault}: correct or remove it")

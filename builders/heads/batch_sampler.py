@@ -18,7 +18,7 @@ class BatchSampler:
 
     def __init__(self, lessons: Sequence[Example], config: TrainConfig) -> None:
         order = np.random.default_rng((config.seed, len(lessons))).permutation(len(lessons))
-        count = min(max(1, round(config.held_out * len(lessons))), len(lessons) - 1)
+        count = min(max(1, round(config.val_fraction * len(lessons))), len(lessons) - 1)
         self.held_out = [lessons[place] for place in sorted(order[:count])] or list(lessons)
         self.learned = [lessons[place] for place in sorted(order[count:])]
         self._seed = config.seed

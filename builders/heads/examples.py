@@ -13,7 +13,7 @@ from hdtool.data.chat import encode_text
 from hdtool.data.errors import RecordError
 from hdtool.data.progress import Bar
 from hdtool.data.prompts import Message
-from hdtool.data.records import Reading, Record, Said
+from hdtool.data.records import Part, Reading, Record
 from hdtool.data.traces import Recorded, Trace
 from hdtool.runtime.evaluation.recorded_turns import TurnReader
 
@@ -53,29 +53,29 @@ def lessons(
 
 
 def _lessons_of(record: Record, tokenizer: PreTrainedTokenizerBase, turns: TurnReader) -> Iterator[Example]:
-    if all(part.by_model for part in record.said):
-        for part in record.said:
+    if all(part.by_model for part in record.parts):
+        for part in record.parts:
             ids = part.ids or encode_text(tokenizer, part.text, special=True)
             yield Example(np.array(ids, np.int64), np.ones(len(ids), np.bool_))
         return
-    messages = tuple(_message(part) for part in record.said)
+    messages = tuple(_message(part) for part in record.parts)
     answers = [
         Recorded(place, part.ids, len(part.ids) if part.ids else None)
-        for place, part in enumerate(record.said)
+        for place, part in enumerate(record.parts)
         if part.by_model and place
     ]
     try:
         yield from _of_conversation(Trace("", "", messages, tuple(answers), "a conversation"), turns)
     except RecordError:
-        if any(part.ids for part in record.said):
+        if any(part.ids for part in record.parts):
             raise
         # Templates refuse what does not go to and fro; the texts are still worth reading.
-        for part in record.said:
+        for part in record.parts:
             ids = encode_text(tokenizer, part.text, special=True)
             yield Example(np.array(ids, np.int64), np.full(len(ids), part.by_model))
 
 
-def _message(part: Said) -> Message:
+def _message(part: Part) -> Message:
     return {"role": "assistant" if part.by_model else part.role, "content": part.text}
 
 

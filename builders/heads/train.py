@@ -70,7 +70,7 @@ def train(
     seconds = time.monotonic()
     with bar(training.steps, "steps", quiet=quiet) as shown:
         for done in training.run(settings):
-            shown.tell(training.told())
+            shown.show(training.told())
             shown.to(done)
     if together.rank:
         return
@@ -96,7 +96,7 @@ def _texts(
     inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None, quiet: bool
 ) -> tuple[list[Example], list[str]]:
     """What there is to learn from, and what was left out."""
-    reading = Reading(find_inputs(inputs), tolerance=config.tolerate)
+    reading = Reading(find_inputs(inputs), tolerance=config.max_bad_fraction)
     tokenizer = load_tokenizer(model)
     turns = TurnReader(tokenizer, load_stops(model, tokenizer), tokenizer.eos_token_id, chat)
     window = min(config.window, context_limit(target.config, config.window) or config.window)

@@ -56,7 +56,7 @@ class Training:
         torch.nn.Module.to(heads, teacher.device, torch.float32)
         if crew.size > min(config.batch, len(curriculum.learned)):
             raise OptionError(f"batch is {config.batch}: {crew.size} processes need a text each, and as many to read")
-        self._optimizer = torch.optim.AdamW(heads.parameters(), lr=config.rate, betas=BETAS)
+        self._optimizer = torch.optim.AdamW(heads.parameters(), lr=config.learning_rate, betas=BETAS)
         self._loss = crew.shared(HeadsLoss(heads, config.lm_weight))
         self._in_half = takes_bfloat16(teacher.device)
 
@@ -88,7 +88,7 @@ class Training:
             sum(int(lesson.drafted[2 + head :].sum()) for lesson in lessons) for head in range(len(self.heads.steps))
         ]
         mine = lessons[self._crew.rank :: self._crew.size]
-        at_once = self._config.at_once or len(mine)
+        at_once = self._config.micro_batch_size or len(mine)
         parts = [mine[start : start + at_once] for start in range(0, len(mine), at_once)]
         sums = torch.zeros(1 + len(known), device=self._teacher.device)
         for number, part in enumerate(parts, start=1):
@@ -97,11 +97,11 @@ class Training:
         length = torch.nn.utils.clip_grad_norm_(self.heads.parameters(), LONGEST_GRADIENT)
         if not math.isfinite(float(length)):
             raise HeadsError(
-                f"the loss is no number any more in step {step + 1}: take a lower --rate, or --dtype float32; "
+                f"the loss is no number any more in step {step + 1}: take a lower --learning-rate, or --dtype float32; "
                 "another --out begins anew"
             )
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.rate * pace(step, self.steps, self._config.warm_up)
+            group["lr"] = self._config.learning_rate * pace(step, self.steps, self._config.warm_up)
         self._optimizer.step()
         self._optimizer.zero_grad()
         total, *hits = self._crew.total(sums).tolist()

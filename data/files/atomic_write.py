@@ -30,7 +30,7 @@ class OutputFile:
 
     path: Path
     content: str
-    """What it holds, for messages: ``{path} is there and is not {content}``."""
+    """A description of the content, for messages: ``{path} is there and is not {content}``."""
     is_ours: Callable[[Path], bool]
     """Whether hdtool wrote the file at a path, judged by what the file holds; see ``ownership``."""
     error: type[HdtoolError]

@@ -1,4 +1,4 @@
-"""A resumable file of JSON lines: every line is on disk before the next one is begun.
+"""A resumable file of JSON lines: every line is on disk before the next one starts.
 
 A kill leaves whole lines and at most one torn line after them. Reading changes nothing; the torn line is cut off
 only after the caller has recognised it.
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file with their ends, which a torn last line lacks; a file that does not exist has none.
+    """The lines of a file with their line ends, which a torn last line lacks; a missing file has none.
 
     Anything but a regular file raises an OSError.
     """

@@ -15,14 +15,14 @@ from hdtool.data.errors import HdtoolError
 def exclusive(path: Path, busy: HdtoolError) -> Iterator[None]:
     """Hold the lock file ``path``; raise ``busy`` at once if another holder has it.
 
-    The lock file stays in place and empty. A file with content, a link or a folder of that name belongs
-    to somebody else: the error has the class of ``busy``, and the file is neither opened nor changed.
+    The lock file stays in place and empty. A file with content, a link or a folder of that name is not
+    hdtool's: the error has the class of ``busy``, and the file is neither opened nor changed.
     A folder that cannot be written raises an ``OSError``, which the caller words.
     """
     from filelock import FileLock, Timeout
 
     if found := foreign_lock(path):
-        raise type(busy)(f"{path} {found}, so it is no lock file of hdtool: move it away or choose another place")
+        raise type(busy)(f"{path} {found}, so it is not a lock file of hdtool: move it away or choose another place")
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()

@@ -1,7 +1,6 @@
-"""How hdtool recognises files that it wrote: by what they hold, whatever their name.
+"""Recognition of files that hdtool wrote, by their content and not by their name.
 
-Each function takes a path and returns whether hdtool wrote the file there. Files of another origin are refused
-by what they lack; at most their beginning is read.
+Each function returns whether hdtool wrote the file at a path. At most the beginning of the file is read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ LARGEST_JSON = 64 << 20
 PNG = b"\x89PNG\r\n\x1a\n"
 PNG_ENTRY = b"tEXtSoftware\0hdtool"
 PNG_METADATA = {"Software": "hdtool"}
-"""What matplotlib writes into a figure so that it is recognised."""
+"""The metadata by which a figure is recognised."""
 HTML_ENTRY = b'<meta name="generator" content="hdtool'
 MARKDOWN_ENTRY = b"<!-- hdtool report -->"
 BEGINNING = 4096

@@ -1,4 +1,4 @@
-"""What a store is on disk: its manifest, its files, its documents and its place.
+"""Stores on disk: manifest, files, documents and default folders.
 
-Imports `data/files` and `data/errors` only.
+Imports `data/files`, `data/errors` and `data/unicode` only.
 """

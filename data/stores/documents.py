@@ -1,8 +1,8 @@
-"""Tokenized documents as the stores keep them: one after another, each closed by an end token.
+"""Tokenized documents as stores keep them: concatenated, each followed by an end token.
 
-The id of the end token is the size of the vocabulary, so no draft runs from one document into the next. The
-documents of one source stand together and in the order of the manifest's sources, so their numbers
-are enough to find a source again: for dropping it, or for building a store anew without its text.
+The id of the end token is the size of the vocabulary, so no draft crosses from one document into the next. The
+documents of an input are contiguous and in the order of the manifest, so their counts locate each input, for
+dropping it or for building the store again without the texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hdtool.data.errors import StoreError
 
 CHUNK = 1 << 22
-"""Tokens looked through at once, so that a mapped corpus is never in memory whole."""
+"""Tokens processed at once, so that a memory-mapped corpus is never loaded as a whole."""
 
 Tokens = npt.NDArray[Any]
 
@@ -39,14 +39,14 @@ class Document:
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
-    """Two bytes a token where the vocabulary and its end token fit into them, else four."""
+    """16-bit tokens if the vocabulary and the end token fit, else 32-bit."""
     return np.dtype(np.uint16 if vocab_size < 2**16 else np.uint32)
 
 
 def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
-    """The documents of a token array that was written with an end after each.
+    """The documents of a token array.
 
-    The file may be damaged: a token beyond the end, or a last document without one, is a ``StoreError``.
+    The file may be damaged: a token above the end token, or a last document without one, is a ``StoreError``.
     """
     start = 0
     for at in range(0, len(tokens), CHUNK):
@@ -61,7 +61,7 @@ def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
 
 
 def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:
-    """Stored documents with the sources that the manifest counts them by."""
+    """Stored documents with the index of their input, by the counts of the manifest."""
     owners = (source for source, count in enumerate(counts) for _ in range(count))
     for ids in documents:
         if (source := next(owners, None)) is None:

@@ -1,4 +1,4 @@
-"""Where hdtool keeps stores when nobody says where."""
+"""The default folders of stores and measurements."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ def home() -> Path:
 
 
 def cost_at_home(fingerprint: str, device: str, dtype: str, threads: int) -> Path:
-    """The place of what a model's forward passes take here: for each device, in words, dtype and number of threads."""
+    """The file of a model's cost curve on this machine, per device name, dtype and number of threads."""
     words = re.sub(r"\W+", "-", device).strip("-")
     return home() / "costs" / fingerprint / f"{words}-{dtype}-{threads}.json"
 
 
 def product_choice_at_home(words: Iterable[str]) -> Path:
-    """The file of one measured choice between two matrix products, named by all that the choice depends on."""
+    """The file of one measured choice between two matrix products, named by everything that it depends on."""
     name = "-".join(re.sub(r"\W+", "_", word) for word in words)
     return home() / "costs" / "products" / f"{name}.json"
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """The place of a tokenizer's store: models with the same tokenizer find the same one, tenants only their own."""
+    """The folder of a tokenizer's store: models with the same tokenizer share it, tenants have their own."""
     return (home() / "stores" if namespace is None else _namespace(namespace)) / tokenizer.fingerprint / kind
 
 
 def namespace_among(names: Iterable[str]) -> str | None:
-    """The first of these names that has stores of its own; a name that cannot be a namespace has none."""
+    """The first of these names that has stores; a name that cannot be a namespace has none."""
     return next((name for name in names if _is_possible(name) and has_stores(name)), None)
 
 
 def has_stores(namespace: str) -> bool:
-    """Whether any store was built for this namespace; a name that cannot be one is refused."""
+    """Whether any store was built for this namespace; raises if the name cannot be one."""
     try:
         return _namespace(namespace).is_dir()
     except OSError as error:

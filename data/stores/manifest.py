@@ -1,4 +1,4 @@
-"""The manifest of a store: what it holds and from what it was built, checked when it is read."""
+"""The manifest of a store: its content, files and inputs, checked when it is read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LARGEST_VOCABULARY = 2**31 - 1
 """Tokens are stored in signed 32-bit numbers."""
 NUMBERS_AMONG_OPTIONS = ("token_bytes", "shard_bytes", "top_k", "per_key")
 SHOWN_DIGITS = 12
-"""Of a source's hash."""
+"""Digits of an input's hash that are shown."""
 
 
 @dataclass(frozen=True)
 class TokenizerFingerprint:
-    """What tells whether two tokenizers give the same ids."""
+    """Equal for tokenizers that give the same ids."""
 
     fingerprint: str
     vocab_size: int
@@ -34,7 +34,7 @@ class TokenizerFingerprint:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerFingerprint:
         vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-        # The vocabulary alone would not tell apart tokenizers that cut the same text differently.
+        # Tokenizers with the same vocabulary may split a text differently.
         cut = tokenizer("Hello, world! 12345\n\tdéjà vu 世界", add_special_tokens=False)["input_ids"]
         words = json.dumps([vocabulary, cut], ensure_ascii=True).encode()
         return cls(hashlib.sha256(words).hexdigest()[:16], len(tokenizer))
@@ -42,7 +42,7 @@ class TokenizerFingerprint:
 
 @dataclass(frozen=True)
 class InputShare:
-    """What one input contributed."""
+    """The contribution of one input."""
 
     name: str
     sha256: str
@@ -51,12 +51,12 @@ class InputShare:
 
     @property
     def label(self) -> str:
-        """The name and the start of the hash, which select the source, in one line."""
+        """The name and the start of the hash, either of which selects the input, in one line."""
         return f"{printable(self.name)} (sha256 {printable(self.sha256[:SHOWN_DIGITS])})"
 
 
 def shares_of(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
-    """The shares of sources whose documents and tokens were counted while they were written."""
+    """The shares of inputs whose documents and tokens were counted while they were written."""
     return tuple(
         InputShare(source.name, source.sha256, int(records), int(tokens))
         for source, (records, tokens) in zip(sources, counted, strict=True)
@@ -72,7 +72,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a store without opening its files."""
+    """The description of a store; reading it opens no other file."""
 
     kind: str
     tokenizer: TokenizerFingerprint
@@ -80,7 +80,7 @@ class Manifest:
     options: dict[str, Any]
     sources: tuple[InputShare, ...]
     files: dict[str, StoredFile] = field(default_factory=dict)
-    """By the part that each plays; the name on disk changes with every build."""
+    """The files by part; their names change with every build."""
     format: int = FORMAT
 
     @property
@@ -89,7 +89,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, row: Any) -> Manifest:
-        """The manifest in a JSON object that may be damaged; a ``ValueError`` names what is wrong."""
+        """The manifest in a JSON object; a ``ValueError`` describes any damage."""
         kind = text_of(row, "kind")
         if kind not in PARTS:
             raise ValueError(f"kind is none of {', '.join(PARTS)}")
@@ -113,7 +113,7 @@ class Manifest:
 
 
 def _options_of(row: Any) -> dict[str, Any]:
-    """The options of a build; those that this version does not use are kept."""
+    """The options of a build; unknown ones are kept."""
     options = mapping_of(row, "options")
     for name in options:
         check_name(name)
@@ -142,7 +142,7 @@ def _share_of(row: Any) -> InputShare:
 
 
 def _files_of(row: Any, parts: Iterable[str]) -> dict[str, StoredFile]:
-    """The files by part: all parts of the kind and no other, under names that hdtool gives."""
+    """The files by part: exactly the parts of the kind, with names that hdtool gives."""
     files = mapping_of(row, "files")
     if unknown := files.keys() - set(parts):
         raise ValueError(f"it has a part {printable(min(unknown))[:40]!r}, which is unknown")

@@ -1,9 +1,11 @@
-"""Values of a manifest that may be damaged or hostile: each is of its type and range, or a ``ValueError`` names it."""
+"""Checked access to the fields of a manifest, which may be damaged or hostile; faults are a ``ValueError``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from hdtool.data.unicode import lone_surrogate
 
 LARGEST = 2**63 - 1
 LONGEST_NAME = 64
@@ -28,17 +30,15 @@ def flag_of(row: Any, name: str) -> bool:
 
 
 def text_of(row: Any, name: str) -> str:
-    """The text in a field; JSON may hold half of a surrogate pair, which cannot be printed."""
+    """The text in a field; it must be valid Unicode."""
     text: str = _typed(row, name, str, "a text")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} is not valid Unicode") from None
+    if lone_surrogate(text):
+        raise ValueError(f"{name} is not valid Unicode")
     return text
 
 
 def check_name(name: str) -> None:
-    """Raise unless a field that has no fixed name has one that fits into a line."""
+    """Raise unless the name of a field is a short identifier."""
     if not name.isidentifier() or len(name) > LONGEST_NAME:
         raise ValueError(f"{ascii(name)[:LONGEST_NAME]} is no name of a field")
 

@@ -1,9 +1,8 @@
 """A store on disk: a folder of flat files that a manifest names.
 
-The manifest is the store. It names the files, with sizes and checksums, and is replaced in one
-atomic step when all of them are written; files of builds that it does not name are leftovers of a
-build that was killed, and the next build deletes them. So an old store stays whole until the moment
-that the new one is, and readers of the old one keep what they have opened. Files of other origin in
+The manifest names the files, with sizes and checksums, and is replaced atomically when all of them are written.
+Until then the old store stays complete, and readers of the old one keep the files that they have opened. Files of
+builds that the manifest does not name are leftovers of a killed build; the next build deletes them. Other files in
 the folder are neither deleted nor changed.
 """
 
@@ -57,13 +56,13 @@ __all__ = [
 
 BUILD_COMMANDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
 OPENINGS = 10
-"""How often a store that is replaced again and again is tried to open."""
+"""Attempts to open a store that is replaced again and again."""
 
 T = TypeVar("T")
 
 
 class StoreBuild:
-    """A store under construction, beside the old one if there is one."""
+    """A store under construction; an old store in the folder stays until ``commit``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +70,7 @@ class StoreBuild:
         self._parts: dict[str, Path] = {}
 
     def path(self, part: str) -> Path:
-        """Where to write a part: an empty file that was created for this build and did not exist before."""
+        """The new, empty file for a part."""
         if part not in self._parts:
             path = self.folder / part_name(part, self._digits)
             create(path)
@@ -79,26 +78,26 @@ class StoreBuild:
         return self._parts[part]
 
     def commit(self, manifest: Manifest) -> Manifest:
-        """Make what was written the store, in one step."""
-        with ThreadPoolExecutor() as pool:  # neither reading nor hashing holds Python up
+        """Replace the manifest atomically, so that the written files become the store."""
+        with ThreadPoolExecutor() as pool:  # reading and hashing release the interpreter lock
             files = dict(zip(self._parts, pool.map(_finished, self._parts.values()), strict=True))
         sources = tuple(replace(share, name=recorded_name(share.name)) for share in manifest.sources)
         whole = replace(manifest, files=files, sources=sources)
         text = json.dumps(asdict(whole), indent=1, ensure_ascii=False) + "\n"
-        _parsed(self.folder, text.encode(), check=False)  # what is written can be read again
-        beside = self.folder / f"{MANIFEST}-{self._digits}"
-        with open(beside, "x", encoding="utf-8", newline="\n") as stream:
+        _parsed(self.folder, text.encode(), check=False)  # check that it can be read
+        new = self.folder / f"{MANIFEST}-{self._digits}"
+        with open(new, "x", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
-        _to_disk(beside)
+        _to_disk(new)
         if os.path.lexists(self.folder / MANIFEST) and not holds_manifest(self.folder):
             raise StoreError(f"{self.folder / MANIFEST} was written by another program meanwhile: choose another place")
-        beside.replace(self.folder / MANIFEST)
+        new.replace(self.folder / MANIFEST)
         _to_disk(self.folder)
         return whole
 
 
 def recorded_name(name: str) -> str:
-    """The name of a source as manifests record it: bytes of a file name that are no text are escaped."""
+    """The name of an input as manifests record it: bytes that are not valid text are escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -106,8 +105,8 @@ def recorded_name(name: str) -> str:
 def building(folder: Path, replaces: Manifest | None = None) -> Iterator[StoreBuild]:
     """Build a store at ``folder`` while no other process does; on any error, an old store there stays as it was.
 
-    With ``replaces``, the manifest of the store that the new one is made from, a store that has been
-    replaced since then is an error: what another command brought would be lost.
+    ``replaces`` is the manifest of the store that the new one is made from; it is an error if another command has
+    replaced that store since, because its changes would be lost.
     """
     check_destination(folder)
     try:
@@ -126,7 +125,7 @@ def building(folder: Path, replaces: Manifest | None = None) -> Iterator[StoreBu
         room = f", {shutil.disk_usage(_existing(folder)).free >> 20} MiB free there" if error.errno == 28 else ""
         raise StoreError(
             f"{folder} cannot be written ({error.strerror or error}{room}): the store there, if any, is unchanged; "
-            "make room, mend the permissions or choose another place"
+            "make room, correct the permissions or choose another place"
         ) from error
 
 
@@ -136,7 +135,7 @@ def _check_unchanged(folder: Path, manifest: Manifest) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete the files of builds that the manifest does not name: leftovers of killed builds, and replaced files."""
+    """Delete the files of builds that the manifest does not name: leftovers of killed builds and replaced files."""
     kept: set[str] = set()
     if os.path.lexists(folder / MANIFEST):
         try:
@@ -152,7 +151,7 @@ def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
 
 
 def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = True) -> T:
-    """What ``read`` makes of a store, by its manifest; anew if the store is replaced meanwhile.
+    """The result of ``read`` for a store's manifest; repeated if the store is replaced meanwhile.
 
     ``read`` opens files and raises a ``StoreError`` if it cannot.
     """
@@ -169,13 +168,13 @@ def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = Tru
 def _manifest_bytes(folder: Path) -> bytes:
     path = folder / MANIFEST
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # opening a pipe would block
             raise StoreError(f"{path} is not a file: name the folder of a store")
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise StoreError(f"{folder} holds no store: build one, or name the folder of one") from None
     except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror or error}): mend the permissions") from None
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}): correct the permissions") from None
 
 
 def _parsed(folder: Path, text: bytes, *, check: bool) -> Manifest:
@@ -212,7 +211,7 @@ def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
 
 
 def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFingerprint | None = None) -> None:
-    """Raise unless a store is of this kind and, if told, of this tokenizer."""
+    """Raise unless a store is of this kind and, if given, of this tokenizer."""
     if manifest.kind != kind:
         raise StoreError(f"{folder} is a {manifest.kind} store, a {kind} store is needed: name another folder")
     if tokenizer and manifest.tokenizer != tokenizer:
@@ -224,9 +223,9 @@ def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFin
 
 
 def damaged(folder: Path, manifest: Manifest) -> list[str]:
-    """Files whose content is not what was written; reads every byte."""
+    """The files whose checksums do not match; reads every byte."""
     with ExitStack() as opened:
-        # All are opened before any is read, which takes long: meanwhile the store may be replaced.
+        # Reading takes long, and the store may be replaced meanwhile: open all files first.
         streams = [(file, opened.enter_context(_stream_of(folder / file.name))) for file in manifest.files.values()]
         return [file.name for file, stream in streams if _hash_of(stream) != file.sha256]
 
@@ -253,7 +252,7 @@ def _finished(path: Path) -> StoredFile:
 
 
 def _to_disk(path: Path) -> None:
-    """Ask the system to have it on disk before we say so; folders cannot be asked everywhere."""
+    """Sync a file or folder to disk; not every system can sync a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

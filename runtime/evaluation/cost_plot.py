@@ -37,4 +37,4 @@ def draw_cost(curve: CostCurve, path: Path) -> None:
 
 def picture_file(path: Path) -> OutputFile:
     """The plot, replaced only if hdtool drew the old one."""
-    return OutputFile(path, "a picture of hdtool bench --cost", is_own_png, CostError)
+    return OutputFile(path, "a picture of hdtool bench-cost", is_own_png, CostError)

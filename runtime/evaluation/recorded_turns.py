@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hdtool.data.chat import conversation_text, encode_text, speaks_chat
+from hdtool.data.chat import conversation_text, encode_text, has_chat_template
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.prompts import Message
 from hdtool.data.traces import Recorded, Trace
@@ -40,7 +40,7 @@ class TurnReader:
         self._tokenizer = tokenizer
         self._stops = stops
         self._end = end
-        self._chat = speaks_chat(tokenizer) if chat is None else chat
+        self._chat = has_chat_template(tokenizer) if chat is None else chat
 
     def turns(self, trace: Trace) -> list[RecordedTurn]:
         try:

@@ -82,7 +82,7 @@ def test_answers_of_other_settings_or_prompts_are_not_mixed(
     Path(asked[2]).write_text(json.dumps({"prompt": "Something else?"}))
     assert "answers another prompt" in complaint(capfd, asked)
     Path(asked[4]).write_text("a poem\n")
-    assert "is no line of collect" in complaint(capfd, asked)
+    assert "is not a line of collect" in complaint(capfd, asked)
     Path(asked[4]).write_bytes(before)
 
 
@@ -105,13 +105,13 @@ def test_what_is_cut_short_and_of_another_origin_is_kept(
     # Nothing is loaded for a file that cannot go on.
     monkeypatch.setattr("hdtool.runtime.answerer.load", lambda config: pytest.fail("the model is loaded"))
     said = changed(asked, b"one line of a novel", capfd)
-    assert "generations.jsonl:1 is cut short and is no answer of collect to the prompt there: remove that line" in said
+    assert "generations.jsonl:1 is cut short and is not an answer of collect to the prompt there: remove that line" in said
     assert "generations.jsonl:2 is cut short" in changed(asked, first + b"one line of a novel", capfd)
     assert "generations.jsonl:2 is cut short" in changed(asked, first + first[:-1], capfd), "of another prompt"
     other = second[:20] + b"#" + second[20:40]
     assert "generations.jsonl:2 is cut short" in changed(asked, first + other, capfd)
     assert "generations.jsonl:7 is cut short" in changed(asked, b"".join(whole) + first[:5], capfd), "one too many"
-    assert "generations.jsonl:2 is no line of collect" in changed(asked, first + b"a poem\n" + second[:9], capfd)
+    assert "generations.jsonl:2 is not a line of collect" in changed(asked, first + b"a poem\n" + second[:9], capfd)
 
 
 def test_an_empty_file_and_a_link_to_one_are_written(asked: list[str], tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_lock_file_of_another_origin_is_kept(asked: list[str], capfd: pytest.C
     Path(asked[4]).parent.mkdir()
     lock = Path(asked[4]).with_name(".generations.jsonl.lock")
     lock.write_text("mine")
-    assert "is no lock file of hdtool" in complaint(capfd, asked)
+    assert "is not a lock file of hdtool" in complaint(capfd, asked)
     assert lock.read_text() == "mine"
 
 

@@ -64,7 +64,7 @@ def trained(folder: Path, learned: Sequence[Example], config: TrainConfig, most:
 
 def test_heads_learn_what_the_model_says(tmp_path: Path) -> None:
     learned = texts(10)
-    found = trained(tmp_path, learned, TrainConfig(epochs=60, batch=5, rate=0.01, held_out=0.1))
+    found = trained(tmp_path, learned, TrainConfig(epochs=60, batch=5, learning_rate=0.01, val_fraction=0.1))
     losses, hits = np.array(found.history.losses), np.array(found.history.hits)
     assert losses[-5:].mean() < 0.6 * losses[:5].mean()
     assert (hits[-5:].mean(axis=0) > 2 * hits[:5].mean(axis=0) + 0.1).all()
@@ -78,7 +78,7 @@ def test_heads_learn_what_the_model_says(tmp_path: Path) -> None:
 
 def test_a_killed_training_ends_as_one_that_was_not(tmp_path: Path) -> None:
     learned = texts(9)
-    config = TrainConfig(epochs=8, batch=4, save_every=3, held_out=0.2)
+    config = TrainConfig(epochs=8, batch=4, save_every=3, val_fraction=0.2)
     whole = trained(tmp_path / "whole", learned, config)
     for most in (4, 11):  # some steps after the last checkpoint are lost, and done once more
         trained(tmp_path / "killed", learned, config, most)
@@ -91,7 +91,7 @@ def test_a_killed_training_ends_as_one_that_was_not(tmp_path: Path) -> None:
 def test_gradients_of_parts_add_up_to_those_of_a_step(tmp_path: Path) -> None:
     learned = texts(9)
     at_once, in_parts = (
-        trained(tmp_path / str(size), learned, TrainConfig(epochs=1, batch=8, at_once=size)).history.losses
+        trained(tmp_path / str(size), learned, TrainConfig(epochs=1, batch=8, micro_batch_size=size)).history.losses
         for size in (None, 3)
     )
     np.testing.assert_allclose(at_once, in_parts, rtol=2e-2)  # bfloat16, where the device has it
@@ -132,12 +132,12 @@ def test_the_rate_rises_and_falls() -> None:
 
 def test_a_round_reads_every_text() -> None:
     learned = texts(11)
-    curriculum = BatchSampler(learned, TrainConfig(epochs=2, batch=4, held_out=0.1))
+    curriculum = BatchSampler(learned, TrainConfig(epochs=2, batch=4, val_fraction=0.1))
     assert len(curriculum.held_out) == 1 and len(curriculum.learned) == 10 and curriculum.steps == 6
     for start in (0, 3):
         read = [id(lesson) for step in range(start, start + 3) for lesson in curriculum.step(step)]
         assert len(read) == 12 and set(read) == {id(lesson) for lesson in curriculum.learned}
-    again = BatchSampler(learned, TrainConfig(epochs=2, batch=4, held_out=0.1))
+    again = BatchSampler(learned, TrainConfig(epochs=2, batch=4, val_fraction=0.1))
     assert [id(lesson) for lesson in again.step(4)] == [id(lesson) for lesson in curriculum.step(4)]
 
 
@@ -203,8 +203,8 @@ def test_nothing_to_learn_from_is_told(rows: list[Any], said: str, tmp_path: Pat
 
 
 def test_losses_that_are_no_numbers_end_the_training(tmp_path: Path) -> None:
-    with pytest.raises(HeadsError, match=r"no number any more in step \d+: take a lower --rate"):
-        trained(tmp_path, texts(9), TrainConfig(epochs=20, batch=8, rate=1e30, warm_up=0))
+    with pytest.raises(HeadsError, match=r"no number any more in step \d+: take a lower --learning-rate"):
+        trained(tmp_path, texts(9), TrainConfig(epochs=20, batch=8, learning_rate=1e30, warm_up=0))
 
 
 def test_a_model_of_no_numbers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_the_command_trains_heads_that_draft(tmp_path: Path, capsys: pytest.Capt
         *({"messages": [*row["messages"], {"role": "assistant", "content": row["reference"][:200]}]} for row in rows),
     )
     out = tmp_path / "heads"
-    asked = ["train-heads", "--from", str(path), "--out", str(out), "--epochs", "1", "--batch", "3", "--mlp", "32"]
+    asked = ["train-heads", "--from", str(path), "--out", str(out), "--epochs", "1", "--batch-size", "3", "--mlp", "32"]
     assert run([*asked, "--quiet"]) == 0
     assert "head 4: top 1 " in capsys.readouterr().err
     assert sorted(each.name for each in out.iterdir()) == ["config.json", "heads.safetensors", "training.png"]
@@ -265,7 +265,7 @@ def test_the_command_trains_heads_that_draft(tmp_path: Path, capsys: pytest.Capt
     assert sum(weight.numel() for weight in load_file(out / "heads.safetensors").values()) > 10**6
     plain, drafted = (
         _answer(capsys, "--method", method, *extra)
-        for method, extra in (("ar", ()), ("amphista", ("--heads", str(out), "--budget", "20")))
+        for method, extra in (("ar", ()), ("amphista", ("--heads", str(out), "--draft-tokens", "20")))
     )
     assert plain["output_ids"] == drafted["output_ids"] and drafted["sources"]["heads"]["drafted"] > 0
 
@@ -318,7 +318,13 @@ def test_heads_are_trained_again_over_own_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--heads", "9"], ["--lm-head-rank", "-1"], ["--adaptation", "3"], ["--rate", "0"], ["--held-out", "1"]],
+    [
+        ["--num-heads", "9"],
+        ["--lm-head-rank", "-1"],
+        ["--adaptation", "3"],
+        ["--learning-rate", "0"],
+        ["--val-fraction", "1"],
+    ],
 )
 def test_bad_usage_is_found_before_anything_is_loaded(options: list[str], capsys: Any) -> None:
     assert run(["train-heads", "--from", "nowhere", "--out", "nowhere", *options]) == 2

@@ -125,7 +125,7 @@ def test_other_settings_are_refused_and_named(tmp_path: Path, run: Run, said: st
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "ar.jsonl").write_text("a poem")
-    assert "ar.jsonl is there, but no run.json beside it" in refusal(tmp_path)
+    assert "ar.jsonl exists, but run.json does not" in refusal(tmp_path)
     assert (tmp_path / "ar.jsonl").read_text() == "a poem"
     assert not (tmp_path / "run.json").exists()
 
@@ -135,7 +135,7 @@ def test_a_line_of_something_else_is_named(tmp_path: Path, line: str) -> None:
     filled(tmp_path, until=2)
     with open(tmp_path / "ar.jsonl", "a") as stream:
         stream.write(line + "\n")
-    assert f"{tmp_path / 'ar.jsonl'}:3 is no answer of hdtool bench" in refusal(tmp_path)
+    assert f"{tmp_path / 'ar.jsonl'}:3 is not an answer of hdtool bench" in refusal(tmp_path)
 
 
 def test_steps_that_do_not_add_up_are_no_answer(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_steps_that_do_not_add_up_are_no_answer(tmp_path: Path) -> None:
     row: dict[str, Any] = json.loads(path.read_text())
     row["choices"][0]["accept_lengths"].append(1)
     path.write_text(json.dumps(row) + "\n")
-    assert "ar.jsonl:1 is no answer" in refusal(tmp_path)
+    assert "ar.jsonl:1 is not an answer" in refusal(tmp_path)
 
 
 def test_questions_in_another_order_are_refused(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_questions_in_another_order_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is no run of hdtool bench"),
-        ("[]", "is no run of hdtool bench"),
-        ('{"format": 1}', "is no run of hdtool bench"),
-        ('{"format": 1, "methods": 3, "options": {}, "questions": 1}', "is no run of hdtool bench"),
+        ("{", "is not a run of hdtool bench"),
+        ("[]", "is not a run of hdtool bench"),
+        ('{"format": 1}', "is not a run of hdtool bench"),
+        ('{"format": 1, "methods": 3, "options": {}, "questions": 1}', "is not a run of hdtool bench"),
         ('{"format": 9}', "has format 9, this hdtool reads 1"),
     ],
 )
@@ -203,8 +203,8 @@ def replace_by_a_line(folder: Path) -> None:
             "ar.jsonl holds 0 answers, generate.jsonl holds 3, and a kill leaves a difference of 1 at most: restore",
         ),
         (shorten, "ar.jsonl holds 1 answers, generate.jsonl holds 3, and a kill leaves a difference of 1 at most"),
-        (lengthen, "hd.jsonl:4 is cut short and is no answer of hdtool bench to question 4: remove that line, or"),
-        (replace_by_a_line, "hd.jsonl:1 is cut short and is no answer of hdtool bench to question 1"),
+        (lengthen, "hd.jsonl:4 is cut short and is not an answer of hdtool bench to question 4: remove that line, or"),
+        (replace_by_a_line, "hd.jsonl:1 is cut short and is not an answer of hdtool bench to question 1"),
     ],
 )
 def test_what_no_kill_leaves_is_refused_and_nothing_is_cut(
@@ -226,7 +226,7 @@ def test_a_torn_line_after_the_last_question_is_refused(tmp_path: Path) -> None:
 
 def test_a_dangling_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "ar.jsonl").symlink_to(tmp_path / "nowhere")
-    assert "ar.jsonl is there, but no run.json" in refusal(tmp_path)
+    assert "ar.jsonl exists, but run.json does not" in refusal(tmp_path)
 
 
 def test_two_at_once_and_unwritable_places_are_told_apart(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_an_error_inside_releases_the_lock(tmp_path: Path) -> None:
 def test_a_file_with_content_is_neither_truncated_nor_locked(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("mine")
     lock = exclusive(tmp_path / ".lock", ResultError("held"))
-    with pytest.raises(ResultError, match="has 4 bytes, so it is no lock file"), lock:
+    with pytest.raises(ResultError, match="has 4 bytes, so it is not a lock file"), lock:
         pass
     assert (tmp_path / ".lock").read_text() == "mine"
 

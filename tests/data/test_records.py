@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hdtool.data.errors import RecordError
 from hdtool.data.inputs import find_inputs
-from hdtool.data.records import Reading, Record, Said
+from hdtool.data.records import Part, Reading, Record
 from hdtool.data.stores.documents import Source
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -196,7 +196,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("[" * 100_000, "JSON that is nested too deeply"),
         ('["t"]', "a record is an object or a text (found: list)"),
         ('""', "empty text"),
-        (r'"\ud83d"', r"half a character, \ud83d, which is no text"),
+        (r'"\ud83d"', "not valid Unicode (U+D83D at character 0)"),
         ('{"a\\nb": 1, "id": 2}', "no conversation, answer or text in it (found: a b, id)"),
         ('{"text": 3}', "`text` must be a text (found: int)"),
         ('{"conversations": {}}', "`conversations` must be a list (found: dict)"),
@@ -206,7 +206,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}', "a turn needs a role and a text"),
         ('{"messages": [{"content": ["a"]}]}', "a message in parts needs objects"),
         ('{"choices": []}', "`choices` must begin with an object that has `turns`"),
-        ('{"choices": [{"turns": [1]}]}', "a turn of `choices` must be a text (found: int)"),
+        ('{"choices": [{"turns": [1]}]}', "`choices` must begin with an object that has `turns`, a list of texts"),
     ],
 )
 def test_a_bad_record_is_named_and_reading_goes_on(tmp_path: Path, line: str | bytes, reason: str) -> None:
@@ -230,7 +230,7 @@ def test_too_many_bad_records_are_an_error_at_the_end(tmp_path: Path) -> None:
     records = iter(reading)
     assert [next(records).source for _ in range(30)][-1] == 1
     with pytest.raises(
-        RecordError, match=r"^30 of 60 records .* first at .*bad.json\[1\] \(no conv.*raise --tolerate$"
+        RecordError, match=r"^30 of 60 records .* first at .*bad.json\[1\] \(no conv.*raise --max-bad-fraction$"
     ):
         next(records)
 
@@ -271,7 +271,7 @@ def test_one_long_line(tmp_path: Path, name: str) -> None:
 def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", "\n".join(['"text"'] * 100_000) + "\n\xff")
     reading = Reading([path])
-    assert next(iter(reading)) == Record(("text",), 0, (Said("text", True),))
+    assert next(iter(reading)) == Record(("text",), 0, (Part("text", True),))
     assert reading.bytes_read < 200_000
 
 

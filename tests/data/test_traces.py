@@ -243,7 +243,7 @@ def test_ids_of_another_tokenizer(tokenizer: Any, tmp_path: Path, ids: list[int]
     [
         (None, True, [USER, SAID], "no chat template: leave out --chat"),
         ("{{ raise_exception('no system prompts') }}", None, [SYSTEM, USER, SAID], "no system prompts"),
-        ("{{ '' }}", None, [USER, SAID], "nothing stands before the answer"),
+        ("{{ '' }}", None, [USER, SAID], "there is nothing before the answer"),
         (None, None, [{"role": "user", "content": "a\ud800"}, SAID], "not valid Unicode"),
     ],
 )

@@ -191,7 +191,7 @@ def test_a_lock_file_of_another_program_is_neither_truncated_nor_followed(linked
     else:
         (folder / ".lock").write_text("mine")
     before = contents(folder)
-    with pytest.raises(StoreError, match=r"\.lock .*so it is no lock file of hdtool"):
+    with pytest.raises(StoreError, match=r"\.lock .*so it is not a lock file of hdtool"):
         build("corpus", folder, 1)
     assert contents(folder) == before and other.read_text() == "mine"
 

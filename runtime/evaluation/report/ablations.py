@@ -16,11 +16,10 @@ from hdtool.runtime.evaluation.replay import Contender
 from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, wins_of
 from hdtool.runtime.evaluation.worker_pool import replay
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import source_of
 from hdtool.runtime.stores.store_set import StoreSet
 
 HIERARCHIES = ("hd-paper", "hd")
-DATABASES = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def coverage_of(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
     """The tokens accepted from each database as the only one, and those that no other had."""
     tokens = np.concatenate([turn.tokens for turn in next(iter(singles.values())).turns])
     accepted = {
-        letter: np.concatenate([turn.sources for turn in result.turns]) == DATABASES[letter]
+        letter: np.concatenate([turn.sources for turn in result.turns]) == source_of(letter)
         for letter, result in singles.items()
     }
     count = np.sum(list(accepted.values()), axis=0)
@@ -140,7 +139,7 @@ def coverage_of(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
     covered = {}
     for letter, own in accepted.items():
         others = set[int]().union(*(found for other, found in words.items() if other != letter))
-        covered[str(DATABASES[letter])] = Covered(
+        covered[str(source_of(letter))] = Covered(
             positions=int(own.sum()),
             alone=int((own & (count == 1)).sum()),
             words=len(words[letter]),

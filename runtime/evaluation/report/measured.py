@@ -18,7 +18,7 @@ from hdtool.runtime.evaluation.report.tables import (
     wins_of,
 )
 from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores, scores_of
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import source_named
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,6 @@ def _shares(method: str, rows: Sequence[AnsweredQuestion]) -> Shares:
             int(sum(turn.sources.get(name, {}).get(key, 0) for turn in turns))
             for key in ("drafted", "accepted", "hits")
         )
-        sources[name] = Share(drafted, accepted, hits, wins[SourceName[name.upper()]])
+        sources[name] = Share(drafted, accepted, hits, wins[source_named(name)])
     # Nothing is drafted for the pass over the prompt.
     return Shares(method, sum(len(turn.step_tokens) - 1 for turn in turns), sources)

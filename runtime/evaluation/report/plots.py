@@ -19,12 +19,12 @@ from hdtool.runtime.evaluation.report.tables import (
     Trials,
 )
 from hdtool.runtime.evaluation.report.theme import Theme
+from hdtool.runtime.source_names import source_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKERS = "osD^vPX<>"
-LETTERS = {"C": "context", "M": "model", "S": "corpus"}
 
 
 def speedups(data: Speedups, axes: Axes, theme: Theme) -> None:
@@ -114,7 +114,7 @@ def _stripes(axes: Axes, place: int, databases: str, theme: Theme) -> None:
     width = 0.7 / len(databases)
     for number, letter in enumerate(databases):
         left = place - 0.35 + width * number
-        axes.axvspan(left, left + width, 0, 0.03, color=theme.source(LETTERS[letter]), linewidth=0)
+        axes.axvspan(left, left + width, 0, 0.03, color=theme.source(str(source_of(letter))), linewidth=0)
 
 
 def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:

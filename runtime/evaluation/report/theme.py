@@ -8,6 +8,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.files.ownership import PNG_METADATA
+from hdtool.runtime.source_names import registered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,18 +18,6 @@ WIDTH = 5.4
 DOTS = 200
 """Dots per inch."""
 
-SOURCE_COLOURS = {
-    "context": ("#00856a", "#2ec4a0"),
-    "model": ("#0067b1", "#5ab0f2"),
-    "corpus": ("#b8428c", "#ea8cc5"),
-    "lookahead": ("#2b95c9", "#8fd8fa"),
-    "recycled": ("#b57700", "#e8b04a"),
-    "copied": ("#dfa23c", "#f5d08a"),
-    "last": ("#c44e1a", "#ff9a66"),
-    "heads": ("#7e57c2", "#a888ea"),
-    "none": ("#8a929d", "#7f8894"),
-}
-"""On light and on dark pages: the hues of Okabe and Ito, which colour-blind readers can distinguish."""
 METHOD_COLOURS = {
     "generate": ("#9aa2ad", "#6d7681"),
     "generate-pld": ("#5f6873", "#a9b2bd"),
@@ -45,6 +34,8 @@ METHOD_COLOURS = {
     "hd+logitspec": ("#1b7f5a", "#2fb587"),
     "hd+amphista": ("#4a2a8c", "#7a4fe0"),
 }
+"""On light and on dark pages. These and the colours of the sources are the hues of Okabe and Ito, which colour-blind
+readers can distinguish."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +46,21 @@ class Theme:
     background: str
     foreground: str
     muted: str
-    sources: Mapping[str, str]
     methods: Mapping[str, str]
 
     def source(self, name: str) -> str:
-        return self.sources.get(name, self.foreground)
+        found = next((source for source in registered().values() if source.name == name), None)
+        if not found:
+            return self.foreground
+        return found.light if self.name == "light" else found.dark
 
     def method(self, name: str) -> str:
         return self.methods.get(name, self.foreground)
 
 
 def _theme(place: int, name: str, background: str, foreground: str, muted: str) -> Theme:
-    sources = {source: colours[place] for source, colours in SOURCE_COLOURS.items()}
     methods = {method: colours[place] for method, colours in METHOD_COLOURS.items()}
-    return Theme(name, background, foreground, muted, sources, methods)
+    return Theme(name, background, foreground, muted, methods)
 
 
 LIGHT = _theme(0, "light", background="#ffffff", foreground="#1d2229", muted="#d5d9df")
