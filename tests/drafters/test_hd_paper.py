@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import PaperConfig
-from hdtool.runtime.drafters.discarded import discarded
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie, sequences_of
@@ -150,11 +149,11 @@ def test_a_full_tree_takes_no_more() -> None:
 
 
 def test_a_tree_stands_beside_the_sequences() -> None:
-    trie = Trie(6, beside=3)
+    trie = Trie(6, extra=3)
     for size in (0, 4, 6):
         trie.clear()
         trie.add(np.arange(8).reshape(2, 4), 1, wanted=size // 3)
-        trie.put_beside(np.array([0, 8, 9]), np.array([-1, 0, -1], np.int32), 4)
+        trie.append_tree(np.array([0, 8, 9]), np.array([-1, 0, -1], np.int32), 4)
         tokens, parents, sources = trie.nodes()
         start = len(trie) - 3
         assert (start, tokens[start:].tolist()) == (size, [0, 8, 9])
@@ -171,18 +170,6 @@ def test_a_tree_falls_apart_into_its_sequences(tree: DraftTree, most: int) -> No
             expected.append(tokens_to(tree, node)[1:])
     found = sequences_of(tree.tokens, tree.parents, LENGTH, most)
     assert found.tolist() == padded(expected[:most]).tolist()
-
-
-@given(trees(9), st.data())
-def test_what_is_turned_down_is_learned_with_its_answer(tree: DraftTree, data: st.DataObject) -> None:
-    tail = [20, 21, 22, tree.root]
-    path = path_to(tree, data.draw(st.integers(-1, len(tree) - 1)))
-    drafts = data.draw(st.integers(0, len(tree)))
-    said = np.arange(drafts) + 100
-    expected = [
-        [*(tail[:-1] + tokens_to(tree, node))[-LENGTH:], 100 + node] for node in range(drafts) if node not in path
-    ]
-    assert discarded(np.array(tail), tree.tokens, tree.parents, path, said).tolist() == expected
 
 
 PHRASES = {token: [[token, 1, 1, other] for other in range(5)] + [[0, 1, 2, 3]] for token in range(3)}
@@ -268,18 +255,6 @@ def test_the_lookahead_branch_feeds_the_table() -> None:
     assert drafter.draft([*prompt, *range(7, 12), 10]).tokens.tolist()[:4] == [100, 101, 102, 103]
     assert all(seconds >= 0 for seconds in drafter.seconds.values())
     assert drafter.seconds[SourceName.LOOKAHEAD] > 0
-
-
-def test_what_the_target_says_after_lost_drafts_feeds_the_table() -> None:
-    prompt = [5, 1, 2, 3, 4, 9, 5]
-    drafter = PaperDrafter(PaperConfig(lookahead=False, discarded=True))
-    drafter.begin(prompt)
-    tree = drafter.draft(prompt)
-    assert tree.tokens.tolist() == [1, 2, 3, 4]
-    drafter.observe(Accepted([0], [1, 8]), saying([1, 8, 50, 51, 52]))
-    assert drafter._table.after(5).tolist() == [[1, 2, 3, 51], [1, 2, 3, 4]]
-    assert drafter._table.after(9).tolist() == [[5, 1, 2, 50]]
-    assert drafter._table.after(1).tolist() == [[2, 3, 4, 52], [2, 3, 4, 9]]
 
 
 def test_only_the_tree_that_was_drafted_is_learned_from() -> None:

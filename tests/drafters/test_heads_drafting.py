@@ -21,8 +21,8 @@ from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.backoff_weights import HEADS_ORDERS
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
@@ -280,4 +280,4 @@ def test_asking_follows_a_change() -> None:
     for bring in (3.0, 1.0, 3.0):
         for _ in range(2000):
             asking.observe(bring if asking.now else 1.5, 1.2 if asking.now else 1.0)
-        assert asking.now == (bring > 1.8) or asking._left <= 2
+        assert asking.now == (bring > 1.8) or asking._steps_left <= 2

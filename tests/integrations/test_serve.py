@@ -81,13 +81,13 @@ def test_a_worker_opens_what_the_command_says() -> None:
     launched = Launch(MODEL, [], ServeConfig(3, 0.5, 1), StoresConfig(corpus_db="none"))
     speculation, additional = told(launched)
     assert additional["hdtool"] == {
-        "model_db": MODEL_STORE, "corpus_db": "none", "worth": 0.5, "context_mib": 1
+        "model_db": MODEL_STORE, "corpus_db": "none", "min_draft_prob": 0.5, "context_mib": 1
     }  # fmt: skip
     settings = Settings.of(additional, speculation["num_speculative_tokens"])
     assert settings.serving == ServeConfig(3, 0.5, 1)
     drafter = worker(additional).drafter
     assert (drafter.store_set.model is None, drafter.store_set.corpus is None) == (False, True)
-    assert drafter.pace.floor(1) == 0.5
+    assert drafter.min_probability.floor(1) == 0.5
     assert drafter.most == 1
 
 
@@ -138,7 +138,9 @@ def test_options_that_cannot_be_meant(options: list[str], said: str) -> None:
         launch(*options)
 
 
-@pytest.mark.parametrize("hdtool", [1, {"model": 1}, {"worth": "much"}, {"worth": 7}, {"context_mib": 0}])
+@pytest.mark.parametrize(
+    "hdtool", [1, {"model": 1}, {"min_draft_prob": "much"}, {"min_draft_prob": 7}, {"context_mib": 0}]
+)
 def test_settings_that_cannot_be_meant(hdtool: object) -> None:
     with pytest.raises(OptionError):
         Settings.of({"hdtool": hdtool}, 8)
@@ -317,7 +319,7 @@ def test_the_address_is_named_and_an_open_server_is_warned_of(
         ([MODEL], 1, 'pip install "hdtool[vllm]"'),
         (["--port", "9"], 2, "hdtool serve MODEL"),
         ([MODEL, "--draft-tokens", "0"], 2, "draft-tokens"),
-        ([MODEL, "--worth", "2"], 2, "worth"),
+        ([MODEL, "--min-draft-prob", "2"], 2, "--min-draft-prob"),
         (["./nowhere", "--dry-run"], 1, "does not exist"),
     ],
 )

@@ -13,7 +13,7 @@ from hdtool.data import demo
 from hdtool.runtime.config import ServeConfig
 from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable, holds
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
-from hdtool.runtime.integrations.vllm.min_probability import HOPELESS
+from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
@@ -39,9 +39,9 @@ class Engine:
 
 
 def engine(
-    *requests: list[int], worth: float | None = 0.02, store_set: StoreSet | None = None, **limits: Any
+    *requests: list[int], min_draft_prob: float | None = 0.02, store_set: StoreSet | None = None, **limits: Any
 ) -> Engine:
-    config = ServeConfig(TOKENS, worth, limits.pop("context_mib", 256))
+    config = ServeConfig(TOKENS, min_draft_prob, limits.pop("context_mib", 256))
     drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "longest": LONGEST, **limits})
     made = Engine(drafter)
     made.requests = [list(request) for request in requests]
@@ -80,7 +80,7 @@ def test_a_draft_ends_before_the_context_does() -> None:
 
 def test_what_is_not_worth_it_is_cut_off() -> None:
     doubtful = [1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8, 1]
-    bold, careful = engine(doubtful, worth=0.02).drafts()[0], engine(doubtful, worth=0.7).drafts()[0]
+    bold, careful = engine(doubtful, min_draft_prob=0.02).drafts()[0], engine(doubtful, min_draft_prob=0.7).drafts()[0]
     assert len(careful) < len(bold)
     assert careful == bold[: len(careful)]
 
@@ -91,16 +91,16 @@ def test_a_row_that_still_reads_its_prompt_gets_nothing() -> None:
 
 
 def test_nothing_is_drafted_where_no_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = engine(SAID + SAID + SAID[:3], worth=None)
+    asked = engine(SAID + SAID + SAID[:3], min_draft_prob=None)
     assert asked.drafts() != [[]]
-    monkeypatch.setattr(asked.drafter.pace, "floor", lambda rows: HOPELESS)
+    monkeypatch.setattr(asked.drafter.min_probability, "floor", lambda rows: NO_DRAFT_ABOVE)
     assert asked.drafts() == [[]]
 
 
-def test_passes_are_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = []
     asked = engine(SAID + SAID + SAID[:3], [1, 2, 3])
-    monkeypatch.setattr(asked.drafter.pace, "hear", lambda *told: heard.append(told[:3]))
+    monkeypatch.setattr(asked.drafter.min_probability, "observe", lambda *told: heard.append(told[:3]))
     taken = len(asked.drafts()[0]) - 1
     asked.requests = [
         tokens + (SAID * 2)[3 : 4 + more] for tokens, more in zip(asked.requests, (taken, 0), strict=True)

@@ -8,32 +8,34 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hdtool.runtime.integrations.vllm.min_probability import HOPELESS, LOWEST, Pace
+from hdtool.runtime.integrations.vllm.min_probability import LOWEST, NO_DRAFT_ABOVE, MinProbability
 
 
-def paced(rows: int, seconds: Callable[[int], float], passes: int = 300, pace: Pace | None = None) -> Pace:
-    """An engine whose passes take so long by their tokens; drafts are sent as far as the pace allows."""
-    pace, chance = pace or Pace(), random.Random(1)
+def estimated(
+    rows: int, seconds: Callable[[int], float], passes: int = 300, min_probability: MinProbability | None = None
+) -> MinProbability:
+    """The estimate after simulated passes, which take ``seconds`` by their tokens and follow its own minimum."""
+    min_probability, chance = min_probability or MinProbability(), random.Random(1)
     for _ in range(passes):
-        floor = pace.floor(rows)
+        floor = min_probability.floor(rows)
         probs = [chance.random() for _ in range(4 * rows)]
-        sent = [odd for odd in probs if odd >= floor and floor < HOPELESS]
+        sent = [odd for odd in probs if odd >= floor and floor < NO_DRAFT_ABOVE]
         taken = sum(chance.random() < odd for odd in sent)
         tokens = rows + len(sent)
-        pace.hear(rows, tokens, rows + taken, seconds(tokens) * chance.uniform(0.9, 1.1))
-    return pace
+        min_probability.observe(rows, tokens, rows + taken, seconds(tokens) * chance.uniform(0.9, 1.1))
+    return min_probability
 
 
 def test_a_pass_with_room_takes_every_draft() -> None:
-    assert paced(8, lambda tokens: 0.02).floor(8) < 0.1
+    assert estimated(8, lambda tokens: 0.02).floor(8) < 0.1
 
 
 def test_where_each_token_costs_as_much_as_the_first_nothing_pays() -> None:
-    assert paced(8, lambda tokens: 1e-3 * tokens).floor(8) >= 0.75
+    assert estimated(8, lambda tokens: 1e-3 * tokens).floor(8) >= 0.75
 
 
 def test_the_larger_the_batch_the_likelier_a_draft_must_be() -> None:
-    floors = [paced(rows, lambda tokens: 0.01 + 1e-4 * tokens).floor(rows) for rows in (1, 8, 32, 128)]
+    floors = [estimated(rows, lambda tokens: 0.01 + 1e-4 * tokens).floor(rows) for rows in (1, 8, 32, 128)]
     assert floors == sorted(floors)
     assert floors[0] < 0.1 < floors[-1]
 
@@ -47,45 +49,45 @@ def test_the_floor_is_where_a_draft_brings_tokens_as_fast_as_all() -> None:
         return float((rows + sent * (1 + floor) / 2) / (base + each * (rows + sent)))
 
     best = max(np.arange(0.02, 0.98, 0.01), key=rate)
-    assert paced(rows, lambda tokens: base + each * tokens, 1000).floor(rows) == pytest.approx(best, abs=0.1)
+    assert estimated(rows, lambda tokens: base + each * tokens, 1000).floor(rows) == pytest.approx(best, abs=0.1)
 
 
 def test_before_anything_is_known_large_batches_are_left_alone() -> None:
-    assert Pace().floor(1) == LOWEST
-    assert Pace().floor(8) < 0.1
-    assert Pace().floor(256) == 0.5
+    assert MinProbability().floor(1) == LOWEST
+    assert MinProbability().floor(8) < 0.1
+    assert MinProbability().floor(256) == 0.5
 
 
 def test_a_batch_of_another_size_is_judged_by_what_is_known() -> None:
-    pace = paced(2, lambda tokens: 0.01 + 1e-4 * tokens)
-    assert pace.floor(200) > 4 * pace.floor(2)
+    min_probability = estimated(2, lambda tokens: 0.01 + 1e-4 * tokens)
+    assert min_probability.floor(200) > 4 * min_probability.floor(2)
 
 
 def test_what_did_not_pay_is_tried_again() -> None:
-    pace = paced(8, lambda tokens: 1e-3 * tokens)
-    assert paced(8, lambda tokens: 0.01, 2000, pace).floor(8) < 0.1
+    min_probability = estimated(8, lambda tokens: 1e-3 * tokens)
+    assert estimated(8, lambda tokens: 0.01, 2000, min_probability).floor(8) < 0.1
 
 
 def test_a_fixed_worth_is_what_it_is() -> None:
-    assert paced(8, lambda tokens: 1e-3 * tokens, pace=Pace(0.3)).floor(8) == 0.3
+    assert estimated(8, lambda tokens: 1e-3 * tokens, min_probability=MinProbability(0.3)).floor(8) == 0.3
 
 
 def test_only_passes_over_the_same_requests_count() -> None:
     """Prompts are read in the others; what they take says nothing about drafts."""
     rows, lengths, sent = np.arange(3), np.array([10, 20, 30]), np.array([0, 2, 4])
     for grown, counts in (([1, 3, 5], 1), ([1, 1, 1], 1), ([2, 3, 5], 0), ([1, 0, 5], 0), ([1, 3, 500], 0)):
-        pace = Pace()
-        pace.sent(0.0, rows, lengths, sent)
-        pace.asked(0.5, rows, lengths + grown)
-        unheard = Pace()
-        assert (pace.floor(200) != unheard.floor(200)) == bool(counts)
-        unheard.sent(0.0, rows, lengths, sent)
-        unheard.asked(0.5, rows[:2], (lengths + grown)[:2])
-        assert unheard.floor(200) == Pace().floor(200)
+        min_probability = MinProbability()
+        min_probability.sent(0.0, rows, lengths, sent)
+        min_probability.begin_step(0.5, rows, lengths + grown)
+        unchanged = MinProbability()
+        assert (min_probability.floor(200) != unchanged.floor(200)) == bool(counts)
+        unchanged.sent(0.0, rows, lengths, sent)
+        unchanged.begin_step(0.5, rows[:2], (lengths + grown)[:2])
+        assert unchanged.floor(200) == MinProbability().floor(200)
 
 
 def test_a_stall_is_no_pass() -> None:
-    calm, stalled = (paced(8, lambda tokens: 0.01 + 1e-4 * tokens) for _ in range(2))
-    calm.hear(8, 20, 12, 0.012)
-    stalled.hear(8, 20, 12, 60.0)
+    calm, stalled = (estimated(8, lambda tokens: 0.01 + 1e-4 * tokens) for _ in range(2))
+    calm.observe(8, 20, 12, 0.012)
+    stalled.observe(8, 20, 12, 60.0)
     assert stalled.floor(8) < 2 * calm.floor(8)

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from hdtool.runtime.kernels import gemm_choice as product_choice
 from hdtool.runtime.kernels import small_batch_linear as layers
 from hdtool.runtime.kernels.gemm_choice import saved_choice
-from hdtool.runtime.kernels.small_batch_gemm import WHOLE
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.small_batch_linear import TIMED_ROWS, ProductChoice
 
 PROGRAM = """
@@ -61,7 +61,7 @@ def processes(folder: Path, faster: Sequence[str], together: int = 1) -> list[st
     return printed
 
 
-def choice(monkeypatch: pytest.MonkeyPatch, *, own: bool, shape: tuple[int, int] = (3, WHOLE)) -> list[bool]:
+def choice(monkeypatch: pytest.MonkeyPatch, *, own: bool, shape: tuple[int, int] = (3, COLUMN_MULTIPLE)) -> list[bool]:
     """What a layer uses in this process, if our own product is measured as the faster one or the slower one."""
 
     def seconds(product: Any, *_: Any) -> float:
@@ -97,7 +97,7 @@ def test_a_choice_is_kept_for_a_shape_and_a_number_of_threads(fresh: Path, monke
     assert choice(monkeypatch, own=True) == [True] * 4
     forget(monkeypatch)
     assert choice(monkeypatch, own=False) == [True] * 4
-    assert choice(monkeypatch, own=False, shape=(4, WHOLE)) == [False] * 4
+    assert choice(monkeypatch, own=False, shape=(4, COLUMN_MULTIPLE)) == [False] * 4
     monkeypatch.setattr("torch.get_num_threads", lambda: 77)
     assert choice(monkeypatch, own=False) == [False] * 4
     monkeypatch.setattr("torch.__version__", "99.0")

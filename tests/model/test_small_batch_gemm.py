@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels import small_batch_linear as layers
-from hdtool.runtime.kernels.small_batch_gemm import WHOLE
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.small_batch_linear import (
-    SAMPLED,
+    TIMED_LAYERS,
     TIMED_ROWS,
     ProductChoice,
     SmallBatchLinear,
@@ -65,7 +65,7 @@ def wide() -> Any:
     return model.eval()
 
 
-def layer_of(columns: int = WHOLE, outs: int = 5, *, bias: bool = True) -> Linear:
+def layer_of(columns: int = COLUMN_MULTIPLE, outs: int = 5, *, bias: bool = True) -> Linear:
     layer = Linear(columns, outs, bias=bias)
     use_small_batch_products(torch.nn.ModuleList([layer]))
     return layer
@@ -75,7 +75,7 @@ def layer_of(columns: int = WHOLE, outs: int = 5, *, bias: bool = True) -> Linea
 @settings(deadline=None)
 def test_it_multiplies_as_numbers_do(rows: int, outs: int, wholes: int, bias: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    columns = wholes * WHOLE
+    columns = wholes * COLUMN_MULTIPLE
     numbers, matrix = torch.randn(rows, columns), torch.randn(outs, columns)
     added = torch.randn(outs) if bias else torch.zeros(outs)
     found = own_linear(numbers, matrix, added if bias else None).numpy()
@@ -87,8 +87,8 @@ def test_it_multiplies_as_numbers_do(rows: int, outs: int, wholes: int, bias: bo
 @given(st.integers(1, 12), st.integers(1, 9), st.data())
 @settings(deadline=None)
 def test_what_is_no_number_stays_none_and_in_its_row(rows: int, outs: int, data: st.DataObject) -> None:
-    numbers, matrix = torch.ones(rows, WHOLE), torch.ones(outs, WHOLE)
-    row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, WHOLE - 1))
+    numbers, matrix = torch.ones(rows, COLUMN_MULTIPLE), torch.ones(outs, COLUMN_MULTIPLE)
+    row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, COLUMN_MULTIPLE - 1))
     numbers[row, column] = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
     matrix[data.draw(st.integers(0, outs - 1)), column] = data.draw(st.sampled_from([0.0, 1.0, -1.0]))
     torch.testing.assert_close(own_linear(numbers, matrix), linear(numbers, matrix), equal_nan=True, rtol=0, atol=0)
@@ -103,7 +103,16 @@ def test_a_row_is_the_same_beside_others(own_rows: list[int]) -> None:
     assert own_rows == [1] * MOST + list(range(1, MOST + 1))
 
 
-@pytest.mark.parametrize("shape", [(WHOLE,), (1, WHOLE), (2, 3, WHOLE), (0, WHOLE), (1, MOST, WHOLE)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (COLUMN_MULTIPLE,),
+        (1, COLUMN_MULTIPLE),
+        (2, 3, COLUMN_MULTIPLE),
+        (0, COLUMN_MULTIPLE),
+        (1, MOST, COLUMN_MULTIPLE),
+    ],
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, own_rows: list[int]) -> None:
     layer, numbers = layer_of(bias=bias), torch.randn(shape)
@@ -112,7 +121,9 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, own_rows: list[
     assert len(own_rows) == 1
 
 
-@pytest.mark.parametrize("numbers", [torch.randn(MOST + 1, WHOLE), torch.randn(WHOLE, 3).t()], ids=["many", "gaps"])
+@pytest.mark.parametrize(
+    "numbers", [torch.randn(MOST + 1, COLUMN_MULTIPLE), torch.randn(COLUMN_MULTIPLE, 3).t()], ids=["many", "gaps"]
+)
 def test_other_inputs_are_multiplied_as_ever(numbers: torch.Tensor, own_rows: list[int]) -> None:
     layer = layer_of()
     with torch.inference_mode():
@@ -122,7 +133,7 @@ def test_other_inputs_are_multiplied_as_ever(numbers: torch.Tensor, own_rows: li
 
 @pytest.mark.parametrize("default", [torch.float64, torch.float16])
 def test_a_program_may_have_another_type_by_default(default: torch.dtype, own_rows: list[int]) -> None:
-    layer, numbers = layer_of(), torch.randn(3, WHOLE)
+    layer, numbers = layer_of(), torch.randn(3, COLUMN_MULTIPLE)
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
@@ -137,21 +148,21 @@ def test_a_program_may_have_another_type_by_default(default: torch.dtype, own_ro
 
 def test_layers_still_learn_and_change_their_type(own_rows: list[int]) -> None:
     layer = layer_of()
-    layer(torch.ones(2, WHOLE)).sum().backward()
+    layer(torch.ones(2, COLUMN_MULTIPLE)).sum().backward()
     assert layer.weight.grad is not None
     layer.to(torch.float64)
     with torch.inference_mode():
-        assert layer(torch.ones(2, WHOLE, dtype=torch.float64)).dtype == torch.float64
+        assert layer(torch.ones(2, COLUMN_MULTIPLE, dtype=torch.float64)).dtype == torch.float64
         with pytest.raises(RuntimeError):
-            layer(torch.ones(2, WHOLE))
+            layer(torch.ones(2, COLUMN_MULTIPLE))
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            layer.to(torch.float32)(torch.ones(1, 2 * WHOLE))
+            layer.to(torch.float32)(torch.ones(1, 2 * COLUMN_MULTIPLE))
     assert own_rows == []
 
 
 def test_layers_that_it_does_not_fit_are_left_alone() -> None:
-    odd = Linear(WHOLE + 1, 3)
-    transposed, half, fit = (Linear(WHOLE, WHOLE) for _ in range(3))
+    odd = Linear(COLUMN_MULTIPLE + 1, 3)
+    transposed, half, fit = (Linear(COLUMN_MULTIPLE, COLUMN_MULTIPLE) for _ in range(3))
     transposed.weight.data = transposed.weight.data.t()
     half.to(torch.bfloat16)
     use_small_batch_products(torch.nn.ModuleList([odd, transposed, half]))
@@ -170,10 +181,10 @@ def test_the_faster_product_is_chosen_by_trial(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(layers, "_seconds", seconds)
     threads = torch.get_num_threads()
-    choice = ProductChoice([torch.ones(3, WHOLE)] * (SAMPLED + 1))
+    choice = ProductChoice([torch.ones(3, COLUMN_MULTIPLE)] * (TIMED_LAYERS + 1))
     own = [choice.own(rows) for rows in range(MOST + 2)]
     assert own == [True] * 5 + [False] * 12 + [True] * 48 + [False]
-    assert {layers for _, layers in timed} == {SAMPLED}
+    assert {layers for _, layers in timed} == {TIMED_LAYERS}
     tried = len(timed)
     try:
         torch.set_num_threads(threads + 1)

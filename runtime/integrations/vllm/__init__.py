@@ -1,7 +1,7 @@
-"""Drafting inside vLLM: its server, its batches, our hierarchy.
+"""Drafting inside vLLM with our hierarchy, through its ``custom_class`` interface.
 
-vLLM imports the class that its speculative configuration names in every worker, and asks it after each pass what may
-come next in each row of the batch. What it hands over is taken as it comes; only `repair` imports it.
+vLLM imports the class named in its speculative configuration in every worker, and calls it after each pass for draft
+tokens of each row of the batch. Only `cpu_fixes` imports vLLM.
 """
 
 from hdtool.runtime.integrations.vllm.proposer import HierarchyProposer

@@ -1,7 +1,7 @@
-"""A chain of drafts: the likeliest path down the hierarchy's tree.
+"""A chain of draft tokens: the greedy path down the hierarchy's tree.
 
-An engine that checks one sequence a request has no use for branches. Going on from the likeliest token only finds
-the path that a whole tree would have for its best, in a third of the time.
+vLLM verifies one sequence per request, so branches are of no use. Following the arg-max token alone finds the best
+path of the whole tree in a third of the time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
 from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
 
 WORTH_ADDING = 0.3
-"""A contribution is left out below this share of what a token must be worth."""
+"""Evidence is skipped below this share of the minimum probability of a token."""
 
 TABLE_AT = Memory._fields.index("table")
 
@@ -27,37 +27,37 @@ Ints = npt.NDArray[Any]
 
 
 class Requests(NamedTuple):
-    """What is known of each request; all else that a draft needs is shared, and stays in the processor's cache."""
+    """The state of each request; all other data of a draft is shared and stays in the processor's cache."""
 
     tables: Ints
-    """Addresses of their context tables."""
+    """Addresses of the context tables."""
     tails: Ints
-    """The last tokens of each."""
+    """The last tokens of each request."""
     places: Ints
-    """Where these stand in the corpus."""
+    """The ranges of these tokens in the corpus index."""
 
 
 def no_requests(most: int, shards: int) -> Requests:
-    """Room for so many requests."""
+    """Empty state for ``most`` requests."""
     places = np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64)
     return Requests(np.zeros(most, np.int64), np.full((most, LONGEST_MATCH), -1, np.int64), places)
 
 
 @njit(cache=True, nogil=True)
 def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
-    """Fill the workspace with at most ``most`` tokens, each of a path of odds of ``floor`` or more; how many."""
+    """Fill the workspace with at most ``most`` tokens, each with a path probability >= ``floor``; return how many."""
     work = memory_at(at).work[0]
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     node = 0
     while node < most:
         least = floor / work.probs[node]
         expand(corpus, at, node, least, WORTH_ADDING * least, DRAFTING)
-        best, chance = 0, 0.0
+        best, prob = 0, 0.0
         for candidate in range(work.size):
-            if work.chances[candidate] > chance:
-                best, chance = candidate, work.chances[candidate]
-        # A damaged store may give shares of more than the whole.
-        probs = min(1.0, chance) * work.probs[node]
+            if work.chances[candidate] > prob:
+                best, prob = candidate, work.chances[candidate]
+        # A damaged store may give a probability above 1.
+        probs = min(1.0, prob) * work.probs[node]
         if probs < floor:
             break
         node += 1
@@ -70,13 +70,13 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
 
 @njit(cache=True, nogil=True)
 def catch_up(corpus: Ints, at: Ints, context: Ints, few: int) -> None:
-    """Take in what ``context`` has beyond what was known of it, and learn from it if it is ``few`` tokens at most."""
+    """Append the new tokens of ``context`` to the table; update the weights if they are at most ``few``."""
     table = memory_at(at).table[0]
     known = table.end
     if known > 0 and len(context) - known <= few:
-        fresh = np.empty(len(context) - known, np.int64)
-        fresh[:] = context[known:]
-        feed(corpus, at, fresh)
+        new = np.empty(len(context) - known, np.int64)
+        new[:] = context[known:]
+        feed(corpus, at, new)
         return
     for place in range(known, len(context)):
         add(table, np.int64(context[place]))
@@ -98,10 +98,10 @@ def draft_rows(
     drafts: Ints,
     sizes: Ints,
 ) -> None:
-    """A chain for each of these ``rows`` of ``contexts``, by what is known of the request that was chosen for it.
+    """A chain for each of these ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
 
-    ``memories`` are the corpus and the addresses of a hierarchy. ``limits`` are the tokens that a context can have,
-    those of a draft, and the odds that each must have.
+    ``memories`` are the corpus and the addresses of a hierarchy. ``limits`` are the longest context, the most draft
+    tokens and the minimum probability.
     """
     longest, most, floor = limits
     corpus, at = memories[0], memories[1].copy()
@@ -117,7 +117,7 @@ def draft_rows(
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
             catch_up(corpus, at, contexts[rows[turn], :length], most + 1)
-            # Behind the last draft the target says one token more.
+            # The target adds a bonus token after the last draft.
             size = grow_chain(corpus, at, min(most, longest - length - 1), floor)
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]

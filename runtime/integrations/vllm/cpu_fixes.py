@@ -1,8 +1,8 @@
-"""Two mistakes in vLLM's build for CPUs, which spoil sampling with any drafter, vLLM's own included.
+"""Repairs two defects of vLLM's CPU build that break sampling with any drafter, vLLM's own included.
 
-Temperatures, top-k and top-p of drafted tokens are read from memory that nobody wrote, because the numbers are written
-to a copy; and a batch without a single draft ends the engine where a request samples with top-k. Both are looked for,
-so that a build without them is left as it is.
+Temperature, top-k and top-p of draft tokens are read from uninitialized memory, because they are written to a copy.
+And a batch without draft tokens crashes the engine if a request samples with top-k. Each defect is tested for, so a
+build without it is not changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROBE = (0.25, 3.0, 0.5)
 
 
 def repair_sampling() -> list[str]:
-    """Mend what is broken in the vLLM of this process, and say what that was."""
+    """Replace the defective functions of vLLM in this process; return the names of the repairs."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
@@ -24,7 +24,7 @@ def repair_sampling() -> list[str]:
     if not _expands(rejection_sampler.expand_batch_to_tokens):
         rejection_sampler.expand_batch_to_tokens = expanded
         found.append("sampling settings of drafted tokens")
-    if not _takes_nothing(topk_topp_sampler.apply_top_k_only):
+    if not _accepts_empty_batch(topk_topp_sampler.apply_top_k_only):
         topk_topp_sampler.apply_top_k_only = with_rows_only(topk_topp_sampler.apply_top_k_only)
         found.append("top-k of a batch without drafts")
     return found
@@ -33,14 +33,14 @@ def repair_sampling() -> list[str]:
 def expanded(
     settings: torch.Tensor, ends: torch.Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> torch.Tensor:
-    """Each request's setting once for each of its drafted tokens; ``ends`` are where those of each request end."""
+    """Repeat each request's setting for each of its draft tokens; ``ends`` are cumulative counts."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    spread = settings.repeat_interleave(counts, output_size=tokens)
-    return spread.masked_fill(spread == replace_from, replace_to)
+    repeated = settings.repeat_interleave(counts, output_size=tokens)
+    return repeated.masked_fill(repeated == replace_from, replace_to)
 
 
 def with_rows_only(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same for logits of at least one row; of none there is nothing to do."""
+    """Wrap a function so that it is called only for logits with at least one row."""
 
     def apply_to_rows(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return apply(logits, k) if len(logits) else logits
@@ -50,14 +50,14 @@ def with_rows_only(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 def _expands(expand: Callable[..., Any]) -> bool:
     settings, ends = torch.tensor(PROBE), torch.tensor([1, 1, 4], dtype=torch.int32)
-    # Memory that nobody wrote may hold the right numbers by chance, but not twice.
+    # Uninitialized memory may hold the right numbers by chance, but not twice.
     return all(
         expand(factor * settings, ends, 4, 0, 1).tolist() == [factor * PROBE[0], *[factor * PROBE[2]] * 3]
         for factor in (1.0, 2.0)
     )
 
 
-def _takes_nothing(apply: Callable[..., Any]) -> bool:
+def _accepts_empty_batch(apply: Callable[..., Any]) -> bool:
     try:
         apply(torch.empty(0, 4), torch.empty(0, dtype=torch.int32))
     except RuntimeError:

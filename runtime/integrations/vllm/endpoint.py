@@ -1,4 +1,4 @@
-"""Where vLLM's server listens, and whether other machines can use it without a key."""
+"""The address of vLLM's server, and a warning if other machines can use it without an API key."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 KEY_VARIABLE = "VLLM_API_KEY"
-"""The environment variable that vLLM reads where no --api-key is given."""
-USUAL_PORT = "8000"
+"""The environment variable that vLLM reads if --api-key is not given."""
+DEFAULT_PORT = "8000"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a server, as far as its options name it."""
+    """The address of a server, from its options."""
 
     host: str | None
-    """None is every interface of the machine."""
+    """None means all interfaces."""
     port: str
     socket: str | None
     """The path of a Unix socket, which replaces host and port."""
@@ -28,17 +28,17 @@ class Endpoint:
     @classmethod
     def of(cls, options: Namespace, environment: Mapping[str, str]) -> Endpoint:
         keys = options.api_key or [environment.get(KEY_VARIABLE, "")]
-        return cls(options.host or None, options.port or USUAL_PORT, options.uds or None, any(keys), options.config)
+        return cls(options.host or None, options.port or DEFAULT_PORT, options.uds or None, any(keys), options.config)
 
     def __str__(self) -> str:
         if self.socket:
             return f"the server listens on the Unix socket {self.socket}"
-        said = f"the server listens on {self.host or 'all interfaces'}, port {self.port}"
-        return f"{said}, unless {self.config} sets another address" if self.config and not self.host else said
+        address = f"the server listens on {self.host or 'all interfaces'}, port {self.port}"
+        return f"{address}, unless {self.config} sets another address" if self.config and not self.host else address
 
     @property
     def warning(self) -> str | None:
-        """What to change where anyone who reaches the machine can use the server."""
+        """What to change if other machines can use the server without a key, else None."""
         if self.socket or self.has_key or _is_loopback(self.host):
             return None
         unless = f", unless {self.config} sets one" if self.config else ""

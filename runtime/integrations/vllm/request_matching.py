@@ -1,8 +1,7 @@
-"""Which request a row of a batch holds, recognised by its tokens.
+"""Matches the rows of a batch with their context tables by comparing tokens.
 
-An engine that gives no ids moves requests from row to row, takes them out and puts others in. A memory is a row's
-own only if all that it holds is how the row begins, every token of it: so nothing is ever drafted from what another
-request said, whatever the engine does.
+vLLM passes no request ids, and moves, removes and adds requests between rows. A context table belongs to a row only if
+all of its tokens are a prefix of the row's context, so no request is drafted from the tokens of another one.
 """
 
 from __future__ import annotations
@@ -16,69 +15,69 @@ from numba import njit
 from hdtool.runtime.drafters.hierarchy.sources.context_table import TABLE, clear, holds
 from hdtool.runtime.kernels.raw_memory import array_at
 
-NOBODY = -1
+NO_TABLE = -1
 
 Ints = npt.NDArray[Any]
 
 
 @njit(cache=True, nogil=True)
-def recognise(tables: Ints, held: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
-    """Choose a memory for each of the ``wanted`` rows of ``contexts``, and say how many rows were known.
+def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
+    """Choose a table for each of the ``wanted`` rows of ``contexts``; return how many rows were matched.
 
-    ``held`` is the row that each memory was last of, and becomes the row that it is of now. A memory that no row goes
-    on from is free: a row that is new takes one and empties it. Where there are none left, the row gets nobody's.
+    ``rows_of`` is the last row of each table and is updated. A table whose tokens are not a prefix of any row is free:
+    a new row takes one and clears it. If no table is free, the row gets none.
     """
-    last = np.full(len(contexts), NOBODY, np.int64)
+    last = np.full(len(contexts), NO_TABLE, np.int64)
     free = np.ones(len(tables), np.bool_)
-    for memory in range(len(tables)):
-        if held[memory] >= 0:
-            last[held[memory]] = memory
-    known = 0
+    for table in range(len(tables)):
+        if rows_of[table] >= 0:
+            last[rows_of[table]] = table
+    matched = 0
     for turn in range(len(wanted)):
         row = wanted[turn]
-        memory, chosen[turn] = last[row], NOBODY
-        if memory >= 0 and _goes_on(tables[memory], contexts[row], lengths[row]):
-            chosen[turn], free[memory] = memory, False
-            known += 1
-    if known < len(wanted):
-        known += _look_around(tables, contexts, lengths, wanted, chosen, free)
-    held[:] = NOBODY
+        table, chosen[turn] = last[row], NO_TABLE
+        if table >= 0 and _is_prefix(tables[table], contexts[row], lengths[row]):
+            chosen[turn], free[table] = table, False
+            matched += 1
+    if matched < len(wanted):
+        matched += _match_moved(tables, contexts, lengths, wanted, chosen, free)
+    rows_of[:] = NO_TABLE
     for turn in range(len(wanted)):
         if chosen[turn] >= 0:
-            held[chosen[turn]] = wanted[turn]
-    return known
+            rows_of[chosen[turn]] = wanted[turn]
+    return matched
 
 
 @njit(cache=True, nogil=True)
-def _look_around(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints, free: Ints) -> int:
-    """Rows that moved find their memories, and then new ones take what is free; how many were found."""
-    known = 0
+def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints, free: Ints) -> int:
+    """Match moved rows with their tables, then give free tables to new rows; return how many were matched."""
+    matched = 0
     for turn in range(len(wanted)):
-        if chosen[turn] == NOBODY:
+        if chosen[turn] == NO_TABLE:
             row, longest = wanted[turn], np.int64(0)
-            for memory in range(len(tables)):
-                size = array_at(tables[memory], 1, TABLE)[0].end
-                if free[memory] and size > longest and _goes_on(tables[memory], contexts[row], lengths[row]):
-                    chosen[turn], longest = memory, size
+            for table in range(len(tables)):
+                size = array_at(tables[table], 1, TABLE)[0].end
+                if free[table] and size > longest and _is_prefix(tables[table], contexts[row], lengths[row]):
+                    chosen[turn], longest = table, size
             if longest > 0:
                 free[chosen[turn]] = False
-                known += 1
-    memory = 0
+                matched += 1
+    table = 0
     for turn in range(len(wanted)):
-        if chosen[turn] == NOBODY:
-            while memory < len(free) and not free[memory]:
-                memory += 1
-            if memory == len(free):
+        if chosen[turn] == NO_TABLE:
+            while table < len(free) and not free[table]:
+                table += 1
+            if table == len(free):
                 break
-            chosen[turn], free[memory] = memory, False
-            clear(array_at(tables[memory], 1, TABLE)[0])
-    return known
+            chosen[turn], free[table] = table, False
+            clear(array_at(tables[table], 1, TABLE)[0])
+    return matched
 
 
 @njit(cache=True, nogil=True)
-def _goes_on(at: int, context: Ints, length: int) -> bool:
-    """Whether a memory holds the beginning of a context; its end is looked at first, as strangers differ there."""
-    table = array_at(at, 1, TABLE)[0]
+def _is_prefix(address: int, context: Ints, length: int) -> bool:
+    """Whether a table holds a prefix of a context; its last token is compared first, as it usually differs."""
+    table = array_at(address, 1, TABLE)[0]
     size = table.end
     if size == 0 or size > length or table.ring[(size - 1) & (len(table.ring) - 1)] != context[size - 1]:
         return False

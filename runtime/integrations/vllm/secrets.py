@@ -1,4 +1,4 @@
-"""vLLM's options without passwords and keys, for what is printed."""
+"""Removes passwords and keys from vLLM's options before they are printed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 KNOWN = ("--api-key", "--hf-token", "--ssl-keyfile-password")
-"""Secret options of vLLM; argparse also accepts their beginnings."""
+"""Secret options of vLLM; argparse also accepts abbreviations."""
 SECRET = re.compile(
     r"(?:^|[-_.])(?:api-?keys?|keys?|passwords?|passphrases?|secrets?|token|credentials?)$", re.IGNORECASE
 )
@@ -18,7 +18,7 @@ NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
 def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line without secret options and their values, and the names that were left out."""
+    """The words of a command line without secret options and their values, and the names of these options."""
     kept: list[str] = []
     names: list[str] = []
     option, in_secret = "", False
@@ -43,14 +43,14 @@ def _is_option(word: str) -> bool:
 
 def _is_secret(name: str) -> bool:
     dashed = name.replace("_", "-")
-    if dashed == "--ssl-keyfile":  # a path, though it begins like the option of the password
+    if dashed == "--ssl-keyfile":  # a path, although it is a prefix of a secret option
         return False
     shortened = len(dashed) > len("--a") and any(known.startswith(dashed) for known in KNOWN)
     return shortened or bool(SECRET.search(dashed))
 
 
 def _without_secret_keys(value: str, option: str, names: list[str]) -> str:
-    """A JSON object without the entries whose keys name a secret; any other text as it is."""
+    """Remove entries with secret keys from a JSON object; other text is returned unchanged."""
     if not value.lstrip().startswith("{"):
         return value
     try:

@@ -1,4 +1,4 @@
-"""What hdtool is told inside vLLM: a part of vLLM's additional configuration, which reaches every worker."""
+"""hdtool's settings inside vLLM, passed to each worker in vLLM's additional configuration."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ DRAFTING = ("min_draft_prob", "context_mib")
 
 @dataclass(frozen=True)
 class Settings:
-    """Which stores are drafted from, and how."""
+    """The stores and the drafting options."""
 
     serving: ServeConfig
     stores: StoresConfig = field(default_factory=StoresConfig)
 
     @classmethod
     def of(cls, additional: Any, draft_tokens: int) -> Settings:
-        """Out of vLLM's additional configuration, as whoever started vLLM wrote it."""
-        told = additional.get(KEY, {}) if isinstance(additional, Mapping) else {}
-        if not isinstance(told, Mapping) or not set(told) <= {*STORES, *DRAFTING}:
+        """Read them from vLLM's additional configuration; raise OptionError if they are invalid."""
+        values = additional.get(KEY, {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(values, Mapping) or not set(values) <= {*STORES, *DRAFTING}:
             raise OptionError(
-                f"{KEY} in vLLM's additional configuration is {told!r}: it takes {', '.join((*STORES, *DRAFTING))}"
+                f"{KEY} in vLLM's additional configuration is {values!r}: it takes {', '.join((*STORES, *DRAFTING))}"
             )
         try:
-            serving = ServeConfig(draft_tokens, **{name: told[name] for name in DRAFTING if name in told})
+            serving = ServeConfig(draft_tokens, **{name: values[name] for name in DRAFTING if name in values})
         except TypeError:
-            raise OptionError(f"{KEY} in vLLM's additional configuration is {told!r}: those are no numbers") from None
-        return cls(serving, StoresConfig(**{name: str(told[name]) for name in STORES if told.get(name)}))
+            raise OptionError(
+                f"{KEY} in vLLM's additional configuration is {values!r}: its values must be numbers"
+            ) from None
+        return cls(serving, StoresConfig(**{name: str(values[name]) for name in STORES if values.get(name)}))
 
     def additional(self) -> dict[str, Any]:
-        """The same for vLLM's command line; what is as it always is stays out."""
-        told = {name: getattr(self.stores, name) for name in STORES}
-        told |= {name: getattr(self.serving, name) for name in DRAFTING}
-        usual = ServeConfig()
-        return {KEY: {name: value for name, value in told.items() if value != getattr(usual, name, None)}}
+        """The additional configuration for vLLM's command line, without defaults."""
+        values = {name: getattr(self.stores, name) for name in STORES}
+        values |= {name: getattr(self.serving, name) for name in DRAFTING}
+        defaults = ServeConfig()
+        return {KEY: {name: value for name, value in values.items() if value != getattr(defaults, name, None)}}
 
     def store_set(self, served_as: Sequence[str]) -> StoresConfig:
-        """The stores to open: with those of a tenant, if the model is served under a name that has some."""
+        """The stores to open; a tenant's if the model is served under the name of a namespace."""
         return StoresConfig(self.stores.model_db, self.stores.corpus_db, namespace_among(served_as))
