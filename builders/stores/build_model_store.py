@@ -1,8 +1,8 @@
-"""Build a model store: a model's answers in, what it often says out.
+"""Build a model store from a model's answers: their most frequent n-grams.
 
-The answers stream to disk first. There the most frequent sequences of two to five tokens are counted,
-several lengths at once; those of each length are sorted by what they start with and written twice: as
-flat arrays for look-ups, and as LMDB for everybody else, which goes on while longer ones are counted.
+The answers are streamed to disk first. From there the most frequent sequences of two to five tokens are
+counted, several lengths at once. Those of each length are sorted by prefix and written twice: as the flat
+arrays of lookups, and as the LMDB file of listings, while longer ones are still counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hdtool.runtime.stores.model_store import (
 )
 
 DOUBLINGS = 3
-"""Of the hash table at most, for keys that lie too close together."""
+"""How often the hash table is doubled at most, for keys that lie too close together."""
 
 
 def build_model_store(
@@ -57,9 +57,9 @@ def build_model_store(
 ) -> Manifest:
     """Write the store of all documents to ``folder``, replacing the one there in one step.
 
-    Of each length the ``top_k`` most frequent sequences are kept: as prefixes with what comes next, and
-    those of five tokens also as phrases after their first; of these at most ``per_key`` for each prefix
-    or token. Among equals the one with the smaller tokens goes first. ``replaces`` is the manifest of the
+    The ``top_k`` most frequent sequences of each length are kept, as prefixes with their next token, and those
+    of five tokens also as phrases after their first token; at most ``per_key`` for each prefix or token. Among
+    equals the one with the smaller tokens comes first. ``replaces`` is the manifest of the
     store at ``folder`` that the documents are from: if another store is there by now, that is an error.
     """
     end = tokenizer.vocab_size
@@ -75,10 +75,10 @@ def build_model_store(
         answers = Answers(tokens, end, once_per_document)
         groups: list[Group] = []
         in_order = (engine or LocalEngine()).mine(answers, top_k, per_key)
-        numbered = enumerate(_noted(in_order, groups), start=1)
+        numbered = enumerate(_collected(in_order, groups), start=1)
         write_entries(build.path("entries"), numbered, (LONGEST_PREFIX + 1) * min(top_k, len(tokens)))
-        *levels, phrases = groups
-        arrays = {**_hashed(levels), **_by_token(phrases, end)}
+        *by_length, phrases = groups
+        arrays = {**_hashed(by_length), **_by_token(phrases, end)}
         for part, array in arrays.items():
             array.tofile(build.path(part))
         shares = file.shares()
@@ -98,30 +98,30 @@ def build_model_store(
         return build.commit(Manifest(KIND, tokenizer, counts, options, shares))
 
 
-def _noted(groups: Iterable[Group], notes: list[Group]) -> Iterator[Group]:
+def _collected(groups: Iterable[Group], into: list[Group]) -> Iterator[Group]:
     for group in groups:
-        notes.append(group)
+        into.append(group)
         yield group
 
 
-def _hashed(levels: list[Group]) -> dict[str, Ints]:
+def _hashed(by_length: list[Group]) -> dict[str, Ints]:
     """The prefixes of all lengths as a hash table, and what comes next after each."""
-    keys = np.empty((sum(len(level.heads) for level in levels), KEY_WIDTH), np.int32)
+    keys = np.empty((sum(len(group.heads) for group in by_length), KEY_WIDTH), np.int32)
     key = row = 0
-    for level in levels:
-        of_level = keys[key : key + len(level.heads)]
-        of_level[:, START], of_level[:, STOP] = level.starts + row, level.stops + row
-        of_level[:, TOTAL], of_level[:, DISTINCT] = level.totals, level.distinct
-        key, row = key + len(level.heads), row + len(level.counts)
-    rows = np.concatenate([np.column_stack([level.tokens, level.counts]) for level in levels])
-    heads = [level.heads for level in levels]
+    for group in by_length:
+        own = keys[key : key + len(group.heads)]
+        own[:, START], own[:, STOP] = group.starts + row, group.stops + row
+        own[:, TOTAL], own[:, DISTINCT] = group.totals, group.distinct
+        key, row = key + len(group.heads), row + len(group.counts)
+    rows = np.concatenate([np.column_stack([group.tokens, group.counts]) for group in by_length])
+    heads = [group.heads for group in by_length]
     return {"slots": _table(keys, heads), "keys": keys, "rows": rows.astype(np.int32)}
 
 
 def _table(keys: Ints, heads: list[Ints]) -> Ints:
     """The hash table of all prefixes, so large that a search for each ends within ``LONGEST_PROBE`` slots.
 
-    Keys whose hashes are equal do not get apart in any table: after some doublings the rest is left out.
+    Keys with equal hashes are neighbours in any table: after some doublings the rest is left out.
     """
     size = table_size(len(keys))
     for _ in range(DOUBLINGS + 1):
@@ -135,7 +135,7 @@ def _table(keys: Ints, heads: list[Ints]) -> Ints:
 
 @njit(cache=True, nogil=True)
 def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
-    """Enter prefixes into the hash table, the keys from ``first`` on; how many found no slot."""
+    """Enter prefixes into the hash table, the keys from ``first`` on; the number of those without a slot."""
     mask, left_out = len(slots) - 1, 0
     for number in range(len(heads)):
         prefix_hash = sequence_hash(heads[number], 0, heads.shape[1])

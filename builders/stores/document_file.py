@@ -12,7 +12,7 @@ from hdtool.data.stores.store import InputShare, shares_of
 
 
 class DocumentFile:
-    """A file of documents, each with an end behind it; empty ones are left out."""
+    """A file of documents, each with an end token after it; empty ones are left out."""
 
     def __init__(self, path: Path, end: int, sources: Sequence[Source]) -> None:
         self.width = token_type(end)
@@ -44,5 +44,5 @@ class DocumentFile:
         self._counted[source] += (1, length)
 
     def shares(self) -> tuple[InputShare, ...]:
-        """What each source brought."""
+        """The share of each source."""
         return shares_of(self._sources, self._counted)

@@ -1,7 +1,7 @@
-"""Stores made from stores: united, added to, or freed of what one source brought.
+"""Edit stores: merge several, add sources to one, drop a source from one.
 
-A store keeps its documents as tokens, so it can be built anew without the texts that they came
-from; the result is the store that a build from all the texts that remain would have given.
+The documents of a store are its record: they are kept as tokens, so a store is rebuilt without the texts
+that they came from. The result is the store that a build from all remaining texts would have given.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CORPUS_OPTIONS = ("shard_bytes",)
 MODEL_OPTIONS = ("top_k", "per_key", "once_per_document")
 """Options of a build that the manifest records and that a store made from a store keeps."""
 HASH_PREFIX = re.compile("[0-9a-f]{8,64}", re.IGNORECASE)
-"""A source's hash, or as much of it as selects one."""
+"""The hash of a source, or enough of its start to select one."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Contents:
 
 
 class Dropped(NamedTuple):
-    """What ``drop`` did."""
+    """The result of ``drop``."""
 
     manifest: Manifest
     removed: tuple[InputShare, ...]
 
 
 def merge(folders: Sequence[Path], out: Path) -> Manifest:
-    """One store of all; a source that several hold, by its content, is taken once."""
+    """Build one store of several; sources with the same content are taken once."""
     check_destination(out)
     parts = [Contents.of(folder) for folder in folders]
     first = parts[0].manifest
@@ -98,7 +98,7 @@ def add(
     tokenizer: TokenizerFingerprint,
     kind: str | None = None,
 ) -> Manifest:
-    """The store with more documents after those it has; they were read for a store of ``kind``, if it is given."""
+    """Add documents to a store, after those it has; they were read for a store of ``kind``, if it is given."""
     old = Contents.of(folder)
     require(old.manifest, folder, kind or old.manifest.kind, tokenizer)
     known = {source.sha256: source.name for source in old.sources}
@@ -117,7 +117,7 @@ def add(
 
 
 def drop(folder: Path, name: str) -> Dropped:
-    """The store without one source: nothing that only it brought is left in any file.
+    """Rebuild a store without one source: nothing that only this source contained is left in any file.
 
     ``name`` is the recorded name, a file name that only one source has, or 8 or more digits of the hash.
     """

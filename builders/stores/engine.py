@@ -1,4 +1,4 @@
-"""Who carries out the tasks of a build; what the tasks are is the same for all."""
+"""Build backends: a backend runs the tasks of a build; the tasks are the same for all."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LENGTHS_AT_ONCE = 2
-"""That are counted: compiled code leaves Python free for the writing."""
+"""Sequence lengths that are counted in parallel: compiled code releases the GIL for the writing."""
 
 
 class Engine(Protocol):
-    """Carries out the tasks of a build, in whatever order and wherever; the outcome does not depend on it."""
+    """Runs the tasks of a build, in any order and on any machine; the store does not depend on it."""
 
     def prepare(self, reading: Reading) -> None:
-        """Hear what will be read, before anything is."""
+        """Check the inputs before any is read."""
         ...
 
     def documents(self, reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
@@ -42,12 +42,12 @@ class Engine(Protocol):
         ...
 
     def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[Group]:
-        """What the sequences of all lengths say, the shortest first."""
+        """The n-grams of all lengths, the shortest first."""
         ...
 
 
 class LocalEngine:
-    """This machine: the tokenizer's own threads, processes that sort, threads that count."""
+    """Runs on this machine: the tokenizer's own threads, processes that sort, threads that count."""
 
     def __init__(self, workers: int | None = None, *, quiet: bool = True) -> None:
         self._workers = workers or os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What the most frequent sequences of a model's answers say: groups of continuations, by what they follow."""
+"""The most frequent n-grams of a model's answers: groups of continuations by prefix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mined(answers: Answers, length: int, top_k: int, per_key: int) -> list[Group
 
 
 def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -> list[Group]:
-    """What the sequences of a length say: what comes next, and of the longest also phrases."""
+    """Sequences of a length as next tokens by prefix and, for the longest, also as phrases by first token."""
     tokens = answers.tokens[frequent.places[:, None] + np.arange(length)]
     groups = [_group(tokens, frequent, length - 1, per_key)]
     if length == PHRASE + 1:
@@ -36,7 +36,7 @@ def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group
     chosen = np.arange(len(tokens)) - np.repeat(firsts, sizes) < per_key
     totals, distinct = frequent.totals[firsts], frequent.distinct[firsts]
     if prefix + 1 < tokens.shape[1]:
-        totals, distinct = np.add.reduceat(counts, firsts), sizes  # what was counted is another prefix's
+        totals, distinct = np.add.reduceat(counts, firsts), sizes  # those counted are of another prefix
     return Group(
         heads=tokens[firsts, :prefix],
         totals=np.minimum(totals, LARGEST_COUNT),
@@ -48,7 +48,7 @@ def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group
 
 
 def _sorted(columns: list[Ints]) -> Ints:
-    """The order of rows by these columns, no two alike; as many columns as fit are sorted as one number."""
+    """The order of rows, no two equal, by these columns; as many columns as fit are sorted as one number."""
     keys = [np.zeros(len(columns[0]), np.uint64)]
     free = 64
     for column in columns:

@@ -1,4 +1,4 @@
-"""A Ray cluster: joined or started, asked, and left; whatever goes wrong there is told in one line."""
+"""A Ray cluster: joined or started, queried, and left; every fault is reported in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONNECT_SECONDS = 5.0
 """Ray itself tries for minutes."""
 STDERR = 2
 NO_TOKEN = b"InvalidAuthToken"
-"""What Ray says of a token that is missing or another one."""
+"""Part of Ray's message about a token that is missing or wrong."""
 
 T = TypeVar("T")
 
@@ -31,12 +31,12 @@ def joined(address: str | None, workers: int | None = None) -> Iterator[Any]:
     if address:
         _reach(address)
     options = {"address": address} if address else {"address": "local", "num_cpus": workers, "include_dashboard": False}
-    with TemporaryFile() as said:
+    with TemporaryFile() as output:
         try:
-            with _complaining_to(said):
+            with _stderr_to(output):
                 ray.init(**options, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own
-            raise _refusal(address, error, said) from None
+            raise _refusal(address, error, output) from None
     try:
         yield ray
     finally:
@@ -44,8 +44,8 @@ def joined(address: str | None, workers: int | None = None) -> Iterator[Any]:
 
 
 @contextmanager
-def _complaining_to(file: IO[bytes]) -> Iterator[None]:
-    """What this process and Ray's compiled part, once a second, write to standard error goes into a file."""
+def _stderr_to(file: IO[bytes]) -> Iterator[None]:
+    """Redirect standard error, to which Ray's compiled part writes once a second, to a file."""
     own = os.dup(STDERR)
     os.dup2(file.fileno(), STDERR)
     try:
@@ -55,20 +55,20 @@ def _complaining_to(file: IO[bytes]) -> Iterator[None]:
         os.close(own)
 
 
-def _refusal(address: str | None, error: Exception, said: IO[bytes]) -> ClusterError:
-    """Why Ray could not be used, by its own words."""
+def _refusal(address: str | None, error: Exception, output: IO[bytes]) -> ClusterError:
+    """The error for a Ray that could not be used, from its own messages."""
     place = f"the Ray cluster at {address}" if address else "Ray on this machine"
-    said.seek(0)
-    if NO_TOKEN in said.read() + str(error).encode():
+    output.seek(0)
+    if NO_TOKEN in output.read() + str(error).encode():
         return ClusterError(
-            f"{place} asks for a token that this process does not have: set RAY_AUTH_MODE=token, and have the "
+            f"{place} requires a token that this process does not have: set RAY_AUTH_MODE=token, and have the "
             "cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
         )
     return ClusterError(f"{place} cannot be used ({reason_of(error)}): check it with ray status")
 
 
 def _reach(address: str) -> None:
-    """Raise at once if nobody listens there."""
+    """Raise at once if no process listens at the address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ClusterError(
@@ -86,8 +86,8 @@ def _reach(address: str) -> None:
 
 
 @contextmanager
-def faults_told(ray: Any) -> Iterator[None]:
-    """What a task raised as it was raised there, and what befell Ray as something to mend."""
+def faults_reported(ray: Any) -> Iterator[None]:
+    """Raise the error of a task as the task raised it, and faults of Ray as a ``ClusterError``."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -107,19 +107,19 @@ def faults_told(ray: Any) -> Iterator[None]:
 
 
 def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> Iterator[tuple[str, T]]:
-    """What a function says on every node, with its address."""
+    """The result of a function on every node, with the node's address."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    with faults_told(ray):
-        told = [
+    with faults_reported(ray):
+        tasks = [
             ray.remote(function).options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             ).remote(*arguments)
             for node in nodes
         ]  # fmt: skip
-        for node, said in zip(nodes, told, strict=True):
-            yield node["NodeManagerAddress"], ray.get(said)
+        for node, task in zip(nodes, tasks, strict=True):
+            yield node["NodeManagerAddress"], ray.get(task)
 
 
 def largest_memory(ray: Any) -> float:

@@ -1,7 +1,7 @@
-"""Ray carries out the tasks of a build: on a cluster, or on workers that it starts on this machine.
+"""The engine that runs the tasks of a build on a Ray cluster, or on workers that Ray starts on this machine.
 
-Workers read the inputs by their paths and get all else through Ray; what they make comes back through it, and this
-process alone writes the store. So whoever dies in the middle leaves nothing behind, and Ray does a lost task again.
+Workers read the inputs by their paths and get all else through Ray, which also carries their results; this
+process alone writes the store. So a worker that dies leaves nothing on disk, and Ray repeats a lost task.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from hdtool.builders.stores.lmdb_entries import Group
 from hdtool.builders.stores.mining import LENGTHS, groups_of
-from hdtool.builders.stores.ray_cluster import faults_told, joined, largest_memory, on_each_node
+from hdtool.builders.stores.ray_cluster import faults_reported, joined, largest_memory, on_each_node
 from hdtool.builders.stores.sequences import Answers, Frequent, frequent_of_part, parts_of, united
 from hdtool.builders.stores.shards import MEMORY_A_BYTE, ShardFiles, SortedShard, sorted_shard
 from hdtool.builders.stores.tokenize import BATCH, ids_of
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 READ_AHEAD = 8
-"""Stretches of an input that its reader keeps ready."""
+"""Portions of an input that its reader keeps ready."""
 LIGHT: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-"""Readers mostly wait, and must not keep those out who work on what they have read."""
+"""Options of readers: they mostly wait, and must not take a core from the tasks that use their output."""
 
 T = TypeVar("T")
 
 
 @contextmanager
 def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iterator[RayEngine]:
-    """An engine on the cluster at ``address``, or on so many workers of this machine, for as long as it is needed."""
+    """An engine on the cluster at ``address``, or on so many workers of this machine, until the end of the block."""
     with joined(address, workers) as ray:
         yield RayEngine(ray, workers, quiet=quiet)
 
 
 class RayEngine:
-    """A cluster that is there for this build."""
+    """Runs the tasks of a build on a cluster."""
 
     def __init__(self, ray: Any, workers: int | None, *, quiet: bool) -> None:
         self._ray, self._quiet = ray, quiet
@@ -56,10 +56,10 @@ class RayEngine:
         self._sorters = min(workers or self._cpus, self._cpus)
 
     def prepare(self, reading: Reading) -> None:
-        """All nodes must see the same inputs and bring the same programs."""
+        """Check that all nodes see the same inputs and have the same programs."""
         paths = _absolute(reading)
         expected = _versions(), reading.sizes
-        for node, (versions, sizes) in on_each_node(self._ray, _what_is_there, paths):
+        for node, (versions, sizes) in on_each_node(self._ray, _versions_and_sizes, paths):
             if versions != expected[0]:
                 raise ClusterError(
                     f"node {node} of the Ray cluster has {versions}, this process has {expected[0]}: "
@@ -76,7 +76,7 @@ class RayEngine:
         reading.hashes.update(enumerate(hashes))
 
     def documents(self, reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
-        with faults_told(self._ray):
+        with faults_reported(self._ray):
             shared, encode = self._ray.put(tokenizer), self._task(_encoded)
             streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": READ_AHEAD}
             read = self._task(_portions, **streaming, **LIGHT)
@@ -111,13 +111,13 @@ class RayEngine:
     def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[Group]:
         parts = parts_of(answers)
         jobs = [(length, part) for length in LENGTHS for part in range(parts)]
-        with faults_told(self._ray), bar(len(jobs), "parts counted", quiet=self._quiet) as shown:
+        with faults_reported(self._ray), bar(len(jobs), "parts counted", quiet=self._quiet) as shown:
             shared = self._ray.put(answers.tokens)
             count = self._task(_counted)
-            told = (
+            tasks = (
                 count.remote(shared, answers.end, answers.once, length, part, parts, top_k) for length, part in jobs
             )
-            found = _ahead(told, 2 * self._cpus)
+            found = _ahead(tasks, 2 * self._cpus)
 
             def of_length() -> Iterator[Frequent]:
                 for _ in range(parts):
@@ -137,38 +137,38 @@ class RayEngine:
     def _results(
         self, function: Any, jobs: Iterable[tuple[Any, ...]], at_once: int = 0, **options: Any
     ) -> Iterator[Any]:
-        """What a function says to each job, in their order."""
-        with faults_told(self._ray):
+        """The results of a function for each job, in their order."""
+        with faults_reported(self._ray):
             task = self._task(function, **options)
-            told = (task.remote(*job) for job in jobs)
-            for done in _ahead(told, at_once or 2 * self._cpus):
+            tasks = (task.remote(*job) for job in jobs)
+            for done in _ahead(tasks, at_once or 2 * self._cpus):
                 yield self._ray.get(done)
 
 
 def _absolute(reading: Reading) -> list[str]:
-    """Workers stand in folders of their own."""
+    """Absolute paths of the inputs: workers run in other folders."""
     return [os.path.abspath(path) for path in reading.inputs]
 
 
 def _ahead(items: Iterable[T], count: int) -> Iterator[T]:
-    """The items, with so many of them begun before they are asked for."""
-    begun: deque[T] = deque()
+    """The items, of which ``count`` are started before they are needed."""
+    started: deque[T] = deque()
     for item in items:
-        begun.append(item)
-        if len(begun) > count:
-            yield begun.popleft()
-    yield from begun
+        started.append(item)
+        if len(started) > count:
+            yield started.popleft()
+    yield from started
 
 
-# What workers do ---------------------------------------------------------------------------------
+# Tasks of the workers ---------------------------------------------------------------------------------
 
 
 def _versions() -> str:
-    """Of all that the bytes of a store may depend on."""
+    """The versions of all programs that the bytes of a store may depend on."""
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("hdtool", "tokenizers", "transformers"))
 
 
-def _what_is_there(paths: list[str]) -> tuple[str, list[int | None]]:
+def _versions_and_sizes(paths: list[str]) -> tuple[str, list[int | None]]:
     return _versions(), [os.stat(path).st_size if os.path.exists(path) else None for path in paths]
 
 

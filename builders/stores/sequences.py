@@ -1,8 +1,8 @@
 """Token sequences of documents on disk, counted exactly in bounded memory.
 
-What hashing finds is compared token by token. Where a hash table of bounded size cannot hold all
-sequences it counts those of one part of the prefixes after the other, so memory depends on the table
-and not on the input.
+Sequences with equal hashes are compared token by token. Where a hash table of bounded size cannot hold
+all sequences, those of one part of the prefixes after the other are counted, so memory depends on the
+table and not on the input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba import njit
 from hdtool.runtime.stores.model_store import Ints, mixed, sequence_hash, slot_of
 
 TABLE_SLOTS = 1 << 21
-"""Of the counting table at most, a power of two. Counting takes about 40 bytes of memory a slot."""
+"""Largest size of the counting table, a power of two. Counting takes about 40 bytes of memory a slot."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Answers:
     tokens: Ints
     end: int
     once: bool
-    """Whether a sequence counts once in a document, however often it is in there."""
+    """Whether a sequence counts once in a document, however often it occurs there."""
 
     @property
     def place_type(self) -> np.dtype[Any]:
@@ -39,12 +39,12 @@ class Frequent:
     """Sequences of one length, an item each: a prefix and the token that comes next."""
 
     places: Ints
-    """Where it is in the documents."""
+    """The place of each in the documents."""
     counts: Ints
     totals: Ints
     """The counts of all sequences with the same prefix."""
     distinct: Ints
-    """How many there are of them."""
+    """The number of different sequences with the same prefix."""
 
     def __getitem__(self, chosen: Ints) -> Frequent:
         return Frequent(*(getattr(self, field.name)[chosen] for field in fields(self)))
@@ -62,7 +62,7 @@ def most_frequent(answers: Answers, length: int, top_k: int) -> Frequent:
 
 
 def parts_of(answers: Answers) -> int:
-    """Into how many parts the prefixes are cut so that those of each may fit into the counting table."""
+    """The number of parts of the prefixes; those of each should fit into the counting table."""
     return 1 << (len(answers.tokens) * 4 // (_slots(answers) * 3)).bit_length()
 
 

@@ -20,7 +20,7 @@ MEMORY_A_BYTE = 8
 
 
 class SortedShard(NamedTuple):
-    """The arrays that a shard's look-ups need beside its tokens."""
+    """The arrays that a shard's lookups need beside its tokens."""
 
     suffixes: Tokens
     heads: Tokens
@@ -29,7 +29,7 @@ class SortedShard(NamedTuple):
 
 def sorted_shard(tokens: Tokens, end: int) -> SortedShard:
     """The sorted shard of documents of token ids, each with ``end`` after it."""
-    # No look-up starts with an end token, and those suffixes sort last.
+    # No lookup starts with an end token, and those suffixes sort last.
     suffixes = suffix_array(tokens)[: np.count_nonzero(tokens != end)]
     heads = np.zeros(end + 1, np.uint32)
     np.cumsum(np.bincount(tokens, minlength=end + 1)[:end], out=heads[1:])

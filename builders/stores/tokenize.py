@@ -27,7 +27,7 @@ def tokenized(reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) 
 
 
 def ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The ids of each text, without special tokens: what is drafted follows text, not markup."""
+    """The ids of each text, without special tokens: drafts follow text, not markup."""
     if not texts:
         return []
     encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]

@@ -34,12 +34,12 @@ PARTS = {
 """The parts of each kind of store, with the endings of their files."""
 ENDINGS = {part: ending for parts in PARTS.values() for part, ending in parts.items()}
 FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
-"""Of a manifest."""
+"""The fields of a manifest."""
 FIELDS_OF_OURS = 5
-"""A JSON object with that many of these fields is a damaged manifest of ours, not one of another program."""
+"""A JSON object with at least so many of these fields is a damaged manifest of hdtool's."""
 
 _BUILD = "[0-9a-f]{8}"
-"""Eight digits, drawn for each build."""
+"""Eight hexadecimal digits, drawn for each build."""
 _PART = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in ENDINGS.items()))
 _MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
 
@@ -57,12 +57,12 @@ def is_name_of(part: str, name: str) -> bool:
 
 
 def create(path: Path) -> None:
-    """Make an empty file where nothing is, not even a link."""
+    """Create an empty file at a path where nothing exists, not even a link."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
 
 def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
-    """Delete the files of other builds than the one whose file names are ``kept``."""
+    """Delete the files of all builds but those named ``kept``."""
     for name in os.listdir(folder):
         path = folder / name
         if name not in kept and (_PART.fullmatch(name) or _MANIFEST.fullmatch(name)) and _is_regular(path):
@@ -97,14 +97,14 @@ def _check_contents(folder: Path) -> None:
 
 
 def holds_manifest(folder: Path) -> bool:
-    """Whether ``manifest.json`` is a store's, be it damaged or of another format, and not another program's."""
+    """Whether ``manifest.json`` is a store's, even if damaged or of another format, and not another program's."""
     path = folder / MANIFEST
     if not _is_regular(path):
         return False
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        # What it was cannot be seen any more; the files beside it were written by a build.
+        # It is too damaged to read; files of a build beside it show that it was a store's.
         return any(_PART.fullmatch(name) and _is_regular(folder / name) for name in os.listdir(folder))
     if not isinstance(row, dict):
         return False
@@ -124,7 +124,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether there is a file and not a link to one."""
+    """Whether a regular file is there, and not a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Drafts from the corpus index alone: the tree of what people wrote after the longest known context."""
+"""Drafts from the corpus index alone, as REST does: what follows the longest suffix of the context in it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class CorpusDrafter:
-    """Retrieval as REST does it, with the commonest continuations first wherever the budget cuts."""
+    """Drafts the most frequent continuations, as many nodes as the budget allows."""
 
     def __init__(self, index: CorpusIndex, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CORPUS: 0.0}
-        """What the source has taken since this drafter exists."""
+        """Drafting time by source."""
         self._index = index
         self._budget = budget or FixedBudget(LARGEST_TREE)
-        index.after(())  # compiled, or loaded, before a step waits for it
+        index.after(())  # compiles the lookup, or loads it, before the first step
 
     def begin(self, prompt: Sequence[int]) -> None:
         pass
@@ -38,7 +38,7 @@ class CorpusDrafter:
         kept = self._budget.nodes(found.counts / max(found.found, 1)) if found else 0
         tree = DraftTree.bare(context[-1])
         if found and kept:
-            # Parents stand before their children and count no less, so any start of the tree is a tree.
+            # Parents stand before their children and have no smaller counts, so any prefix of the tree is a tree.
             tokens, parents = found.tokens[:kept].copy(), found.parents[:kept].astype(np.int32)
             tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceName.CORPUS, np.uint8))
         self.seconds[SourceName.CORPUS] += time.perf_counter() - started

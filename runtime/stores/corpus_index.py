@@ -71,7 +71,7 @@ class Continuations(NamedTuple):
 
 
 class CorpusIndex(Pinned):
-    """An index opened for look-ups; its files are mapped, read only where they are touched."""
+    """An index opened for lookups; its files are mapped, read only where they are touched."""
 
     def __init__(self, folder: Path, tokenizer: TokenizerFingerprint | None = None) -> None:
         self.folder = folder
@@ -109,7 +109,7 @@ class CorpusIndex(Pinned):
         return mapped_part(self.folder, self.manifest, part, kind, width)
 
     def _check_shards(self) -> None:
-        """The shards must lie one after the other and fill the files, or a look-up would leave them."""
+        """The shards must lie one after the other and fill the files, or a lookup would leave them."""
         places = self.shards.places
         sizes = np.stack([places[:, TOKENS], places[:, SUFFIXES], sampled_prefixes_in(places[:, SUFFIXES])])
         starts = places[:, [TOKEN, SUFFIX, PREFIX]].T

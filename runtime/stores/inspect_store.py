@@ -1,4 +1,4 @@
-"""What a store drafts after a context, and how long its look-ups take."""
+"""What a store drafts after a context, and how long its lookups take."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterat
 
 
 def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
-    """Microseconds of a look-up, after a warm-up.
+    """Microseconds of a lookup, after a warm-up.
 
     Contexts are parts of the store's own documents with one token exchanged within the last eight, so
     that the longest match is as short as in text that the store does not hold.

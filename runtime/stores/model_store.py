@@ -1,7 +1,7 @@
 """The model store: what often follows the last one to four tokens in the model's own answers.
 
 A hash table of prefixes, each with the tokens that most often come next, and for each token the phrases
-of four tokens that most often follow it. All look-ups of prefixes go through ``entry_of``.
+of four tokens that most often follow it. All lookups of prefixes go through ``entry_of``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHRASE = 4
 LONGEST_PROBE = 256
 """Slots that a search reads at most. In 2**31 slots, half of them free, at most about 100 in a row are used."""
 ROWS_READ = 64
-"""Next tokens that a look-up reads of an entry, the most frequent ones."""
+"""Next tokens that a lookup reads of an entry, the most frequent ones."""
 
 HASH_LOW, HASH_HIGH, START, STOP, TOTAL, DISTINCT = range(6)
 KEY_WIDTH = 6
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 class ModelStore:
-    """A store opened for look-ups; its files are mapped, read only where they are touched."""
+    """A store opened for lookups; its files are mapped, read only where they are touched."""
 
     def __init__(self, folder: Path, tokenizer: TokenizerFingerprint | None = None) -> None:
         self.folder = folder
@@ -176,7 +176,7 @@ def halves(prefix_hash: np.uint64) -> tuple[np.int32, np.int32]:
 def mixed(suffix_hash: np.uint64, token: Any) -> np.uint64:
     """The hash of a sequence, from that of the sequence without its first token, ``token``; 0 is that of none.
 
-    Look-ups compare hashes alone. Of a million keys, one in ten million sequences that are not in the
+    Lookups compare hashes alone. Of a million keys, one in ten million sequences that are not in the
     store would be taken for one of them, which costs a draft.
     """
     mixture = (suffix_hash ^ np.uint64(np.int64(token) + 1)) * np.uint64(0x9E3779B97F4A7C15)

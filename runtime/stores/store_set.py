@@ -84,7 +84,7 @@ def _fitting(kind: str, fingerprint: TokenizerFingerprint, namespace: str | None
     if namespace:
         own = store_at_home(kind, fingerprint, namespace)
         if kind == MODEL or (own / MANIFEST).exists():
-            # What a model said to others is never mixed with what it said to one tenant.
+            # Answers to one tenant are never mixed with answers to others.
             return own if (own / MANIFEST).exists() else None
     at_home = store_at_home(kind, fingerprint)
     if (at_home / MANIFEST).exists():

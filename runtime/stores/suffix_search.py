@@ -1,6 +1,6 @@
 """Search in suffix-array shards: the range of suffixes that start with given tokens, and what follows them.
 
-All who look something up in the corpus index use these functions. ``find_longest`` takes a context alone
+Every lookup in the corpus index uses these functions. ``find_longest`` takes a context alone
 and starts from the heads table; ``narrowed`` takes the range of the tokens without the last one, which a
 node of a draft tree has from its parent. ``sample_matches`` and ``follower`` read what follows a range.
 

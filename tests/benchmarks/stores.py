@@ -1,4 +1,4 @@
-"""What the stores cost: building, opening, look-ups; beside REST's retriever where it is installed.
+"""What the stores cost: building, opening, lookups; beside REST's retriever where it is installed.
 
 ``python -m tests.benchmarks.stores --corpus FILE --generations FILE --traces FILE --model FOLDER``
 (the figures in docs/notebook/2026-11-21-stores.md), after ``pip install draftretriever==0.1.1`` for the peer.
@@ -41,13 +41,13 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-def percentiles(look_up: Callable[[Any], Any], contexts: list[Any]) -> str:
+def percentiles(lookup: Callable[[Any], Any], contexts: list[Any]) -> str:
     for context in contexts[:WARM_UP]:
-        look_up(context)
+        lookup(context)
     taken = np.empty(len(contexts))
     for number, context in enumerate(contexts):
         started = time.perf_counter()
-        look_up(context)
+        lookup(context)
         taken[number] = (time.perf_counter() - started) * 1e6
     return f"{np.percentile(taken, 50):.1f} | {np.percentile(taken, 99):.1f}"
 
@@ -69,7 +69,7 @@ def contexts_of(traces: Path, tokenizer: Any, most: int) -> list[list[int]]:
 
 
 def opening(folder: str, conn: Any) -> None:
-    """In a process of its own: how long opening takes and what memory it adds, the libraries loaded before."""
+    """Time and memory of opening, in a process that has loaded the libraries."""
     process = psutil.Process()
     before = process.memory_info().rss
     seconds, index = timed(lambda: CorpusIndex(Path(folder)))
@@ -105,22 +105,22 @@ def rest(documents: list[Document], vocab_size: int, contexts: list[list[int]], 
     return [f"| REST's draftretriever | {seconds:.1f} | {size / tokens:.2f} | {percentiles(search, contexts)} |"]
 
 
-def lmdb_look_up(store: ModelStore) -> Callable[[list[int]], Any]:
-    """The same question asked of the portable file: all four lengths of prefix, values unpacked."""
+def lmdb_lookup(store: ModelStore) -> Callable[[list[int]], Any]:
+    """The same lookup in the LMDB file: all four lengths of prefix, values unpacked."""
     import lmdb
     import msgpack
 
     path = store.folder / store.manifest.files["entries"].name
     reader = lmdb.open(str(path), subdir=False, readonly=True, lock=False).begin()
 
-    def look_up(context: list[int]) -> list[Any]:
+    def lookup(context: list[int]) -> list[Any]:
         keys = (
             bytes([length]) + b"".join(token.to_bytes(4, "big") for token in context[-length:])
             for length in (4, 3, 2, 1)
         )
         return [msgpack.unpackb(value) for value in map(reader.get, keys) if value is not None]
 
-    return look_up
+    return lookup
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def main() -> None:
         seconds, made = timed(lambda: build_corpus_index(folder / "corpus", documents, mark, reading.sources))
         index = CorpusIndex(folder / "corpus")
         print(f"{made.counts['tokens']:,} tokens, read and tokenized in {reading_time:.1f} s\n")
-        print("| corpus | indexing, s | bytes a token | look-up p50, µs | p99, µs |\n|---|---|---|---|---|")
+        print("| corpus | indexing, s | bytes a token | lookup p50, µs | p99, µs |\n|---|---|---|---|---|")
         size = made.bytes / made.counts["tokens"]
         arrays = [np.array(context) for context in contexts]
         print(f"| hdtool | {seconds:.1f} | {size:.2f} | {percentiles(index.after, arrays)} |")
@@ -153,14 +153,14 @@ def main() -> None:
         build_model_store(folder / "warm-model", answers[:50], mark, reading.sources)
         seconds, made = timed(lambda: build_model_store(folder / "model", answers, mark, reading.sources))
         store = ModelStore(folder / "model")
-        print("\n| model store | reading and tokenizing, s | mining, s | MB | look-up p50, µs | p99, µs |")
+        print("\n| model store | reading and tokenizing, s | mining, s | MB | lookup p50, µs | p99, µs |")
         print("|---|---|---|---|---|---|")
         print(
             f"| {made.counts['tokens']:,} tokens | {reading_time:.2f} | {seconds:.2f} | {made.bytes / 1e6:.1f} "
             f"| {percentiles(store.after, arrays)} |"
         )
-        print(f"| LMDB and msgpack instead | | | | {percentiles(lmdb_look_up(store), contexts)} |")
-        print("\n| process | opening, ms | resident before the first look-up, MiB | proportional, MiB | own, MiB |")
+        print(f"| LMDB and msgpack instead | | | | {percentiles(lmdb_lookup(store), contexts)} |")
+        print("\n| process | opening, ms | resident before the first lookup, MiB | proportional, MiB | own, MiB |")
         print("|---|---|---|---|---|")
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(4)]

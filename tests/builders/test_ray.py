@@ -247,7 +247,7 @@ def test_a_cluster_that_asks_for_a_token(cluster: Any, inputs: list[Path], tmp_p
     done = subprocess.run(command, env=without, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert f"the Ray cluster at {cluster.address} asks for a token" in line and "RAY_AUTH_MODE=token" in line
+    assert f"the Ray cluster at {cluster.address} requires a token" in line and "RAY_AUTH_MODE=token" in line
 
 
 def test_an_input_that_workers_do_not_see(cluster: Any) -> None:

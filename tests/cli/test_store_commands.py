@@ -46,7 +46,7 @@ def complaint(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return lines[0]
 
 
-def test_a_corpus_index_is_built_found_and_asked(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_corpus_index_is_built_found_and_inspected(capfd: pytest.CaptureFixture[str]) -> None:
     built = made(capfd, "build-corpus-db", "sharegpt.json")
     assert (built["kind"], built["format"], built["vocab_size"]) == ("corpus", 1, 4096)
     assert built["sources"][0]["records"] == 4
@@ -96,7 +96,7 @@ def test_inputs_of_all_kinds_go_together(capfd: pytest.CaptureFixture[str]) -> N
     assert [Path(share["name"]).name for share in built["sources"]] == ["sharegpt.json", "chat.jsonl.gz", "plain.txt"]
 
 
-def test_stores_grow_unite_and_forget(capfd: pytest.CaptureFixture[str]) -> None:
+def test_add_merge_and_drop(capfd: pytest.CaptureFixture[str]) -> None:
     whole = made(capfd, "build-corpus-db", "sharegpt.json", "generations.jsonl", "--out", "whole")
     made(capfd, "build-corpus-db", "sharegpt.json", "--out", "grown")
     assert made(capfd, "add", "grown", "generations.jsonl")["counts"] == whole["counts"]
@@ -135,7 +135,9 @@ def test_bad_records_are_named_and_too_many_stop_the_build(capfd: pytest.Capture
         (["add", "nowhere", "sharegpt.json"], "nowhere holds no store"),
     ],
 )
-def test_what_is_not_there_is_one_line(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_input_is_reported_in_one_line(
+    arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     Path("empty.jsonl").touch()
     Path("binary.txt").write_bytes(b"\x00\x01\x02")
     Path("questions.jsonl").write_text('{"messages": [{"role": "user", "content": "Only asked"}]}\n')
@@ -143,7 +145,7 @@ def test_what_is_not_there_is_one_line(arguments: list[str], said: str, capfd: p
     assert not Path("x").exists()
 
 
-def test_damage_and_other_tokenizers_are_told(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_damage_and_other_tokenizers_are_reported(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     made(capfd, "build-corpus-db", "sharegpt.json", "--out", "store")
     manifest = read_manifest(Path("store"))
     path = Path("store") / manifest.files["documents"].name

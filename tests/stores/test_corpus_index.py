@@ -142,7 +142,7 @@ def test_more_matches_than_are_read_are_sampled_over_their_whole_range(tmp_path:
 
 @pytest.mark.parametrize("part", ["documents", "suffixes", "heads", "signposts", "shards"])
 def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
-    """Flipped bytes are for `inspect --verify` to find; a look-up on them must stay within its files."""
+    """Flipped bytes are for `inspect --verify` to find; a lookup on them must stay within its files."""
     rng = random.Random(part)
     documents = [[rng.randrange(50) for _ in range(30)] for _ in range(40)]
     index = index_of(tmp_path, documents, 50, 600)
@@ -186,7 +186,7 @@ def test_an_empty_corpus_builds_nothing(tmp_path: Path) -> None:
         CorpusIndex(tmp_path)
 
 
-def test_contexts_that_are_nowhere(tmp_path: Path) -> None:
+def test_unknown_contexts_have_no_continuations(tmp_path: Path) -> None:
     index = index_of(tmp_path, [[1, 2, 3]], 9)
     for context in ([], [8], [9], [-5], [10**12], [3]):
         assert len(index.after(context).tokens) == 0

@@ -123,7 +123,7 @@ def entries_of(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int,
 
 @pytest.mark.parametrize("slots", [1 << 21, 8])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_look_ups_equal_counting(
+def test_lookups_equal_counting(
     vocabulary: int, slots: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small alphabets at the top of the vocabulary, counted in one part and in many."""
@@ -240,7 +240,7 @@ def test_only_the_files_of_the_store_are_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("documents", "found"), [([[]], "no text at all"), ([[1, 2, 3, 4]], "has 4 tokens")])
-def test_what_says_nothing_is_refused(documents: Documents, found: str, tmp_path: Path) -> None:
+def test_answers_too_short_for_a_store_are_refused(documents: Documents, found: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=found):
         build(tmp_path, documents, 10)
     assert not (tmp_path / "manifest.json").exists()
@@ -269,7 +269,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("part", FLAT)
 def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
-    """Flipped bytes are for `inspect --verify` to find; a look-up on them must stay within its files."""
+    """Flipped bytes are for `inspect --verify` to find; a lookup on them must stay within its files."""
     random = Random(part)
     documents = [[random.randrange(30) for _ in range(30)] for _ in range(30)]
     manifest = build(tmp_path, documents, 30)

@@ -42,7 +42,7 @@ RANGES = np.dtype(
         # By node, row 0 being the root, and order.
         ("samples", np.int32, (ROWS, LONGEST_RANGE + 1, SAMPLES)),  # by shard and suffix; end tokens, too
         ("read", np.int64, (ROWS, LONGEST_RANGE + 1)),  # the number of samples; 0 before they are read
-        ("lowest", np.int64, ROWS),  # the ranges of lower orders were not worth a look-up
+        ("lowest", np.int64, ROWS),  # the ranges of lower orders were not worth a lookup
         ("matches", np.int64, (2, SAMPLES)),  # of the range that is sampled
         ("at", np.int64),  # address of the ranges of suffixes, by node, order and shard
         ("shards", np.int64, (5, 3)),  # addresses of the index
