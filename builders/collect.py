@@ -22,27 +22,27 @@ from hdtool.runtime.answerer import Answerer
 
 
 class GenerationFile:
-    """Answers on disk, in the order of their prompts."""
+    """A file of answers, in the order of their prompts."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self._settings = settings
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse a file that holds anything but these answers; changes nothing."""
+        """Raise if the file holds anything but answers to these prompts; changes nothing."""
         with self._errors_worded():
             self._read(prompts)
 
     @contextmanager
     def open(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-        """Take the file for this process alone; yields the prompts that it lacks."""
+        """Lock the file for this process; yields the prompts without an answer."""
         busy = PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out")
         with self._errors_worded():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with exclusive(self.path.with_name(f".{self.path.name}.lock"), busy):
                 done, torn = self._read(prompts)
                 cut(self.path, torn)
-                self.path.open("ab").close()  # a place that cannot be written is found before the first answer
+                self.path.open("ab").close()  # fails before the first answer if the file cannot be written
                 yield prompts[done:]
 
     @contextmanager
@@ -55,21 +55,21 @@ class GenerationFile:
                 "make room or choose another --out, and run the command again"
             ) from error
 
-    def add(self, prompt: Prompt, told: Sequence[Answer]) -> None:
-        """A prompt, answered to the last turn."""
+    def add(self, prompt: Prompt, given: Sequence[Answer]) -> None:
+        """Append the answers to all turns of a prompt."""
         conversation = [dict(message) for message in prompt.messages]
-        for number, answer in enumerate(told):
+        for number, answer in enumerate(given):
             if number:
                 conversation.append({"role": "user", "content": answer.asked})
             conversation.append({"role": "assistant", "content": answer.text})
-        answers = [{"output_ids": answer.output_ids, "finish": answer.stats.finish} for answer in told]
+        answers = [{"output_ids": answer.output_ids, "finish": answer.stats.finish} for answer in given]
         append(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
 
     def _asked(self, prompt: Prompt) -> dict[str, Any]:
         return {"id": prompt.id, "category": prompt.category, **self._settings}
 
     def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
-        """How many prompts are answered, and what a kill left of the next line."""
+        """The number of answered prompts, and the torn last line, if any."""
         done = 0
         for line in lines_of(self.path):
             if is_torn(line):
@@ -80,7 +80,7 @@ class GenerationFile:
         return done, b""
 
     def _check_torn(self, torn: bytes, number: int, prompts: Sequence[Prompt]) -> None:
-        """Raise unless a line cut short may be what was being written: the answer to the next prompt."""
+        """Raise unless the torn line can be the start of the answer to the next prompt."""
         if number < len(prompts):
             row = {**self._asked(prompts[number]), "messages": [dict(one) for one in prompts[number].messages]}
             if may_be_torn_from(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
@@ -97,10 +97,12 @@ class GenerationFile:
             known = {name: row[name] for name in self._settings}
             asked = tuple(row["messages"][: len(prompts[number].messages)]) if number < len(prompts) else None
         except (ValueError, KeyError, TypeError):
-            raise PromptError(f"{where} is not a line of collect: choose another --out, or take the file away") from None
+            raise PromptError(
+                f"{where} is not a line of collect: choose another --out, or move the file away"
+            ) from None
         if asked is None or asked != prompts[number].messages:
             raise PromptError(
-                f"{where} answers another prompt than the file of prompts has there: choose another --out"
+                f"{where} answers a different prompt than the file of prompts has there: choose another --out"
             )
         for name, wanted in self._settings.items():
             if known[name] != wanted:
@@ -108,18 +110,18 @@ class GenerationFile:
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
-    """Ask every prompt that the file lacks and add its answers; yields how many are answered by now."""
+    """Answer every prompt that the file lacks; yields the number of answered prompts."""
     with file.open(prompts) as left:
         done = len(prompts) - len(left)
         yield done
-        told: list[Answer] = []
+        given: list[Answer] = []
         for answer in answerer.all_answers(left):
             for _ in answer:
                 pass
-            if answer.interrupted:  # what was cut short is not the model's answer
+            if answer.interrupted:  # an incomplete answer is not recorded
                 raise KeyboardInterrupt
-            told.append(answer)
-            if len(told) > len(answer.prompt.later_turns):
-                file.add(answer.prompt, told)
-                told, done = [], done + 1
+            given.append(answer)
+            if len(given) > len(answer.prompt.later_turns):
+                file.add(answer.prompt, given)
+                given, done = [], done + 1
                 yield done

@@ -1,4 +1,4 @@
-"""Which lessons each step of a training reads, by seed and step alone, so that a resumed one reads the same."""
+"""Splits examples into training and validation sets, and draws batches from seed and step alone."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from hdtool.builders.heads.examples import Example
 from hdtool.runtime.config import TrainConfig
 
 SORTED_BATCHES = 16
-"""Lessons of so many steps are sorted by length, so that those of a step need little filling up."""
+"""The examples of this many batches are sorted by length, so that batches need little padding."""
 
 
 class BatchSampler:
-    """Lessons to learn from, and those that the heads are judged on."""
+    """Batches of examples; a resumed training reads the same ones."""
 
-    def __init__(self, lessons: Sequence[Example], config: TrainConfig) -> None:
-        order = np.random.default_rng((config.seed, len(lessons))).permutation(len(lessons))
-        count = min(max(1, round(config.val_fraction * len(lessons))), len(lessons) - 1)
-        self.held_out = [lessons[place] for place in sorted(order[:count])] or list(lessons)
-        self.learned = [lessons[place] for place in sorted(order[count:])]
+    def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
+        order = np.random.default_rng((config.seed, len(examples))).permutation(len(examples))
+        count = min(max(1, round(config.val_fraction * len(examples))), len(examples) - 1)
+        self.validation = [examples[place] for place in sorted(order[:count])] or list(examples)
+        self.train = [examples[place] for place in sorted(order[count:])]
         self._seed = config.seed
-        self._batch = min(config.batch, len(self.learned))
-        self._a_round = -(-len(self.learned) // self._batch)
-        self.steps = max(1, round(config.epochs * self._a_round))
-        self._round, self._order = 0, self._ordered(0)
+        self._batch = min(config.batch, len(self.train))
+        self._batches = -(-len(self.train) // self._batch)
+        self.steps = max(1, round(config.epochs * self._batches))
+        self._epoch, self._order = 0, self._ordered(0)
 
     @property
     def tokens(self) -> int:
-        """Read in one round."""
-        return sum(len(lesson.ids) for lesson in self.learned)
+        """Tokens of one epoch."""
+        return sum(len(example.ids) for example in self.train)
 
     def step(self, number: int) -> list[Example]:
-        """Always as many lessons; the last step of a round takes some of its first ones once more."""
-        number_of_round, place = divmod(number, self._a_round)
-        if number_of_round != self._round:
-            self._round, self._order = number_of_round, self._ordered(number_of_round)
-        return [self.learned[lesson] for lesson in self._order[place]]
+        """The batch of a step; the last batch of an epoch is filled with its first examples."""
+        epoch, place = divmod(number, self._batches)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._ordered(epoch)
+        return [self.train[place] for place in self._order[place]]
 
-    def _ordered(self, number_of_round: int) -> list[list[int]]:
-        random = np.random.default_rng((self._seed, number_of_round, 1))
-        order = random.permutation(len(self.learned))
-        order = np.resize(order, self._a_round * self._batch)
-        stretch = SORTED_BATCHES * self._batch
+    def _ordered(self, epoch: int) -> list[list[int]]:
+        random = np.random.default_rng((self._seed, epoch, 1))
+        order = random.permutation(len(self.train))
+        order = np.resize(order, self._batches * self._batch)
+        chunk = SORTED_BATCHES * self._batch
         batches: list[list[int]] = []
-        for start in range(0, len(order), stretch):
-            part = sorted(order[start : start + stretch].tolist(), key=lambda lesson: len(self.learned[lesson].ids))
+        for start in range(0, len(order), chunk):
+            part = sorted(order[start : start + chunk].tolist(), key=lambda place: len(self.train[place].ids))
             batches += [part[first : first + self._batch] for first in range(0, len(part), self._batch)]
         return [batches[place] for place in random.permutation(len(batches))]

@@ -1,4 +1,4 @@
-"""Several processes that train together, one for each GPU, through ``accelerate``; as a rule there is one."""
+"""Training in one process, or in several through ``accelerate``, one per GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SingleProcess:
     rank, size = 0, 1
 
     def shared(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module as all processes train it; gradients are the mean over them."""
+        """The module wrapped for all processes; gradients are the mean over them."""
         return module
 
-    def quietly(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Passes whose gradients are not exchanged yet."""
+    def without_sync(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Accumulate gradients in this block without exchanging them."""
         return nullcontext()
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class SingleProcess:
 
 
 class Distributed(SingleProcess):
-    """As many as ``accelerate launch`` has started."""
+    """The processes that ``accelerate launch`` started."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -42,7 +42,7 @@ class Distributed(SingleProcess):
         prepared: torch.nn.Module = self._accelerator.prepare_model(module)
         return prepared
 
-    def quietly(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
+    def without_sync(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
         held: AbstractContextManager[Any] = self._accelerator.no_sync(module)
         return held
 
@@ -54,20 +54,19 @@ class Distributed(SingleProcess):
         self._accelerator.wait_for_everyone()
 
 
-def started() -> int:
-    """Processes that a launcher has started together with this one, itself included."""
+def world_size() -> int:
+    """The number of processes that a launcher started, this one included."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def crew(*, on_cpu: bool) -> SingleProcess:
-    """The processes that a launcher has started, or this one alone."""
-    if started() == 1:
+def process_group(*, on_cpu: bool) -> SingleProcess:
+    """The processes that a launcher started, or this one alone."""
+    if world_size() == 1:
         return SingleProcess()
     try:
         from accelerate import Accelerator
     except ImportError:
         raise HeadsError(
-            "several processes were started, and training together needs accelerate: pip install accelerate, or start "
-            "one process"
+            "several processes were started, which needs accelerate: pip install accelerate, or start one process"
         ) from None
     return Distributed(Accelerator(cpu=on_cpu))

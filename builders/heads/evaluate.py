@@ -1,4 +1,4 @@
-"""What trained heads are worth, by texts that they did not learn from; and the tree that this suggests."""
+"""Evaluation of trained heads on validation texts, and the static draft tree that fits them best."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from hdtool.runtime.drafters.heads.checkpoint import EvalResult
 from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import BEST
 
-AT_ONCE = 8
-"""Lessons in one pass."""
-DOUBT = 1.0
-"""Tokens of odds that a calibrated value is held back by where little was seen."""
+BATCH = 8
+"""Examples in one pass."""
+PRIOR_WEIGHT = 1.0
+"""Pseudo-count of the calibration prior."""
 
-ProcessGroup = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 
 
 @torch.inference_mode()
-def judge(heads: Heads, teacher: FrozenTarget, held_out: list[Example]) -> EvalResult:
-    """Read all held-out lessons and see what the heads would have drafted."""
+def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> EvalResult:
+    """Accuracy, calibration and best static tree of the heads on validation examples."""
     number = heads.config.heads
-    ranks: list[ProcessGroup] = []
+    ranks: list[Ints] = []
     seen = np.zeros((2, number, BUCKETS))
-    ordered = sorted(held_out, key=lambda lesson: len(lesson.ids))
-    for start in range(0, len(ordered), AT_ONCE):
-        batch = Batch.of(ordered[start : start + AT_ONCE], teacher.device)
-        taught, places = teacher.read(batch.ids), places_of(batch, number)
-        logits = head_logits(heads, taught.hidden.to(heads.like.dtype), taught.embedded, places).float()
+    ordered = sorted(examples, key=lambda example: len(example.ids))
+    for start in range(0, len(ordered), BATCH):
+        batch = Batch.of(ordered[start : start + BATCH], target.device)
+        output, places = target.read(batch.ids), places_of(batch, number)
+        logits = head_logits(heads, output.hidden.to(heads.like.dtype), output.embedded, places).float()
         found = _ranks(logits, head_labels(batch, places), places.known)
         _count(seen, logits, found)
         ranks.append(found)
@@ -47,36 +47,35 @@ def judge(heads: Heads, teacher: FrozenTarget, held_out: list[Example]) -> EvalR
         for best in (1, 5, 10)
     }
     tree, gains = best_tree(every)
-    odds = (seen[1] + DOUBT * centre_of(np.arange(BUCKETS))) / (seen[0] + DOUBT)
-    return EvalResult(top, int(known[0]), tree, gains, [[round(float(each), 4) for each in row] for row in odds])
+    calibrated = (seen[1] + PRIOR_WEIGHT * centre_of(np.arange(BUCKETS))) / (seen[0] + PRIOR_WEIGHT)
+    return EvalResult(top, int(known[0]), tree, gains, [[round(float(each), 4) for each in row] for row in calibrated])
 
 
-def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> ProcessGroup:
-    """Which of a head's best the token was that came, ``[heads, places]``; -1 where none is known."""
+def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> Ints:
+    """The rank of each true token in a head's logits, ``[heads, places]``; -1 where there is none."""
     label_logits = logits.gather(-1, labels[..., None])
     ranks = (logits > label_logits).sum(dim=-1)
     return ranks.masked_fill(~known, -1).cpu().numpy().astype(np.int64)
 
 
-def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: ProcessGroup) -> None:
-    """Add, for each head and likelihood, how many of its best tokens were offered, and how many came."""
+def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
+    """Count, per head and probability bucket, its best tokens and how many of them were the true token."""
     best = logits.log_softmax(dim=-1).topk(min(BEST, logits.shape[-1])).values.cpu().numpy()
     right = np.ones(ranks.shape[1], np.bool_)
     for head in range(len(ranks)):
-        asked = right & (ranks[head] >= 0)
-        buckets = bucket_of(np.exp(best[head][asked]))
+        reached = right & (ranks[head] >= 0)
+        buckets = bucket_of(np.exp(best[head][reached]))
         np.add.at(seen[0, head], buckets, 1.0)
-        came = ranks[head][asked]
-        held = np.flatnonzero(came < best.shape[-1])
-        np.add.at(seen[1, head], buckets[held, came[held]], 1.0)
+        true_ranks = ranks[head][reached]
+        held = np.flatnonzero(true_ranks < best.shape[-1])
+        np.add.at(seen[1, head], buckets[held, true_ranks[held]], 1.0)
         right &= (ranks[head] >= 0) & (ranks[head] < best.shape[-1])
 
 
-def best_tree(ranks: ProcessGroup, most: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
-    """The nodes that would have been taken most often: adding the best one, again and again.
+def best_tree(ranks: Ints, most: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
+    """The static tree of the nodes that are accepted most often, and the frequency of each.
 
-    A path is never taken more often than its start, so these are the commonest beginnings of the ranks that
-    were seen; how often each was is what it is expected to bring.
+    A path is never accepted more often than its start, so the most frequent paths form a tree.
     """
     taken: Counter[tuple[int, ...]] = Counter()
     whole = ranks[:, ranks[0] >= 0].T
@@ -89,9 +88,9 @@ def best_tree(ranks: ProcessGroup, most: int = LARGEST_BUDGET) -> tuple[list[lis
     return [list(path) for path, _ in chosen], [round(count / len(whole), 6) for _, count in chosen]
 
 
-def told(judged: EvalResult) -> Iterable[str]:
-    """Head by head, in words."""
-    for head, shares in enumerate(zip(*judged.top.values(), strict=True), start=1):
+def summary(result: EvalResult) -> Iterable[str]:
+    """One line per head."""
+    for head, shares in enumerate(zip(*result.top.values(), strict=True), start=1):
         yield f"head {head}: " + ", ".join(
-            f"top {best} {share:.1%}" for best, share in zip(judged.top, shares, strict=True)
+            f"top {best} {share:.1%}" for best, share in zip(result.top, shares, strict=True)
         )

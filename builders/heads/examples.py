@@ -1,4 +1,4 @@
-"""Lessons: texts as drafting heads learn from them, each with the tokens that are worth drafting."""
+"""Training examples of drafting heads: token ids, and which of them the model wrote."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hdtool.runtime.evaluation.recorded_turns import TurnReader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FEWEST_TOKENS = 4
-"""The first head speaks of a token that two others stand before."""
+MIN_TOKENS = 4
+"""The first head predicts the third token of a text."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,29 @@ class Example:
 
     ids: npt.NDArray[np.int64]
     drafted: npt.NDArray[np.bool_]
-    """Which of its tokens the model says; of a plain text, all."""
+    """Which of its tokens the model wrote; all in a plain text."""
 
 
-def lessons(
+def read_examples(
     reading: Reading, tokenizer: PreTrainedTokenizerBase, turns: TurnReader, window: int, shown: Bar
 ) -> list[Example]:
-    """All lessons of some inputs; an error if there is nothing long enough to learn from."""
+    """All examples of some inputs; raises if no text is long enough."""
     found: list[Example] = []
     longest = 0
     for record in reading:
-        for whole in _lessons_of(record, tokenizer, turns):
+        for whole in _examples_of(record, tokenizer, turns):
             longest = max(longest, len(whole.ids))
             found += _cut(whole, window)
         shown.to(reading.bytes_read)
     if not found:
         raise RecordError(
-            f"nothing to learn from: the longest text has {longest} tokens, and heads need {FEWEST_TOKENS} at least "
-            f"and an answer of the model's among them; name more text"
+            f"no examples: the longest text has {longest} tokens, and heads need {MIN_TOKENS} at least "
+            f"and an answer of the model among them; name more text"
         )
     return found
 
 
-def _lessons_of(record: Record, tokenizer: PreTrainedTokenizerBase, turns: TurnReader) -> Iterator[Example]:
+def _examples_of(record: Record, tokenizer: PreTrainedTokenizerBase, turns: TurnReader) -> Iterator[Example]:
     if all(part.by_model for part in record.parts):
         for part in record.parts:
             ids = part.ids or encode_text(tokenizer, part.text, special=True)
@@ -69,7 +69,7 @@ def _lessons_of(record: Record, tokenizer: PreTrainedTokenizerBase, turns: TurnR
     except RecordError:
         if any(part.ids for part in record.parts):
             raise
-        # Templates refuse what does not go to and fro; the texts are still worth reading.
+        # Templates may refuse roles that do not alternate; the texts are used without the template.
         for part in record.parts:
             ids = encode_text(tokenizer, part.text, special=True)
             yield Example(np.array(ids, np.int64), np.full(len(ids), part.by_model))
@@ -80,7 +80,7 @@ def _message(part: Part) -> Message:
 
 
 def _of_conversation(trace: Trace, turns: TurnReader) -> Iterator[Example]:
-    """One lesson for answers whose contexts begin with each other, so that no text is read twice."""
+    """One example for turns whose contexts extend each other, so that no text is read twice."""
     ids: list[int] = []
     drafted: list[bool] = []
     for turn in turns.turns(trace):
@@ -93,8 +93,8 @@ def _of_conversation(trace: Trace, turns: TurnReader) -> Iterator[Example]:
         yield Example(np.array(ids, np.int64), np.array(drafted, np.bool_))
 
 
-def _cut(lesson: Example, window: int) -> Iterator[Example]:
-    for start in range(0, len(lesson.ids), window):
-        ids, drafted = lesson.ids[start : start + window], lesson.drafted[start : start + window]
-        if len(ids) >= FEWEST_TOKENS and drafted[2:].any():
+def _cut(example: Example, window: int) -> Iterator[Example]:
+    for start in range(0, len(example.ids), window):
+        ids, drafted = example.ids[start : start + window], example.drafted[start : start + window]
+        if len(ids) >= MIN_TOKENS and drafted[2:].any():
             yield Example(ids, drafted)

@@ -1,4 +1,4 @@
-"""The frozen target while heads learn from it."""
+"""The frozen target model that heads are trained on."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Taught(NamedTuple):
-    """What the target thinks at every token of a batch."""
+class TargetOutput(NamedTuple):
+    """Outputs of the target at every token of a batch."""
 
     hidden: torch.Tensor
     logits: torch.Tensor
     embedded: torch.Tensor
-    """The tokens behind each, embedded; at the last column, any."""
+    """The embedding of the next token; arbitrary in the last column."""
 
 
 class FrozenTarget:
-    """A target whose hidden states are watched."""
+    """A target without gradients that records its hidden states."""
 
     def __init__(self, target: Target) -> None:
         self.model: PreTrainedModel = target.model
@@ -37,9 +37,9 @@ class FrozenTarget:
         self.vocabulary = int(tried.logits.shape[-1])
 
     @torch.no_grad()
-    def read(self, ids: torch.Tensor) -> Taught:
+    def read(self, ids: torch.Tensor) -> TargetOutput:
         logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
         if not logits.isfinite().all():
-            raise ModelError("the model's logits are not numbers: heads cannot learn from it; try --dtype float32")
+            raise ModelError("the model's logits are not finite: heads cannot be trained on it; try --dtype float32")
         embedded: torch.Tensor = self.model.get_input_embeddings()(ids.roll(-1, dims=1))
-        return Taught(self._target.all_hidden, logits, embedded)
+        return TargetOutput(self._target.all_hidden, logits, embedded)

@@ -1,4 +1,4 @@
-"""What drafting heads are to learn: the target's own odds of the tokens ahead, and the tokens themselves."""
+"""The loss of drafting heads: cross-entropy with the target's probabilities and with the tokens of the text."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from hdtool.runtime.drafters.heads.modules import Heads
 
 
 class Batch(NamedTuple):
-    """Lessons of one pass, filled up behind their ends, where causal attention never looks back from."""
+    """Examples of one pass, padded at the end, which causal attention never reads."""
 
     ids: torch.Tensor
     drafted: torch.Tensor
-    """Which of the tokens are worth drafting."""
+    """Which of the tokens the model wrote."""
 
     @classmethod
-    def of(cls, lessons: Sequence[Example], device: torch.device) -> Batch:
-        longest = max(len(lesson.ids) for lesson in lessons)
-        ids = np.zeros((len(lessons), longest), np.int64)
-        drafted = np.zeros((len(lessons), longest), np.bool_)
-        for row, lesson in enumerate(lessons):
-            ids[row, : len(lesson.ids)], drafted[row, : len(lesson.ids)] = lesson.ids, lesson.drafted
+    def of(cls, examples: Sequence[Example], device: torch.device) -> Batch:
+        longest = max(len(example.ids) for example in examples)
+        ids = np.zeros((len(examples), longest), np.int64)
+        drafted = np.zeros((len(examples), longest), np.bool_)
+        for row, example in enumerate(examples):
+            length = len(example.ids)
+            ids[row, :length], drafted[row, :length] = example.ids, example.drafted
         return cls(torch.from_numpy(ids).to(device), torch.from_numpy(drafted).to(device))
 
 
 class Places(NamedTuple):
-    """Where the heads are asked: rows and columns of a batch, and which heads have an answer to learn there."""
+    """The positions of a batch at which heads are trained, and which heads have a label there."""
 
     rows: torch.Tensor
     columns: torch.Tensor
@@ -40,7 +41,7 @@ class Places(NamedTuple):
 
 
 def places_of(batch: Batch, heads: int) -> Places:
-    """A head at column t speaks of the token at t + 2, the next one at t + 3, and so on."""
+    """At column t, the first head predicts the token at t + 2, the next one that at t + 3, and so on."""
     length = batch.drafted.shape[1]
     padded = functional.pad(batch.drafted, (0, heads + 2))
     known = torch.stack([padded[:, ahead : ahead + length] for ahead in range(2, heads + 2)])
@@ -49,20 +50,20 @@ def places_of(batch: Batch, heads: int) -> Places:
 
 
 def head_labels(batch: Batch, places: Places) -> torch.Tensor:
-    """The tokens that the heads speak of, ``[heads, places]``; where none is known, any."""
+    """The tokens that the heads predict, ``[heads, places]``; arbitrary where there is no label."""
     last = batch.ids.shape[1] - 1
     ahead = torch.arange(2, len(places.known) + 2, device=batch.ids.device)[:, None]
     return batch.ids[places.rows, (places.columns + ahead).clamp_max(last)]
 
 
 def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: Places) -> torch.Tensor:
-    """``[heads, places, vocabulary]`` of hidden states and the embedded tokens behind them."""
+    """``[heads, places, vocabulary]`` from hidden states and the embeddings of the next tokens."""
     stages = [stage[places.rows, places.columns] for stage in heads.stages(hidden, embedded)]
     return heads.logits(heads.states(stages))
 
 
 class HeadsLoss(torch.nn.Module):
-    """The loss as a module, so that several GPUs can share it."""
+    """The loss as a module, which ``accelerate`` can wrap."""
 
     def __init__(self, heads: Heads, lm_weight: float) -> None:
         super().__init__()
@@ -72,19 +73,21 @@ class HeadsLoss(torch.nn.Module):
     def forward(
         self, batch: Batch, places: Places, hidden: torch.Tensor, embedded: torch.Tensor, target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses over what is known, and how often each head had the token first; ``target`` are
-        the target's logits at every token."""
+        """The sum of the losses over all labels, and the number of labels that are each head's arg-max.
+
+        ``target`` holds the target's logits at every token.
+        """
         labels = head_labels(batch, places)
         logits = head_logits(self.heads, hidden, embedded, places)
         total = logits.new_zeros((), dtype=torch.float32)
         hits = []
         last = target.shape[1] - 1
-        for head, (said, known) in enumerate(zip(logits, places.known, strict=True)):
-            told, label = said[known].float(), labels[head][known]
+        for head, (all_logits, known) in enumerate(zip(logits, places.known, strict=True)):
+            predicted, label = all_logits[known].float(), labels[head][known]
             probs = target[places.rows, (places.columns + head + 1).clamp_max(last)][known].float().softmax(-1)
-            logs = told.log_softmax(-1)
+            logs = predicted.log_softmax(-1)
             total = total - (probs * logs).sum()
             if self._lm_weight:
                 total = total - self._lm_weight * logs.gather(-1, label[:, None]).sum()
-            hits.append((told.detach().argmax(-1) == label).sum())
+            hits.append((predicted.detach().argmax(-1) == label).sum())
         return total, torch.stack(hits)

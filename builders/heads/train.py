@@ -1,4 +1,4 @@
-"""From texts to heads in a folder: reading, training, judging and saving."""
+"""``train-heads``: reads texts, trains heads, evaluates them and saves them into a folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from hdtool.builders.heads.batch_sampler import BatchSampler
-from hdtool.builders.heads.distributed import crew, started
-from hdtool.builders.heads.evaluate import judge, told
-from hdtool.builders.heads.examples import Example, lessons
+from hdtool.builders.heads.distributed import process_group, world_size
+from hdtool.builders.heads.evaluate import evaluate, summary
+from hdtool.builders.heads.examples import Example, read_examples
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.training import Training, checkpoint_file
 from hdtool.builders.heads.training_curve import curve_file, draw_training
@@ -40,73 +40,73 @@ def train(
     chat: bool | None = None,
     quiet: bool = False,
 ) -> Iterator[str]:
-    """Yields what there is to say about it, line by line."""
+    """Train heads; yields lines for the user."""
     for file in (*output_files(out), checkpoint_file(out), curve_file(out)):
         file.check()
-    together = crew(on_cpu=model.device == "cpu" or not torch.cuda.is_available())
-    if started() > 1 and model.device == "auto" and torch.cuda.is_available():
+    processes = process_group(on_cpu=model.device == "cpu" or not torch.cuda.is_available())
+    if world_size() > 1 and model.device == "auto" and torch.cuda.is_available():
         model = ModelConfig(model.model, f"cuda:{torch.cuda.current_device()}", model.dtype, model.trust_remote_code)
-    quiet = quiet or together.rank > 0
+    quiet = quiet or processes.rank > 0
     target = Target(load_stock(model))
     texts, left_out = _texts(inputs, model, target, config, chat, quiet)
-    yield from left_out if together.rank == 0 else ()
-    teacher = FrozenTarget(target)
+    yield from left_out if processes.rank == 0 else ()
+    frozen = FrozenTarget(target)
     torch.manual_seed(config.seed)
-    made = new_heads(target.model, teacher.hidden_width, teacher.vocabulary, heads)
-    curriculum = BatchSampler(texts, config)
-    training = Training(made, teacher, curriculum, config, out, together)
+    made = new_heads(target.model, frozen.hidden_width, frozen.vocabulary, heads)
+    batches = BatchSampler(texts, config)
+    training = Training(made, frozen, batches, config, out, processes)
     settings = {
         **asdict(config),
         **asdict(heads),
         "target": fingerprint(target.model),
         "texts": _digest(texts),
-        "processes": together.size,
+        "processes": processes.size,
     }
-    if together.rank == 0:
+    if processes.rank == 0:
         yield (
-            f"{sum(weight.numel() for weight in made.parameters()):,} weights learn from {len(curriculum.learned):,} "
-            f"texts ({curriculum.tokens:,} tokens) in {training.steps:,} steps"
+            f"{sum(weight.numel() for weight in made.parameters()):,} weights are trained on {len(batches.train):,} "
+            f"texts ({batches.tokens:,} tokens) in {training.steps:,} steps"
         )
     seconds = time.monotonic()
     with bar(training.steps, "steps", quiet=quiet) as shown:
         for done in training.run(settings):
-            shown.show(training.told())
+            shown.show(training.summary())
             shown.to(done)
-    if together.rank:
+    if processes.rank:
         return
-    judged = judge(made.eval(), teacher, curriculum.held_out)
+    result = evaluate(made.eval(), frozen, batches.validation)
     report = {
         **asdict(config),
-        "texts": len(curriculum.learned),
-        "tokens": curriculum.tokens,
+        "texts": len(batches.train),
+        "tokens": batches.tokens,
         "steps": training.steps,
         "seconds": round(time.monotonic() - seconds),
         "processor_seconds": round(time.process_time()),
         "machine": machine(target.device),
         "loss": round(training.history.losses[-1], 4),
     }
-    SavedHeads(made, settings["target"], model.model or demo.NAME, judged, report).save(out)
+    SavedHeads(made, settings["target"], model.model or demo.NAME, result, report).save(out)
     draw_training(training.history, out)
     training.finish()
-    yield from told(judged)
-    yield f"{out}: heads for {model.model or demo.NAME}, judged on {len(curriculum.held_out):,} texts held out"
+    yield from summary(result)
+    yield f"{out}: heads for {model.model or demo.NAME}, evaluated on {len(batches.validation):,} texts held out"
 
 
 def _texts(
     inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None, quiet: bool
 ) -> tuple[list[Example], list[str]]:
-    """What there is to learn from, and what was left out."""
+    """The examples, and a line for each record that was left out."""
     reading = Reading(find_inputs(inputs), tolerance=config.max_bad_fraction)
     tokenizer = load_tokenizer(model)
     turns = TurnReader(tokenizer, load_stops(model, tokenizer), tokenizer.eos_token_id, chat)
     window = min(config.window, context_limit(target.config, config.window) or config.window)
     with bar(reading.total_bytes, "reading", unit="B", quiet=quiet) as shown:
-        found = lessons(reading, tokenizer, turns, window, shown)
+        found = read_examples(reading, tokenizer, turns, window, shown)
     return found, reading.tally.left_out()
 
 
 def _digest(texts: Sequence[Example]) -> str:
     found = hashlib.sha256()
-    for lesson in texts:
-        found.update(lesson.ids.tobytes() + lesson.drafted.tobytes())
+    for example in texts:
+        found.update(example.ids.tobytes() + example.drafted.tobytes())
     return found.hexdigest()[:16]

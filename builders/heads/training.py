@@ -1,4 +1,4 @@
-"""Training drafting heads on a frozen target; a killed training goes on from its last checkpoint."""
+"""The training loop of drafting heads on a frozen target; a killed training resumes at its last checkpoint."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ from hdtool.runtime.drafters.heads.modules import Heads
 
 CHECKPOINT = "checkpoint.pt"
 KEYS = {"heads", "optimizer", "done", "losses", "hits", "settings"}
-"""Of a checkpoint."""
-LONGEST_GRADIENT = 1.0
+"""The keys of a checkpoint."""
+MAX_GRADIENT_NORM = 1.0
 BETAS = (0.9, 0.999)
 
 
 @dataclass
 class History:
-    """The training step by step: the loss a token, and how often each head had it first."""
+    """Per step: the loss per token, and each head's top-1 accuracy."""
 
     losses: list[float] = field(default_factory=list)
     hits: list[list[float]] = field(default_factory=list)
 
 
 class Training:
-    """One training, from its first step or from where a killed one was."""
+    """One training, from its first step or from a checkpoint."""
 
     def __init__(
         self,
         heads: Heads,
-        teacher: FrozenTarget,
-        curriculum: BatchSampler,
+        target: FrozenTarget,
+        batches: BatchSampler,
         config: TrainConfig,
         out: Path,
-        crew: SingleProcess,
+        processes: SingleProcess,
     ) -> None:
         self.heads = heads
         self.history = History()
-        self.steps = curriculum.steps
-        self._teacher, self._curriculum, self._config, self._crew = teacher, curriculum, config, crew
+        self.steps = batches.steps
+        self._target, self._batches, self._config, self._processes = target, batches, config, processes
         self._checkpoint = checkpoint_file(out)
-        torch.nn.Module.to(heads, teacher.device, torch.float32)
-        if crew.size > min(config.batch, len(curriculum.learned)):
-            raise OptionError(f"batch is {config.batch}: {crew.size} processes need a text each, and as many to read")
+        torch.nn.Module.to(heads, target.device, torch.float32)
+        if processes.size > min(config.batch, len(batches.train)):
+            raise OptionError(f"batch is {config.batch}: {processes.size} processes need at least one text each")
         self._optimizer = torch.optim.AdamW(heads.parameters(), lr=config.learning_rate, betas=BETAS)
-        self._loss = crew.shared(HeadsLoss(heads, config.lm_weight))
-        self._in_half = takes_bfloat16(teacher.device)
+        self._loss = processes.shared(HeadsLoss(heads, config.lm_weight))
+        self._in_half = takes_bfloat16(target.device)
 
     def run(self, settings: dict[str, Any]) -> Iterator[int]:
-        """Yields how many steps are done; ``settings`` must be those of the checkpoint, if there is one."""
+        """Yields the number of steps done; ``settings`` must equal those of the checkpoint, if there is one."""
         done = self._restore(settings)
         yield done
         for step in range(done, self.steps):
@@ -74,8 +74,8 @@ class Training:
         """Delete the checkpoint, once the heads are saved."""
         self._checkpoint.remove()
 
-    def told(self) -> str:
-        """Loss and accuracy of the last steps."""
+    def summary(self) -> str:
+        """Loss and accuracy over the last steps."""
         losses, hits = self.history.losses[-20:], self.history.hits[-20:]
         if not losses:
             return ""
@@ -83,42 +83,42 @@ class Training:
         return f"loss {sum(losses) / len(losses):.3f}, heads right {'/'.join(shares)}%"
 
     def _step(self, step: int) -> None:
-        lessons = self._curriculum.step(step)
+        examples = self._batches.step(step)
         known = [
-            sum(int(lesson.drafted[2 + head :].sum()) for lesson in lessons) for head in range(len(self.heads.steps))
+            sum(int(example.drafted[2 + head :].sum()) for example in examples) for head in range(len(self.heads.steps))
         ]
-        mine = lessons[self._crew.rank :: self._crew.size]
-        at_once = self._config.micro_batch_size or len(mine)
-        parts = [mine[start : start + at_once] for start in range(0, len(mine), at_once)]
-        sums = torch.zeros(1 + len(known), device=self._teacher.device)
+        mine = examples[self._processes.rank :: self._processes.size]
+        size = self._config.micro_batch_size or len(mine)
+        parts = [mine[start : start + size] for start in range(0, len(mine), size)]
+        sums = torch.zeros(1 + len(known), device=self._target.device)
         for number, part in enumerate(parts, start=1):
-            with self._crew.quietly(self._loss) if number < len(parts) else nullcontext():
-                sums += self._learn(Batch.of(part, self._teacher.device), sum(known))
-        length = torch.nn.utils.clip_grad_norm_(self.heads.parameters(), LONGEST_GRADIENT)
+            with self._processes.without_sync(self._loss) if number < len(parts) else nullcontext():
+                sums += self._learn(Batch.of(part, self._target.device), sum(known))
+        length = torch.nn.utils.clip_grad_norm_(self.heads.parameters(), MAX_GRADIENT_NORM)
         if not math.isfinite(float(length)):
             raise HeadsError(
-                f"the loss is no number any more in step {step + 1}: take a lower --learning-rate, or --dtype float32; "
-                "another --out begins anew"
+                f"the loss is not finite in step {step + 1}: take a lower --learning-rate, or --dtype float32; "
+                "another --out starts again"
             )
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.learning_rate * pace(step, self.steps, self._config.warm_up)
+            group["lr"] = self._config.learning_rate * learning_rate_factor(step, self.steps, self._config.warm_up)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        total, *hits = self._crew.total(sums).tolist()
+        total, *hits = self._processes.total(sums).tolist()
         self.history.losses.append(total / sum(known))
         self.history.hits.append([hit / max(1, count) for hit, count in zip(hits, known, strict=True)])
 
     def _learn(self, batch: Batch, known: int) -> torch.Tensor:
         with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self._in_half):
-            taught = self._teacher.read(batch.ids)
+            output = self._target.read(batch.ids)
             places = places_of(batch, len(self.heads.steps))
-            loss, hits = self._loss(batch, places, taught.hidden, taught.embedded, taught.logits)
-        # The mean over the processes must be the mean over all that is known.
-        (loss * (len(self.heads.steps) * self._crew.size / known)).backward()
+            loss, hits = self._loss(batch, places, output.hidden, output.embedded, output.logits)
+        # The mean over the processes must be the mean over all labels.
+        (loss * (len(self.heads.steps) * self._processes.size / known)).backward()
         return torch.cat([loss.detach()[None], hits.to(loss)])
 
     def _save(self, done: int, settings: dict[str, Any]) -> None:
-        if self._crew.rank == 0:
+        if self._processes.rank == 0:
             kept = {
                 "heads": self.heads.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
@@ -134,23 +134,23 @@ class Training:
                 raise HeadsError(
                     f"{self._checkpoint.path} cannot be written ({reason_of(error)}): {self._checkpoint.advice}"
                 ) from error
-        self._crew.wait()
+        self._processes.wait()
 
     def _restore(self, settings: dict[str, Any]) -> int:
         if not self._checkpoint.exists():
             return 0
         try:
-            kept = torch.load(self._checkpoint.path, map_location=self._teacher.device, weights_only=True)
+            kept = torch.load(self._checkpoint.path, map_location=self._target.device, weights_only=True)
             found = kept["settings"]
         except Exception as error:  # torch raises errors of many classes for a damaged file
             raise HeadsError(
-                f"{self._checkpoint.path} cannot be read ({reason_of(error)}): move it away to begin anew"
+                f"{self._checkpoint.path} cannot be read ({reason_of(error)}): move it away to start again"
             ) from error
         if found != settings:
             names = ", ".join(name for name in settings if found.get(name) != settings[name]) or "other settings"
             raise HeadsError(
-                f"{self._checkpoint.path} is of a training with other settings ({names}): give the same ones to go "
-                "on, choose another --out, or move it away"
+                f"{self._checkpoint.path} is of a training with other settings ({names}): give the same ones to "
+                "resume, choose another --out, or move it away"
             )
         self.heads.load_state_dict(kept["heads"])
         self._optimizer.load_state_dict(kept["optimizer"])
@@ -175,8 +175,8 @@ def _is_checkpoint(path: Path) -> bool:
     return isinstance(kept, dict) and kept.keys() == KEYS
 
 
-def pace(step: int, steps: int, warm_up: float) -> float:
-    """Share of the full rate: up along a line, then down along a cosine."""
+def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
+    """Share of the full learning rate: linear warm-up, then cosine decay."""
     rising = max(1, round(warm_up * steps))
     if step < rising:
         return (step + 1) / rising
@@ -184,8 +184,8 @@ def pace(step: int, steps: int, warm_up: float) -> float:
 
 
 def takes_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies in bfloat16 itself."""
+    """Whether the device multiplies bfloat16 natively."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    asked = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(device.type == "cpu" and asked and asked())
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(device.type == "cpu" and supported and supported())

@@ -1,4 +1,4 @@
-"""A picture of a training: its loss, and how often each head was right."""
+"""The plot of a training: its loss, and the accuracy of each head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hdtool.data.files.ownership import PNG_METADATA, is_own_png
 CURVE = "training.png"
 INCHES, DOTS = (8.0, 4.0), 130
 SMOOTHED = 50
-"""The curves have so many stretches at least, each shown by its mean."""
+"""Points of a curve at least; each is the mean over some steps."""
 
 
 def draw_training(history: History, folder: Path) -> None:
@@ -43,7 +43,7 @@ def draw_training(history: History, folder: Path) -> None:
 
 
 def curve_file(folder: Path) -> OutputFile:
-    """The picture of a training in this folder."""
+    """The plot of a training in this folder."""
     return OutputFile(folder / CURVE, "a picture of hdtool train-heads", is_own_png, HeadsError)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from hdtool.builders.heads.evaluate import judge
+from hdtool.builders.heads.evaluate import evaluate
 from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.data import demo
@@ -100,7 +100,7 @@ def accuracy(bench: Bench, folders: Folders, plot: Path) -> None:
     found, places = {}, 0
     for name, folder in folders.items():
         heads = load_heads(folder, bench.loaded.target.model).heads
-        judged = judge(heads, FrozenTarget(bench.loaded.target), lessons)
+        judged = evaluate(heads, FrozenTarget(bench.loaded.target), lessons)
         found[name], places = judged.top, judged.places
     number = max(len(top["1"]) for top in found.values())
     print(f"{len(lessons)} answers, {places:,} places of the first head\n")

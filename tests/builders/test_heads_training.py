@@ -1,4 +1,4 @@
-"""Training heads: they learn, a killed training ends as one that was not, and mistakes are told in a line."""
+"""Training heads: they learn, a killed training ends as one that was not, and mistakes are one-line errors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hdtool.builders.heads import distributed as processes
 from hdtool.builders.heads import training
 from hdtool.builders.heads.batch_sampler import BatchSampler
 from hdtool.builders.heads.distributed import SingleProcess
-from hdtool.builders.heads.evaluate import judge
-from hdtool.builders.heads.examples import Example, lessons
+from hdtool.builders.heads.evaluate import evaluate
+from hdtool.builders.heads.examples import Example, read_examples
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
-from hdtool.builders.heads.training import Training, pace
+from hdtool.builders.heads.training import Training, learning_rate_factor
 from hdtool.builders.heads.training_curve import draw_training
 from hdtool.cli.app import run
 from hdtool.data import demo
@@ -52,10 +52,10 @@ def texts(count: int, seed: int = 0) -> list[Example]:
 
 
 def trained(folder: Path, learned: Sequence[Example], config: TrainConfig, most: int | None = None) -> Training:
-    teacher = FrozenTarget(Target(model_of("llama")))
+    target = FrozenTarget(Target(model_of("llama")))
     torch.manual_seed(config.seed)
-    made = new_heads(teacher.model, teacher.hidden_width, teacher.vocabulary, SMALL)
-    found = Training(made, teacher, BatchSampler(learned, config), config, folder, SingleProcess())
+    made = new_heads(target.model, target.hidden_width, target.vocabulary, SMALL)
+    found = Training(made, target, BatchSampler(learned, config), config, folder, SingleProcess())
     for done in found.run({"a": 1}):
         if done == most:
             break
@@ -68,12 +68,12 @@ def test_heads_learn_what_the_model_says(tmp_path: Path) -> None:
     losses, hits = np.array(found.history.losses), np.array(found.history.hits)
     assert losses[-5:].mean() < 0.6 * losses[:5].mean()
     assert (hits[-5:].mean(axis=0) > 2 * hits[:5].mean(axis=0) + 0.1).all()
-    assert "loss " in found.told() and "heads right " in found.told()
-    judged = judge(found.heads.eval(), FrozenTarget(Target(model_of("llama"))), learned)
-    assert min(judged.top["1"]) > 0.3
-    assert all(one <= five <= ten for one, five, ten in zip(*judged.top.values(), strict=True))
-    assert judged.tree[0] == [0] and judged.gains == sorted(judged.gains, reverse=True)
-    assert judged.gains[0] == pytest.approx(judged.top["1"][0], abs=0.05)
+    assert "loss " in found.summary() and "heads right " in found.summary()
+    result = evaluate(found.heads.eval(), FrozenTarget(Target(model_of("llama"))), learned)
+    assert min(result.top["1"]) > 0.3
+    assert all(one <= five <= ten for one, five, ten in zip(*result.top.values(), strict=True))
+    assert result.tree[0] == [0] and result.gains == sorted(result.gains, reverse=True)
+    assert result.gains[0] == pytest.approx(result.top["1"][0], abs=0.05)
 
 
 def test_a_killed_training_ends_as_one_that_was_not(tmp_path: Path) -> None:
@@ -99,32 +99,32 @@ def test_gradients_of_parts_add_up_to_those_of_a_step(tmp_path: Path) -> None:
 
 def test_the_loss_is_what_its_words_say() -> None:
     """Cross-entropy to the target's odds of each token ahead, and ``lm_weight`` times that of the token itself."""
-    teacher = FrozenTarget(Target(model_of("llama")))
+    target = FrozenTarget(Target(model_of("llama")))
     learned = texts(3)
-    heads = new_heads(teacher.model, teacher.hidden_width, VOCABULARY, SMALL)
-    batch = Batch.of(learned, teacher.device)
-    taught, places = teacher.read(batch.ids), places_of(batch, 4)
+    heads = new_heads(target.model, target.hidden_width, VOCABULARY, SMALL)
+    batch = Batch.of(learned, target.device)
+    output, places = target.read(batch.ids), places_of(batch, 4)
     heads.requires_grad_(False)
-    found, _ = HeadsLoss(heads, 0.3)(batch, places, taught.hidden, taught.embedded, taught.logits)
+    found, _ = HeadsLoss(heads, 0.3)(batch, places, output.hidden, output.embedded, output.logits)
     expected = 0.0
-    for row, lesson in enumerate(learned):
-        ids = torch.from_numpy(lesson.ids)
-        alone = teacher.read(ids[None])
+    for row, example in enumerate(learned):
+        ids = torch.from_numpy(example.ids)
+        alone = target.read(ids[None])
         stages = heads.stages(alone.hidden, alone.embedded)
         for column in range(len(ids)):
             states = heads.states([stage[0, column : column + 1] for stage in stages])
             for head, said in enumerate(heads.logits(states)[:, 0]):
                 place = column + 2 + head
-                if place < len(ids) and lesson.drafted[place]:
+                if place < len(ids) and example.drafted[place]:
                     probs = alone.logits[0, place - 1].softmax(-1)
                     logs = said.log_softmax(-1)
                     expected -= float((probs * logs).sum() + 0.3 * logs[ids[place]])
-        assert taught.hidden.shape[0] > row
+        assert output.hidden.shape[0] > row
     assert float(found) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_rate_rises_and_falls() -> None:
-    rates = [pace(step, 100, 0.1) for step in range(100)]
+    rates = [learning_rate_factor(step, 100, 0.1) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert all(later <= earlier for earlier, later in pairwise(rates[10:]))
     assert rates[10] == 1.0 and rates[-1] < 0.01
@@ -132,20 +132,20 @@ def test_the_rate_rises_and_falls() -> None:
 
 def test_a_round_reads_every_text() -> None:
     learned = texts(11)
-    curriculum = BatchSampler(learned, TrainConfig(epochs=2, batch=4, val_fraction=0.1))
-    assert len(curriculum.held_out) == 1 and len(curriculum.learned) == 10 and curriculum.steps == 6
+    batches = BatchSampler(learned, TrainConfig(epochs=2, batch=4, val_fraction=0.1))
+    assert len(batches.validation) == 1 and len(batches.train) == 10 and batches.steps == 6
     for start in (0, 3):
-        read = [id(lesson) for step in range(start, start + 3) for lesson in curriculum.step(step)]
-        assert len(read) == 12 and set(read) == {id(lesson) for lesson in curriculum.learned}
+        read = [id(example) for step in range(start, start + 3) for example in batches.step(step)]
+        assert len(read) == 12 and set(read) == {id(example) for example in batches.train}
     again = BatchSampler(learned, TrainConfig(epochs=2, batch=4, val_fraction=0.1))
-    assert [id(lesson) for lesson in again.step(4)] == [id(lesson) for lesson in curriculum.step(4)]
+    assert [id(example) for example in again.step(4)] == [id(example) for example in batches.step(4)]
 
 
 def read_lessons(path: Path, window: int = 64) -> list[Example]:
     tokenizer = load_tokenizer(ModelConfig())
     turns = TurnReader(tokenizer, frozenset([0, 1]), tokenizer.eos_token_id)
     with bar(1, "reading", quiet=True) as shown:
-        return lessons(Reading([path]), tokenizer, turns, window, shown)
+        return read_examples(Reading([path]), tokenizer, turns, window, shown)
 
 
 def written(path: Path, *rows: Any) -> Path:
@@ -161,11 +161,11 @@ def test_lessons_of_chats_know_what_the_model_said(tmp_path: Path) -> None:
         {"role": "user", "content": "And a list?"},
         {"role": "assistant", "content": "A list is one, too."},
     ]
-    (lesson,) = read_lessons(written(tmp_path / "a.jsonl", {"messages": chat}))
-    said = str(tokenizer.decode(lesson.ids[lesson.drafted]))
+    (example,) = read_lessons(written(tmp_path / "a.jsonl", {"messages": chat}))
+    said = str(tokenizer.decode(example.ids[example.drafted]))
     assert "A tuple is a sequence." in said and "A list is one, too." in said
     assert "What" not in said and "And" not in said
-    assert "What is a tuple?" in str(tokenizer.decode(lesson.ids))
+    assert "What is a tuple?" in str(tokenizer.decode(example.ids))
 
 
 def test_lessons_of_collected_answers_keep_their_tokens(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_lessons_of_collected_answers_keep_their_tokens(tmp_path: Path) -> None:
         ],
         "answers": [{"output_ids": ids, "finish": "length"}],
     }
-    (lesson,) = read_lessons(written(tmp_path / "a.jsonl", row))
-    assert lesson.ids[lesson.drafted].tolist() == ids, "no end where the answer was cut off"
+    (example,) = read_lessons(written(tmp_path / "a.jsonl", row))
+    assert example.ids[example.drafted].tolist() == ids, "no end where the answer was cut off"
     row["answers"][0]["output_ids"] = [*ids[:-1], 7]
     with pytest.raises(RecordError, match="do not spell its text"):
         read_lessons(written(tmp_path / "b.jsonl", row))
@@ -187,14 +187,14 @@ def test_lessons_of_collected_answers_keep_their_tokens(tmp_path: Path) -> None:
 
 def test_plain_texts_are_cut_into_windows(tmp_path: Path) -> None:
     found = read_lessons(written(tmp_path / "a.jsonl", {"text": "import os\n" * 60}), window=50)
-    assert len(found) > 2 and all(len(lesson.ids) <= 50 and lesson.drafted.all() for lesson in found)
+    assert len(found) > 2 and all(len(example.ids) <= 50 and example.drafted.all() for example in found)
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [([{"text": "a"}], "nothing to learn from: the longest text has 2 tokens"), ([], "is empty")],
+    [([{"text": "a"}], "no examples: the longest text has 2 tokens"), ([], "is empty")],
 )
-def test_nothing_to_learn_from_is_told(rows: list[Any], said: str, tmp_path: Path, capsys: Any) -> None:
+def test_inputs_without_examples_are_an_error(rows: list[Any], said: str, tmp_path: Path, capsys: Any) -> None:
     path = written(tmp_path / "a.jsonl", *rows)
     assert run(["train-heads", "--from", str(path), "--out", str(tmp_path / "heads"), "--quiet"]) == 1
     error = capsys.readouterr().err
@@ -202,18 +202,18 @@ def test_nothing_to_learn_from_is_told(rows: list[Any], said: str, tmp_path: Pat
     assert not (tmp_path / "heads").exists()
 
 
-def test_losses_that_are_no_numbers_end_the_training(tmp_path: Path) -> None:
-    with pytest.raises(HeadsError, match=r"no number any more in step \d+: take a lower --learning-rate"):
+def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
+    with pytest.raises(HeadsError, match=r"not finite in step \d+: take a lower --learning-rate"):
         trained(tmp_path, texts(9), TrainConfig(epochs=20, batch=8, learning_rate=1e30, warm_up=0))
 
 
-def test_a_model_of_no_numbers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher = FrozenTarget(Target(model_of("llama")))
-    layer = teacher.model.get_output_embeddings()
+def test_a_model_with_nan_logits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = FrozenTarget(Target(model_of("llama")))
+    layer = target.model.get_output_embeddings()
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", lambda states: states.new_full((*states.shape[:-1], 97), float("nan")))
-        with pytest.raises(ModelError, match="are not numbers"):
-            teacher.read(torch.zeros((1, 3), dtype=torch.int64))
+        with pytest.raises(ModelError, match="logits are not finite"):
+            target.read(torch.zeros((1, 3), dtype=torch.int64))
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_several_processes_need_accelerate(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
     with pytest.raises(HeadsError, match="pip install accelerate"):
-        processes.crew(on_cpu=True)
+        processes.process_group(on_cpu=True)
 
 
 def test_the_command_trains_heads_that_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
