@@ -432,7 +432,7 @@ def test_a_shard_that_does_not_fit_is_an_error(place: str, value: int, tmp_path:
 @pytest.mark.parametrize("part", sorted(store_files.ENDINGS))
 def test_a_part_that_is_empty_or_no_whole_rows_is_an_error(part: str, whole: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder, row = copied(whole, tmp_path)
-    if part not in PARTS[kind] or part == "entries":  # which look-ups do not open
+    if part not in PARTS[kind] or part == "entries":  # which lookups do not open
         pytest.skip("another kind of store")
     path = folder / row["files"][part]["name"]
     content = path.read_bytes()
