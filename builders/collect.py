@@ -60,7 +60,7 @@ class GenerationFile:
         conversation = [dict(message) for message in prompt.messages]
         for number, answer in enumerate(given):
             if number:
-                conversation.append({"role": "user", "content": answer.asked})
+                conversation.append({"role": "user", "content": answer.question})
             conversation.append({"role": "assistant", "content": answer.text})
         answers = [{"output_ids": answer.output_ids, "finish": answer.stats.finish} for answer in given]
         append(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})

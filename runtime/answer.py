@@ -41,7 +41,7 @@ class Answer:
         prompt_tokens: int,
         steps: Iterable[Step] = (),
     ) -> None:
-        self.asked = conversation.messages[-1]["content"]
+        self.question = conversation.messages[-1]["content"]
         self.prompt = conversation.prompt
         self.prompt_tokens = prompt_tokens
         self.output_ids: list[int] = []

@@ -56,7 +56,7 @@ class Sampler:
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
         """A function from a row of ``logits`` to the token chosen there, given the context so far.
 
-        With ``finite_only``, it returns ``NOT_FINITE`` for a row whose highest logit is NaN or infinite, without
+        With ``finite_only``, it returns ``NOT_FINITE`` for a row with a highest logit that is NaN or infinite, without
         calling any processor.
         """
         if self.only_argmax:
@@ -100,7 +100,7 @@ class Sampler:
         return token
 
     def perturbed_scores(self, scores: torch.Tensor) -> torch.Tensor:
-        """The values whose arg-max is the chosen token: the scores, plus Gumbel noise if tokens are sampled.
+        """Their arg-max is the chosen token: the scores, plus Gumbel noise if tokens are sampled.
 
         Up to a constant, these are the negative logarithms of the times in the exponential race.
         """

@@ -16,7 +16,7 @@ class TextStream:
     """Returns text as soon as it can no longer change; the pieces join to ``text_of`` of all ids.
 
     The text of a token may depend on the token before it, so new ids are decoded together with those
-    whose text was returned last: these lie from ``_start`` to ``_read``. Special tokens, which ``text_of``
+    that returned text last: these lie from ``_start`` to ``_read``. Special tokens, which ``text_of``
     skips, are dropped as they come, so that a long run of them is not decoded again with each new one.
     """
 
@@ -56,8 +56,8 @@ class TextStream:
         return self._skipped[id_]
 
     def _unread(self) -> str:
-        known = text_of(self._tokenizer, self._ids[self._start : self._read])
-        return text_of(self._tokenizer, self._ids[self._start :])[len(known) :]
+        returned = text_of(self._tokenizer, self._ids[self._start : self._read])
+        return text_of(self._tokenizer, self._ids[self._start :])[len(returned) :]
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

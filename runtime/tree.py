@@ -107,10 +107,10 @@ def _embeddable(
     tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], vocabulary: int
 ) -> npt.NDArray[np.bool_]:
     """Which nodes have an embedding and only ancestors that have one."""
-    kept = np.empty(len(tokens), np.bool_)
+    valid = np.empty(len(tokens), np.bool_)
     for node in range(len(tokens)):
-        kept[node] = 0 <= tokens[node] < vocabulary and (parents[node] == ROOT or kept[parents[node]])
-    return kept
+        valid[node] = 0 <= tokens[node] < vocabulary and (parents[node] == ROOT or valid[parents[node]])
+    return valid
 
 
 @njit(cache=True, nogil=True)

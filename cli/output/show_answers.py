@@ -1,7 +1,8 @@
-"""How answers are told: as a stream, as JSON, as a line of figures."""
+"""Answers as a stream, as JSON and as a line of figures."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -10,37 +11,36 @@ from typing import Any
 
 from hdtool.runtime.answer import Answer
 from hdtool.runtime.decode import Finish
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceName, registered
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import StoreSet
 
-COLORS = {
-    SourceName.CONTEXT: 32,
-    SourceName.MODEL: 34,
-    SourceName.CORPUS: 35,
-    SourceName.LOOKAHEAD: 36,
-    SourceName.RECYCLED: 33,
-    SourceName.COPIED: 93,
-    SourceName.LAST: 31,
-}
-"""Of the terminal: green, blue, magenta, cyan, yellow, bright yellow, red."""
+
+def colors_shown() -> bool:
+    """Colours need a terminal or FORCE_COLOR; NO_COLOR switches them off."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
 
 
 def painted(text: str, source: SourceName) -> str:
-    return f"\033[{COLORS[source]}m{text}\033[0m" if text and source in COLORS else text
+    color = registered()[source].terminal
+    return f"\033[{color}m{text}\033[0m" if text and color else text
 
 
-LEGEND = "drafted by: " + ", ".join(painted(str(source), source) for source in COLORS) + "; the model's own: plain"
+def legend() -> str:
+    named = (painted(source.name, number) for number, source in registered().items() if source.terminal)
+    return "drafted by: " + ", ".join(named) + "; without colour: the model"
 
 
-def tell_sources(store_set: StoreSet) -> None:
-    """Say what is drafted from, if anything is."""
+def print_sources(store_set: StoreSet) -> None:
+    """Print the stores that are drafted from, if any."""
     if store_set.databases:
         print(f"drafting from {store_set}", file=sys.stderr)
 
 
-def run(answer: Answer, *, show: bool = True, color: bool = False) -> None:
-    """Make an answer, shown while it comes; Ctrl-C ends it and keeps what there is."""
+def stream(answer: Answer, *, show: bool = True, color: bool = False) -> None:
+    """Compute an answer and print it as it grows; Ctrl-C ends it and keeps its tokens."""
     pieces = (painted(*piece) for piece in answer.by_source()) if color else iter(answer)
     try:
         for piece in pieces:
@@ -53,7 +53,7 @@ def run(answer: Answer, *, show: bool = True, color: bool = False) -> None:
 
 
 def numbered(answers: Iterable[Answer]) -> Iterator[tuple[int, Answer]]:
-    """Each answer with the number of its prompt, which those to later turns share."""
+    """Each answer with the number of its prompt; answers to later turns share it."""
     number, before = 0, None
     for answer in answers:
         number += answer.prompt is not before
@@ -67,7 +67,7 @@ def record(answer: Answer) -> dict[str, Any]:
     return {
         "id": answer.prompt.id,
         "category": answer.prompt.category,
-        "prompt": answer.asked,
+        "prompt": answer.question,
         "text": answer.text,
         "output_ids": answer.output_ids,
         "prompt_tokens": answer.prompt_tokens,
@@ -85,8 +85,8 @@ def record(answer: Answer) -> dict[str, Any]:
 
 
 ENDINGS = {
-    Finish.LENGTH: "; stopped at the length asked for",
-    Finish.CONTEXT: "; stopped where the model's context is full",
+    Finish.LENGTH: "; stopped at --max-new-tokens",
+    Finish.CONTEXT: "; stopped at the end of the context",
     Finish.INTERRUPT: "; interrupted",
 }
 
@@ -102,11 +102,9 @@ def summary(stats: Stats) -> str:
     )
 
 
-def in_all(tokens: int, seconds: float, batch_size: int) -> str:
-    """The figures of answers that were made side by side; the times of each contain the others'."""
-    return (
-        f"in all {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), {batch_size} answers at once"
-    )
+def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
+    """The figures of a batch of answers, whose times overlap."""
+    return f"in total {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), batch size {batch_size}"
 
 
 def _contribution(stats: Stats, source: SourceName) -> str:

@@ -132,7 +132,7 @@ def cost_file(path: Path) -> OutputFile:
     """The output file of a curve; an existing file is replaced only if it holds a curve."""
     is_ours = json_with([field.name for field in fields(CostCurve)], FORMAT)
     advice = "choose another place, or move it away"
-    return OutputFile(path, "a file of hdtool bench --cost", is_ours, CostError, advice)
+    return OutputFile(path, "a file of hdtool bench-cost", is_ours, CostError, advice)
 
 
 def _whole(value: Any) -> int:

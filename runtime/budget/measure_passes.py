@@ -57,8 +57,8 @@ def cost_of_passes(
     target = loaded.target
     rows = []
     for length in lengths:
-        taken = seconds_of_trees(target, NODES, TIMES, PATIENCE, length - 1)
-        rows.append(tuple(round(1e3 * float(seconds), 5) for seconds in taken))
+        fastest = seconds_of_trees(target, NODES, TIMES, PATIENCE, length - 1)
+        rows.append(tuple(round(1e3 * float(seconds), 5) for seconds in fastest))
         on_progress(len(rows))
     threads = f", threads: {torch.get_num_threads()}" if target.device.type == "cpu" else ""
     return CostCurve(
@@ -81,16 +81,16 @@ def seconds_of_trees(
     """
     began = time.perf_counter()
     check = _checking(target, some_context(length, target.config.vocab_size), max(sizes), batch)
-    taken = np.full(len(sizes), np.inf)
+    fastest = np.full(len(sizes), np.inf)
     for _ in range(times):
         for place, size in enumerate(sizes):
             tree = DraftTree.of(0, [1] * size, [-1] * size)
             before = target.seconds_in_model
             check(tree)
-            taken[place] = min(taken[place], target.seconds_in_model - before)
+            fastest[place] = min(fastest[place], target.seconds_in_model - before)
         if time.perf_counter() - began > patience:
             break
-    return taken
+    return fastest
 
 
 def _checking(target: Target, context: Sequence[int], room: int, batch: int) -> Callable[[DraftTree], object]:
@@ -110,8 +110,8 @@ def cost_here(target: Target, batch: int = 1) -> CostCurve:
     # Saved curves are measured in one process.
     if batch == 1 and target.processes == 1 and (saved := saved_at_home(target)):
         return saved
-    taken = seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch)
-    return CostCurve(NODES, (tuple(1e3 * taken),))
+    fastest = seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch)
+    return CostCurve(NODES, (tuple(1e3 * fastest),))
 
 
 def _saved_file(target: Target) -> Path:

@@ -27,7 +27,7 @@ CONTEXT_STEP = 64
 LONGEST_PAUSE = 64
 """Upper bound on the steps without drafts after drafting did not pay."""
 SAVED_LEARNING_RATE = 0.1
-"""Learning rate of the seconds that drafts save, for drafters whose own time counts."""
+"""Learning rate of the seconds that drafts save, for drafters with a time that counts."""
 RETRY_SHARE = 0.01
 """Share of the time that may be spent on trying drafts again."""
 
@@ -51,7 +51,7 @@ class Budget(Protocol):
         ...
 
     def set_draft_seconds(self, seconds: float) -> None:
-        """Set the seconds of the current draft, for drafters whose own time counts."""
+        """Set the seconds of the current draft, for drafters with a time that counts."""
         ...
 
 

@@ -12,27 +12,24 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.config import PaperConfig
-from hdtool.runtime.drafters.discarded import discarded
+from hdtool.runtime.config import SOURCE_LETTERS, PaperConfig
 from hdtool.runtime.drafters.lookahead import Lookahead
 from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
 from hdtool.runtime.drafters.trie import Trie, sequences_of
 from hdtool.runtime.kernels.topk import argmax
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceName, source_of
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.corpus_index import CorpusIndex
     from hdtool.runtime.stores.model_store import ModelStore
 
-SOURCE_OF = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
-
 
 class PaperDrafter:
     """Queries its sources in order until available are enough sequences, and merges these into one tree.
 
     If the order names it, the context table is updated with the prompt, the emitted tokens, the n-grams of the
-    lookahead branch and, with ``discarded``, the arg-max after rejected nodes. Missing stores are skipped.
+    lookahead branch. Missing stores are skipped.
     """
 
     def __init__(
@@ -43,7 +40,9 @@ class PaperDrafter:
         corpus_index: CorpusIndex | None = None,
     ) -> None:
         self.config = config = config or PaperConfig()
-        self.seconds: dict[SourceName, float] = dict.fromkeys((*SOURCE_OF.values(), SourceName.LOOKAHEAD), 0.0)
+        self.seconds: dict[SourceName, float] = dict.fromkeys(
+            (*map(source_of, SOURCE_LETTERS), SourceName.LOOKAHEAD), 0.0
+        )
         """Seconds spent in each source since the drafter was made."""
         self._store = model_store
         self._index = corpus_index
@@ -55,14 +54,12 @@ class PaperDrafter:
         self._trie = Trie(LARGEST_TREE - extra, extra)
         query = {"C": self._query_context, "M": self._query_model, "S": self._query_corpus}
         available = {"C": True, "M": model_store is not None, "S": corpus_index is not None}
-        self._queries = [(SOURCE_OF[letter], query[letter]) for letter in config.order if available[letter]]
-        self._tail = np.empty(0, np.int64)
+        self._queries = [(source_of(letter), query[letter]) for letter in config.order if available[letter]]
         self._drafted: DraftTree | None = None
-        self._drafts = 0  # nodes outside the lookahead branch
         self._compile()
 
     def _compile(self) -> None:
-        """Have everything compiled, or loaded, before the first step waits for it; ``begin`` forgets what this was."""
+        """Compile or load everything now, so that no step waits for it; ``begin`` clears the state."""
         words = [0] * (LENGTH + 1)
         self.begin(words)
         self._trie.add(np.zeros((1, LENGTH), np.int32), SourceName.NONE, wanted=1)
@@ -88,12 +85,10 @@ class PaperDrafter:
                 break
             with self._timed(source):
                 wanted -= query(context, wanted)
-        self._drafts = len(self._trie)
         if self._lookahead:
             with self._timed(SourceName.LOOKAHEAD):
                 self._trie.append_tree(*self._lookahead.nodes(), SourceName.LOOKAHEAD)
         self._drafted = DraftTree(context[-1], *self._trie.nodes())
-        self._tail = np.array(context[-LENGTH:], np.int64)
         return self._drafted
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
@@ -105,10 +100,6 @@ class PaperDrafter:
             with self._timed(SourceName.LOOKAHEAD):
                 predicted = argmax(logits[len(logits) - self._lookahead.num_observed :])
                 self._table.add(self._lookahead.observe(tree.root, predicted))
-        if self.config.discarded and self._drafts and len(self._tail) == LENGTH:
-            with self._timed(SourceName.CONTEXT):
-                predicted = argmax(logits[1 : self._drafts + 1])
-                self._table.add(discarded(self._tail, tree.tokens, tree.parents, accepted.path, predicted))
 
     def _learn(self, context: Sequence[int]) -> None:
         """Add the sequences of new tokens of the context to the table."""
@@ -148,4 +139,4 @@ class PaperDrafter:
 
 def lookahead_decoding(config: PaperConfig | None = None) -> PaperDrafter:
     """Lookahead Decoding: the context table alone, fed by the branch, the prompt and what is emitted."""
-    return PaperDrafter(replace(config or PaperConfig(), order="C", lookahead=True, discarded=False))
+    return PaperDrafter(replace(config or PaperConfig(), order="C", lookahead=True))

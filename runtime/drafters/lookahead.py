@@ -60,7 +60,7 @@ class Lookahead:
 
     @property
     def num_observed(self) -> int:
-        """The number of nodes at the end of the branch whose arg-max ``observe`` needs."""
+        """The number of nodes at the end of the branch; ``observe`` needs their arg-max."""
         return self._width if self.is_full else len(self._rows[0])
 
     def observe(self, root: int, argmax: Ints) -> Ints:
@@ -79,6 +79,6 @@ class Lookahead:
 
 
 def _parents(rows: int, width: int) -> Ints:
-    """Row 0 is a chain whose first column is the root; nodes of other rows have the node above as parent."""
+    """Row 0 is a chain with the root as its first column; nodes of other rows have the node above as parent."""
     below = np.arange(max(rows - 1, 0) * width) + ROOT
     return np.concatenate([np.arange(width - 1) + ROOT, below]).astype(np.int32)

@@ -21,7 +21,7 @@ Probs = npt.NDArray[np.float64]
 
 
 class NodeCalibration:
-    """Acceptance rates of nodes whose parent is accepted."""
+    """Acceptance rates of nodes with an accepted parent."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         """``prior`` is the rate of each kind, at any depth."""

@@ -39,10 +39,10 @@ class PromptLookup:
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
-        known = self._context.grown(context)
-        start = first_match(known, self._longest)
+        tokens_so_far = self._context.grown(context)
+        start = first_match(tokens_so_far, self._longest)
         # Copied, because the buffer is overwritten.
-        tokens = known[start : start + len(self._parents)].copy()
+        tokens = tokens_so_far[start : start + len(self._parents)].copy()
         tree = DraftTree(context[-1], tokens, self._parents[: len(tokens)], self._sources[: len(tokens)])
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
         return tree

@@ -205,9 +205,9 @@ def _prepared(model: PreTrainedModel) -> Iterator[None]:
 
 def _is_synced(model: PreTrainedModel) -> bool:
     """Whether other processes synchronize in each pass of the model, by the criterion of ``generate``."""
-    asked = _argument_of_generate("synced_gpus")
-    if asked is not None:
-        return bool(asked)
+    given = _argument_of_generate("synced_gpus")
+    if given is not None:
+        return bool(given)
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
 
@@ -216,7 +216,7 @@ def _argument_of_generate(name: str) -> Any:
     """The value of an argument of the enclosing ``generate`` call.
 
     transformers 5 does not pass ``streamer`` and ``synced_gpus`` to a callable, although it has put the prompt into
-    the streamer, whose reader would wait forever. Both are local variables of that frame.
+    the streamer, so its reader would wait forever. Both are local variables of that frame.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe(1)

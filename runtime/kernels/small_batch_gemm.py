@@ -58,7 +58,7 @@ class _Loop:
         return [self.builder.gep(first, [self.builder.mul(self.columns, INDEX(row))]) for row in range(count)]
 
     def sums(self, matrix: Any, rows: Any) -> list[Any]:
-        """The products of each tile row with each of ``rows``, as vectors whose lanes are still to be summed."""
+        """The products of each tile row with each of ``rows``, as vectors; their lanes are still to be summed."""
         builder = self.builder
         matrix, rows = self.rows_from(matrix, self.outs + 1), self.rows_from(rows, self.rows)
         before, body = builder.block, builder.append_basic_block("columns")

@@ -40,10 +40,10 @@ class Logits(torch.Tensor):
         cls, logits: torch.Tensor, argmax_tokens: npt.NDArray[np.int64], finite: npt.NDArray[np.int64] | None = None
     ) -> Logits:
         """A view of ``logits`` with the results."""
-        known = logits.as_subclass(cls)
-        known.argmax_tokens = argmax_tokens
-        known.finite = np.ones_like(argmax_tokens) if finite is None else finite
-        return known
+        view = logits.as_subclass(cls)
+        view.argmax_tokens = argmax_tokens
+        view.finite = np.ones_like(argmax_tokens) if finite is None else finite
+        return view
 
 
 def argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
@@ -161,14 +161,17 @@ def _fold(values: Array, highest: Array) -> None:
     """The maxima of the columns of each part, read as a matrix of ``FOLD`` rows and ``LANES`` columns."""
     whole = len(values) // BLOCK
     for number in range(whole):
-        part, kept = values[number * BLOCK : (number + 1) * BLOCK], highest[number * LANES : (number + 1) * LANES]
+        part, maxima_of_block = (
+            values[number * BLOCK : (number + 1) * BLOCK],
+            highest[number * LANES : (number + 1) * LANES],
+        )
         # Written so that the compiler vectorizes over the lanes; NaN never compares as higher.
         for lane in range(LANES):
             most = np.float32(NO_LOGIT)
             for line in range(FOLD):
                 value = part[line * LANES + lane]
                 most = value if value > most else most
-            kept[lane] = most
+            maxima_of_block[lane] = most
     highest[whole * LANES :] = NO_LOGIT
     for place in range(whole * BLOCK, len(values)):
         lane = whole * LANES + place % LANES

@@ -20,7 +20,7 @@ class Capture(Protocol):
         """Return a function that replays ``run``; capturing may call ``run`` any number of times."""
         ...
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Release what was captured so far; it is not replayed again."""
         ...
 
@@ -31,7 +31,7 @@ class Direct:
     def record(self, run: Run) -> Run:
         return run
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         pass
 
 
@@ -44,7 +44,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
-        self.forget()
+        self.reset()
 
     def record(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
@@ -59,7 +59,7 @@ class CudaGraphs:
                 run()
         return graph.replay
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         # A pool and its handle end with the last of its graphs.
         self._pool = torch.cuda.graph_pool_handle()
 

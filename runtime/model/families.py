@@ -33,14 +33,14 @@ def refuse_by_configuration(config: Any) -> None:
         raise _refusal(kind, "uses ALiBi: it derives distances from the order of the tokens, not from position ids")
     foreign = [layer for layer in getattr(text, "layer_types", None) or () if layer not in READABLE_LAYERS]
     if foreign:
-        raise _refusal(kind, f"has {foreign[0]} layers, whose state cannot step back from a rejected draft")
+        raise _refusal(kind, f"has {foreign[0]} layers: their state cannot be rolled back after a rejected draft")
 
 
 def refuse_by_class(model: PreTrainedModel) -> None:
     """Raise for model classes that lack what tree verification needs."""
     kind = model.config.model_type
     if getattr(model, "_is_stateful", False):
-        raise _refusal(kind, "keeps a recurrent state, which cannot step back from a rejected draft")
+        raise _refusal(kind, "has a recurrent state, which cannot be rolled back after a rejected draft")
     accepted = inspect.signature(model.forward).parameters
     for needed, why in (
         ("position_ids", "takes no position ids, so it cannot place the nodes of a tree"),

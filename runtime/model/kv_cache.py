@@ -80,7 +80,7 @@ Views = tuple[torch.Tensor, torch.Tensor]
 class KVTensors:
     """One tensor ``[keys and values of all layers, batch, heads, positions, width]``, and each layer's views of it.
 
-    Models whose layers differ in shape or device have one tensor for each.
+    Models with layers of different shapes or devices have one tensor for each.
     """
 
     tensors: list[torch.Tensor]
@@ -203,7 +203,7 @@ class IndexedKVCache(Cache):
 
 
 class SlotKVCache(Cache):
-    """The cache of a batch, whose slots have contexts of different lengths."""
+    """The cache of a batch; its slots have contexts of different lengths."""
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
         """Each of the first slots gets ``new`` positions after ``lengths`` old ones."""

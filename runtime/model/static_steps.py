@@ -60,7 +60,7 @@ class StaticSteps:
         self._hidden = like.new_zeros((LARGEST_TREE + 1, like.shape[1]))
         self._get_hidden = get_hidden
         self._steps.clear()
-        self._capture.forget()
+        self._capture.reset()
 
     def hidden(self, used: int) -> torch.Tensor:
         """A copy of the hidden states of the last step; the next replay overwrites the buffer."""
@@ -93,7 +93,7 @@ class StaticSteps:
         """Return the function that verifies a tree; capture the step first if its shape is new."""
         if cache.storage is not self._storage:
             self._steps.clear()  # frees their storage before more is allocated
-            self._capture.forget()
+            self._capture.reset()
             self._storage = cache.storage
         size = PASS_SIZES[int(np.searchsorted(PASS_SIZES, len(tree) + 1))]
         extent = min(extent_for(cache.length + size), cache.capacity)

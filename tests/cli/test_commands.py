@@ -55,7 +55,7 @@ def test_an_answer_streams_to_standard_output(capfd: pytest.CaptureFixture[str])
     assert printed.out.strip()
     assert printed.err.startswith("8 tokens in ")
     assert "8 steps (1.00 tokens per step)" in printed.err
-    assert "stopped at the length asked for" in printed.err
+    assert "stopped at --max-new-tokens" in printed.err
 
 
 def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) -> None:
@@ -91,16 +91,25 @@ def test_every_method_says_the_same(method: str, capfd: pytest.CaptureFixture[st
         assert json.loads(capfd.readouterr().out)["output_ids"] == plain["output_ids"]
 
 
-def test_each_token_has_the_colour_of_its_source(capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_token_has_the_colour_of_its_source(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ["generate", "--prompt", "What does `len` do?", "--max-new-tokens", "48"]
     assert run(asked) == 0
     plain = capfd.readouterr()
     assert "drafting from" in plain.err and "stores" in plain.err
     assert run([*asked, "--color"]) == 0
+    piped = capfd.readouterr()
+    assert "\033[" not in piped.out + piped.err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run([*asked, "--color"]) == 0
     coloured = capfd.readouterr()
     assert "drafted by: \033[32mcontext\033[0m" in coloured.err
     assert "\033[" in coloured.out
     assert re.sub(r"\033\[\d+m", "", coloured.out) == plain.out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run([*asked, "--color"]) == 0
+    assert "\033[" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -110,13 +119,12 @@ def test_each_token_has_the_colour_of_its_source(capfd: pytest.CaptureFixture[st
         (["pld"], "drafting from the conversation itself\n"),
         (["lade"], "drafting from the conversation itself\n"),
         (["rest"], "drafting from {corpus}\n"),
-        (["rest", "--use", "C"], "drafting from {corpus}\n"),
         (["hd"], "drafting from {model} and {corpus}\n"),
         (["hd-paper"], "drafting from {model} and {corpus}\n"),
-        (["hd", "--use", "SC"], "drafting from {corpus}\n"),
-        (["hd-paper", "--use", "M"], "drafting from {model}\n"),
-        (["hd", "--use", "C"], "drafting from the conversation itself\n"),
-        (["hd", "--use", "MS", *NO_STORES], "drafting from no stores\n"),
+        (["hd", "--sources", "corpus,context"], "drafting from {corpus}\n"),
+        (["hd-paper", "--sources", "M"], "drafting from {model}\n"),
+        (["hd", "--sources", "context"], "drafting from the conversation itself\n"),
+        (["hd", "--sources", "model,corpus", *NO_STORES], "drafting from no stores\n"),
         (["hd", *NO_STORES], "drafting from no stores, only the conversation itself\n"),
     ],
 )
@@ -202,10 +210,10 @@ def test_a_prompt_comes_through_a_pipe() -> None:
 
 
 def test_the_demo_shows_several_kinds(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["demo", "--prompts", "3", *SHORT]) == 0
+    assert run(["demo", "--num-prompts", "3", *SHORT]) == 0
     shown = capfd.readouterr().out
     assert shown.count("  plain ") == shown.count("  hd ") == 4
-    assert "3 of 3 answers are the same, token for token" in shown
+    assert "3 of 3 answers are identical" in shown
     assert all(f"▌ {kind}" in shown for kind in ("math", "explain", "write"))
 
 
@@ -217,7 +225,7 @@ def test_version_and_help() -> None:
 
 # hdtool verify ---------------------------------------------------------------------------------
 
-FEW = ["--limit", "2", "--max-new-tokens", "24"]
+FEW = ["--num-prompts", "2", "--max-new-tokens", "24"]
 
 
 def test_verify_says_how_many_answers_were_identical(capfd: pytest.CaptureFixture[str]) -> None:
@@ -248,7 +256,7 @@ def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], mo
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
 
     monkeypatch.setattr(StaticKVCache, "commit", keep)
-    wrong = ["verify", "--limit", "8", "--max-new-tokens", "64", "--budget", "24"]
+    wrong = ["verify", "--num-prompts", "8", "--max-new-tokens", "64", "--draft-tokens", "24"]
     assert run([*wrong, "--json"]) == 1
     report = json.loads(capfd.readouterr().out)
     assert not report["lossless"]
@@ -267,7 +275,7 @@ def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], mo
 
 
 def test_verify_fails_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "limit is 0: it must be 1 or more" in complaint(capfd, ["verify", "--limit", "0"], code=2)
+    assert "--num-prompts must be 1 or more, got 0" in complaint(capfd, ["verify", "--num-prompts", "0"], code=2)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("word " * 5000)
     said = complaint(capfd, ["verify", "--method", "ar", "--prompts", str(prompts)])
@@ -280,20 +288,20 @@ def test_verify_fails_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--temperature", "-1"], "temperature is -1.0: it must be 0 (greedy) or more"),
-        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "-1"], "--temperature must be 0 (greedy) or more, got -1.0"),
+        (["--temperature", "nan"], "--temperature must be 0 (greedy) or more, got nan"),
         (["--temperature", "warm"], "--temperature"),
-        (["--top-p", "0"], "top-p is 0.0"),
-        (["--top-k", "-1"], "top-k is -1"),
-        (["--repetition-penalty", "0"], "repetition-penalty is 0.0"),
-        (["--seed", "-1"], "seed is -1"),
-        (["--max-new-tokens", "0"], "max-new-tokens is 0"),
-        (["--dtype", "int4"], "dtype is int4: it must be one of auto, float32"),
+        (["--temperature", "1", "--top-p", "0"], "--top-p must be above 0 and at most 1, got 0.0"),
+        (["--temperature", "1", "--top-k", "-1"], "--top-k must be 0 (all tokens) or more, got -1"),
+        (["--repetition-penalty", "0"], "--repetition-penalty must be above 0"),
+        (["--seed", "-1"], "--seed must be between 0 and 2**64 - 1, got -1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more, got 0"),
+        (["--dtype", "int4"], "--dtype must be one of auto, float32"),
         (["--device", "abacus"], "device is 'abacus'"),
         (["--device", "cuda:99"], "device 'cuda:99' is not there: torch"),
-        (["--method", "magic"], "method is magic: it must be one of ar, pld"),
-        (["--method", "hd-paper", "--use", ""], "use is empty: it must be letters of CMSLKR, each at most once"),
-        (["--use", "CC"], "use is CC: it must be letters of CMSLKR"),
+        (["--method", "magic"], "--method must be one of ar, pld"),
+        (["--method", "hd-paper", "--sources", ""], "--sources must be names from context, model, corpus"),
+        (["--sources", "CC"], "or letters of CMSLKR, each once at most, got CC"),
         (["--prompts", "x"], "--prompt and --prompts exclude each other"),
         (["--no-such-option"], "No such option"),
     ],
@@ -349,7 +357,7 @@ def test_a_checkpoint_that_lacks_weights(broken_model: Path, capfd: pytest.Captu
         ("config.json", '{"model_type": "gizmo"}', "(its configuration)"),
         ("config.json", '{"model_type": "t5", "is_encoder_decoder": true}', "encoder-decoder"),
         ("config.json", '{"model_type": "bloom"}', "ALiBi"),
-        ("config.json", '{"model_type": "mamba"}', "cannot step back"),
+        ("config.json", '{"model_type": "mamba"}', "cannot be rolled back"),
         ("tokenizer.json", "{", "(its tokenizer)"),
         ("model.safetensors", None, "(its weights)"),
     ],

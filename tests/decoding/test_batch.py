@@ -52,11 +52,11 @@ def test_each_answer_is_the_one_given_alone(size: int, sampling: SamplingConfig,
             answers.append((request.key, going.pop(id(request))))
     assert not going
     assert sorted(answers) == sorted(zip(LENGTHS, alone, strict=True))
-    assert len(set(map(len, alone))) > 1, "who ends at once with the others frees no seat"
+    assert len(set(map(len, alone))) > 1, "answers that end at the same step free no slot early"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trees_side_by_side_get_the_logits_of_their_plain_paths(family: str) -> None:
+def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> None:
     model = model_of(family)
     target = Target(model)
 
@@ -87,7 +87,7 @@ def test_trees_side_by_side_get_the_logits_of_their_plain_paths(family: str) -> 
     check()
 
 
-def test_a_longer_conversation_finds_room_beside_those_going_on() -> None:
+def test_the_cache_grows_for_a_longer_request_in_a_running_batch() -> None:
     target = Target(model_of("llama"))
     slots = BatchSlots(target, 2)
     short, long = prompt_of(3), prompt_of(200)
@@ -99,7 +99,7 @@ def test_a_longer_conversation_finds_room_beside_those_going_on() -> None:
         assert_same_logits(logits[0], plain_logits(target.model, [*context, 5]))
 
 
-def test_a_batch_asks_for_the_next_prompt_only_when_a_seat_is_free() -> None:
+def test_the_next_request_is_taken_only_when_a_slot_is_free() -> None:
     target = Target(model_of("llama"))
     events: list[str] = []
 

@@ -54,7 +54,7 @@ def told(answers: Iterator[Answer]) -> list[tuple[str, str, list[int], str]]:
         assert text == answer.text
         assert answer.stats.tokens == len(answer.output_ids)
         assert answer.stats.accepted.sum() == answer.stats.tokens - answer.stats.steps
-        found.append((answer.prompt.id, answer.asked, answer.output_ids, str(answer.stats.finish)))
+        found.append((answer.prompt.id, answer.question, answer.output_ids, str(answer.stats.finish)))
     return found
 
 
@@ -78,13 +78,13 @@ def test_every_answer_is_that_of_plain_decoding(
         assert told(answerer.all_answers(PROMPTS)) == alone[sampling]
 
 
-def test_seats_are_never_more_than_there_are_drafters_and_all_are_used() -> None:
+def test_there_are_as_many_slots_as_drafters() -> None:
     answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=8, batch_size=3), SamplingConfig())
     assert len({id(drafter) for drafter in answerer._drafters}) == 3
     assert {id(answer.drafter) for answer in answerer.all_answers(PROMPTS)} == set(map(id, answerer._drafters))
 
 
-def test_passes_are_timed_once_for_all_seats_and_at_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_timed_once_for_all_slots_and_at_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def note(*arguments: Any, batch: int = 1, really: Any = pass_times.seconds_of_trees) -> Any:
@@ -96,11 +96,11 @@ def test_passes_are_timed_once_for_all_seats_and_at_their_number(monkeypatch: py
     drafters = drafters_for(DecodeConfig(batch_size=4), target, StoreSet())
     assert asked == [4]
     assert len(drafters) == 4
-    drafters_for(DecodeConfig(batch_size=4, budget=8), target, StoreSet())
+    drafters_for(DecodeConfig(batch_size=4, draft_tokens=8), target, StoreSet())
     assert asked == [4], "nothing is timed for a budget that somebody chose"
 
 
-def test_a_later_turn_that_finds_no_room_fails_where_it_would_have_alone(tmp_path: Path) -> None:
+def test_a_turn_beyond_the_context_fails_as_without_a_batch(tmp_path: Path) -> None:
     long = "word " * 1200
     talks = [["One?", long], ["Two?"]]
     file = tmp_path / "prompts.jsonl"
@@ -118,7 +118,7 @@ def test_a_later_turn_that_finds_no_room_fails_where_it_would_have_alone(tmp_pat
     assert errors[0].startswith("error: the prompt is ")
 
 
-def test_generate_tells_what_it_tells_without_a_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_the_same_with_and_without_a_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"turns": talk}) + "\n" for talk in TALKS))
     asked = ["generate", "--prompts", str(file), "--max-new-tokens", "12"]
@@ -135,12 +135,12 @@ def test_generate_tells_what_it_tells_without_a_batch(tmp_path: Path, capfd: pyt
     assert [row["prompt"] for row in rows] == [turn for talk in TALKS for turn in talk]
     assert all(row["seconds"] > 0 and row["verify_ms_per_step"] > 0 and row["finish"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)
-    assert re.search(rf"in all {tokens:,} tokens in \d+\.\d\d s \(.* tokens/s\), 3 answers at once\n$", printed.err)
+    assert re.search(rf"in total {tokens:,} tokens in \d+\.\d\d s \(.* tokens/s\), batch size 3\n$", printed.err)
 
 
 def test_no_batch_is_smaller_than_one(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "--prompt", "What?", "--batch-size", "0"]) == 2
-    assert "batch-size is 0: it must be 1 or more" in capfd.readouterr().err
+    assert "--batch-size must be 1 or more, got 0" in capfd.readouterr().err
 
 
 def collecting(tmp_path: Path, name: str, size: str, length: str = "24") -> list[str]:
@@ -174,7 +174,7 @@ class Interrupting(Hierarchy):
         return super().draft(context)
 
 
-def test_after_an_interrupt_what_there_is_is_told() -> None:
+def test_after_an_interrupt_unfinished_answers_are_yielded() -> None:
     answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=60, batch_size=3), SamplingConfig())
     answerer._drafters[1] = Interrupting(after=4)
     answers = list(answerer.all_answers(PROMPTS[2:] * 2))

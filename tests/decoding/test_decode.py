@@ -19,7 +19,7 @@ from tests.support.trees import LyingDrafter
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lies_change_nothing(family: str, sampling: SamplingConfig) -> None:
+def test_wrong_drafts_do_not_change_the_output(family: str, sampling: SamplingConfig) -> None:
     target = Target(model_of(family))
     prompt = prompt_of(20)
     plain = said(run(target, prompt, sampling))
@@ -33,7 +33,9 @@ def test_lies_change_nothing(family: str, sampling: SamplingConfig) -> None:
 
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 30), st.floats(0, 2))
-def test_any_liar_any_length_any_seed(seed: int, length: int, most: int, temperature: float) -> None:
+def test_random_drafts_lengths_and_seeds_do_not_change_the_output(
+    seed: int, length: int, most: int, temperature: float
+) -> None:
     target = TARGET
     prompt = prompt_of(length)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
@@ -94,7 +96,7 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         run(TARGET, prompt_of(512), SamplingConfig())
 
 
-def test_the_same_seed_says_the_same_and_another_does_not() -> None:
+def test_the_seed_determines_the_answer() -> None:
     prompt = prompt_of(9)
     first, again, other = (said(run(TARGET, prompt, SamplingConfig(temperature=1.0, seed=seed))) for seed in (4, 4, 5))
     assert first == again != other

@@ -144,7 +144,7 @@ def value_of(name: str, value: Any, plain: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("name", GREEDY)
-def test_a_setting_of_the_model_is_honoured_as_generate_does(name: str, loaded: Loaded) -> None:
+def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loaded) -> None:
     ids = encode_conversation(loaded.tokenizer, [{"role": "user", "content": PROMPT}])
     plain = generated(loaded, ids, do_sample=False)
     setattr(loaded.target.model.generation_config, name, value_of(name, GREEDY[name], plain))
@@ -186,7 +186,7 @@ def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded) -> None
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 7}, {"top_k": 0, "top_p": 0.5}, {"repetition_penalty": 1.2}])
-def test_what_is_left_open_is_the_default_of_generate(settings: dict[str, Any], loaded: Loaded) -> None:
+def test_options_not_given_are_the_defaults_of_generate(settings: dict[str, Any], loaded: Loaded) -> None:
     """Without a top-k of its own, generate draws from 50 tokens."""
     ids = encode_conversation(loaded.tokenizer, [{"role": "user", "content": PROMPT}])
     model: Any = loaded.target.model
@@ -203,7 +203,7 @@ def test_what_is_left_open_is_the_default_of_generate(settings: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_honoured_is_refused_by_name(name: str, loaded: Loaded) -> None:
+def test_unsupported_settings_are_refused_by_name(name: str, loaded: Loaded) -> None:
     setattr(loaded.target.model.generation_config, name, REFUSED_VALUES[name])
     with pytest.raises(
         ModelError, match=rf"^{name} is .* in the model's generation settings, but .*--generation-config"
@@ -229,12 +229,12 @@ def test_values_that_are_not_numbers_are_removed_where_the_model_says_so(loaded:
     assert [type(processor) for processor in found.processors] == [InfNanRemoveLogitsProcessor]
 
 
-def test_without_settings_nothing_stands_between_the_logits_and_a_greedy_answer(loaded: Loaded) -> None:
+def test_without_settings_greedy_decoding_has_no_processors(loaded: Loaded) -> None:
     sampler, stops = loaded.sampler(SamplingConfig(), [5, 6], max_new_tokens=4)
     assert sampler.only_argmax and stops == loaded.stops
 
 
-def test_settings_that_cannot_be_are_one_line(loaded: Loaded) -> None:
+def test_invalid_settings_give_one_line(loaded: Loaded) -> None:
     loaded.target.model.generation_config.bad_words_ids = "nonsense"
     with pytest.raises(ModelError, match="the generation settings of the model cannot be used") as found:
         loaded.sampler(SamplingConfig(), [5, 6], max_new_tokens=4)
@@ -257,7 +257,7 @@ def test_other_settings_in_place_of_the_model_s(tmp_path: Path, demo: Loaded) ->
     assert loaded.stops == demo.stops
 
 
-def test_generate_is_asked_with_the_same_settings(loaded: Loaded) -> None:
+def test_generate_gets_the_same_settings(loaded: Loaded) -> None:
     """What verify and bench compare with."""
     options = generate_options(SamplingConfig(0.7, top_p=0.9), loaded.target.model.generation_config, frozenset({1}), 5)
     assert options == {

@@ -31,7 +31,7 @@ def test_draws_are_uniform_and_unrelated() -> None:
     assert np.abs(related - np.eye(len(rows))).max() < 0.25  # six standard deviations
 
 
-def test_draws_stay_what_they_are() -> None:
+def test_draws_equal_pinned_values() -> None:
     """Whoever wrote a seed down gets the same answer from every later version."""
     assert ExponentialRace(0).uniforms(0, 2).round(12).tolist() == PINNED[0]
     assert ExponentialRace(2**64 - 1).uniforms(5000, 2).round(12).tolist() == PINNED[1]
@@ -41,7 +41,7 @@ PINNED = [[0.338052454196, 0.269130271226], [0.808300189932, 0.071769562068]]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.lists(st.floats(0, 1, width=32), min_size=1))
-def test_the_first_to_arrive_is_chosen(seed: int, position: int, weights: list[float]) -> None:
+def test_the_smallest_exponential_time_wins(seed: int, position: int, weights: list[float]) -> None:
     rates = np.array(weights, np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
         times = -np.log1p(-ExponentialRace(seed).uniforms(position, len(rates))) / rates
@@ -50,5 +50,5 @@ def test_the_first_to_arrive_is_chosen(seed: int, position: int, weights: list[f
 
 
 @pytest.mark.parametrize("rates", [[0.0, 0.0], [np.nan, np.nan], []])
-def test_nobody_arrives_where_nobody_starts(rates: list[float]) -> None:
+def test_no_token_is_drawn_without_probabilities(rates: list[float]) -> None:
     assert ExponentialRace(0).sample(3, np.array(rates, np.float32)) == -1

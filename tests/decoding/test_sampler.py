@@ -51,14 +51,14 @@ def test_choices_follow_the_probabilities() -> None:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10_000), st.lists(st.floats(-8, 8), min_size=1, max_size=50))
-def test_the_choice_is_the_highest_of_what_decides(seed: int, position: int, scores: list[float]) -> None:
+def test_the_choice_is_the_argmax_of_the_perturbed_scores(seed: int, position: int, scores: list[float]) -> None:
     for temperature in (0.0, 1.0):
         sampler = Sampler(SamplingConfig(temperature=temperature, seed=seed), [0] * position)
         logits = torch.tensor(scores)
         assert sampler.choose(logits) == int(sampler.perturbed_scores(logits).argmax())
 
 
-def test_rounding_changes_next_to_no_choice() -> None:
+def test_rounding_rarely_changes_a_choice() -> None:
     """Thousands of tokens, as wrong as another number of rows makes them: the very borders must not matter."""
     torch.manual_seed(0)
     changed = 0
@@ -81,16 +81,16 @@ def test_settings_that_change_nothing_have_no_processor() -> None:
     assert kinds(off) == ["TemperatureLogitsWarper"]
 
 
-def test_greedy_takes_the_first_of_equals_in_one_go() -> None:
+def test_greedy_takes_the_first_of_equals() -> None:
     choose = Sampler(SamplingConfig(), [0]).chooser(torch.zeros(3, VOCABULARY))
     assert [choose(row) for row in range(3)] == [0, 0, 0]
 
 
-def test_a_temperature_next_to_nothing_is_greedy() -> None:
+def test_a_tiny_temperature_is_greedy() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     assert Sampler(SamplingConfig(temperature=1e-300), [0]).chooser(logits)(0) == 1
 
 
-def test_logits_that_are_no_numbers_are_named() -> None:
+def test_logits_that_are_nan_are_refused() -> None:
     with pytest.raises(ModelError, match="--dtype"):
         Sampler(SamplingConfig(temperature=1.0), [0]).chooser(torch.full((1, 5), torch.nan))(0)

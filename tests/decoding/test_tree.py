@@ -11,7 +11,7 @@ from tests.support.trees import path_to, tokens_to, trees
 
 
 @given(trees(vocabulary=5, most=40))
-def test_lineage_is_the_path_to_each_node(tree: DraftTree) -> None:
+def test_the_ancestor_mask_is_the_path_to_each_node(tree: DraftTree) -> None:
     tree.check_integrity()
     for node in range(len(tree)):
         expected = np.zeros(len(tree) + 1, bool)

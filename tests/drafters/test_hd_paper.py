@@ -148,7 +148,7 @@ def test_a_full_tree_takes_no_more() -> None:
     assert trie.add(np.arange(100, 104).reshape(1, 4), 1, wanted=7) == 0
 
 
-def test_a_tree_stands_beside_the_sequences() -> None:
+def test_a_tree_is_appended_to_the_sequences() -> None:
     trie = Trie(6, extra=3)
     for size in (0, 4, 6):
         trie.clear()

@@ -66,7 +66,7 @@ def test_a_conversation_may_come_in_parts(config: HeadsConfig, parts: list[int])
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_recorded_passes_say_what_others_do(config: HeadsConfig) -> None:
+def test_captured_passes_equal_others(config: HeadsConfig) -> None:
     """Two conversations in turn, of the same heads, past the end of their first memory."""
     heads, recorder = random_heads(config), Rehearsed()
     torch.manual_seed(1)
@@ -90,7 +90,7 @@ def test_recorded_passes_say_what_others_do(config: HeadsConfig) -> None:
     assert recorder.recorded < len(sizes) * 2
 
 
-def test_room_is_made_without_forgetting() -> None:
+def test_the_cache_grows_without_losing_positions() -> None:
     heads = random_heads(HeadsConfig(rank=8))
     hidden, tokens = conversation(600)
     at_once, in_parts = rows_for(heads, 600), rows_for(heads, 0)
@@ -119,7 +119,7 @@ def test_the_hidden_states_are_those_that_the_output_layer_reads(family: str) ->
         handle.remove()
 
 
-def test_a_model_that_hides_its_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_visible_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(model_of("llama"))
     monkeypatch.setattr(hidden, "hidden_in", lambda returned: None)
     with pytest.raises(FamilyError, match="does not return the hidden states"):
@@ -130,7 +130,7 @@ def test_a_model_that_hides_its_states_is_refused(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma2"])
 @pytest.mark.parametrize("rank", [0, 1000])
-def test_heads_begin_with_what_the_target_would_say_next(family: str, rank: int) -> None:
+def test_new_heads_give_the_targets_logits(family: str, rank: int) -> None:
     model = model_of(family)
     target = Target(model)
     target.watch_hidden()
@@ -146,7 +146,7 @@ def test_heads_begin_with_what_the_target_would_say_next(family: str, rank: int)
         torch.testing.assert_close(said, states[-1] @ weight.T, rtol=1e-3, atol=1e-3)
 
 
-def test_a_low_rank_is_the_best_there_is() -> None:
+def test_low_rank_factors_are_the_best_approximation() -> None:
     model = model_of("llama")
     weight = model.get_output_embeddings().weight.detach()
     heads = new_heads(model, 32, VOCABULARY, HeadsConfig(rank=5))
@@ -161,7 +161,7 @@ def umask() -> int:
     return mask
 
 
-def test_saved_heads_come_back_as_they_were(tmp_path: Path) -> None:
+def test_saved_heads_load_unchanged(tmp_path: Path) -> None:
     target = Target(model_of("llama"))
     for name, config in VARIANTS.items():
         saved = random_for(target, config)
@@ -196,7 +196,7 @@ def test_a_model_is_the_same_in_every_type(tmp_path: Path, dtype: torch.dtype) -
         (lambda folder: (folder / "config.json").write_text("[1]"), "has a format that"),
     ],
 )
-def test_damaged_heads_are_told_in_a_line(tmp_path: Path, damage: object, said: str) -> None:
+def test_damaged_heads_give_one_line(tmp_path: Path, damage: object, said: str) -> None:
     target = Target(model_of("llama"))
     random_for(target, HeadsConfig(rank=8)).save(tmp_path)
     damage(tmp_path)  # type: ignore[operator]
@@ -217,7 +217,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 64))
 @settings(max_examples=60)
-def test_the_likeliest_paths_are_found_in_order(seed: int, heads: int, best: int, most: int) -> None:
+def test_the_most_probable_paths_are_found_in_order(seed: int, heads: int, best: int, most: int) -> None:
     probs = -np.sort(-np.random.default_rng(seed).random((heads, best)), axis=1)
     parents, ranks, depths, chances = np.zeros(64, np.int32), *np.zeros((2, 64), np.int64), np.zeros(64)
     size = best_paths(probs, most, parents, ranks, depths, chances)
@@ -242,7 +242,7 @@ def test_the_static_tree_holds_the_commonest_paths() -> None:
     assert gains == [0.8, 0.4, 0.2, 0.2]
 
 
-def test_buckets_follow_the_odds() -> None:
+def test_buckets_follow_the_probabilities() -> None:
     likely = np.array([1.0, 0.97, 0.9, 0.6, 0.5, 0.2, 0.01, 1e-9])
     buckets = bucket_of(likely)
     assert (np.diff(buckets) > 0).all() and buckets[0] == 0 and buckets[-1] < BUCKETS
@@ -250,7 +250,7 @@ def test_buckets_follow_the_odds() -> None:
     assert (np.abs(np.log2(centre_of(bucket_of(middle)) / middle)) < 0.6).all()
 
 
-def test_calibration_learns_what_a_head_is_worth() -> None:
+def test_calibration_follows_the_acceptance_rate() -> None:
     calibration = Calibration(None, 1)
     boastful = bucket_of(np.array([0.9, 0.05]))
     for turn in range(400):

@@ -62,7 +62,7 @@ class Checked(HeadsDrafter):
 
 @pytest.mark.parametrize("capture", [never, lambda device: Rehearsed()], ids=["as they come", "recorded"])
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_heads_remember_what_was_accepted_and_nothing_else(config: HeadsConfig, capture: CaptureMaker) -> None:
+def test_the_cache_of_heads_holds_accepted_tokens_only(config: HeadsConfig, capture: CaptureMaker) -> None:
     target = Target(model_of("llama"), capture)
     assert target.captures is (capture is not never)
     drafter = Checked(random_for(target, config, size=0.1), target, FixedBudget(40))
@@ -73,7 +73,7 @@ def test_heads_remember_what_was_accepted_and_nothing_else(config: HeadsConfig, 
 
 @pytest.mark.parametrize("sampling", ["greedy", "T 1, top-k 5, penalised"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_change_nothing(family: str, sampling: str) -> None:
+def test_heads_do_not_change_the_output(family: str, sampling: str) -> None:
     target = Target(model_of(family))
     prompt, chosen = prompt_of(20), SAMPLINGS[sampling]
     plain = said(run(target, prompt, chosen, most=30))
@@ -138,7 +138,7 @@ class Priced(MeasuredBudget):
         super().set_draft_seconds(10.0)
 
 
-def test_heads_that_do_not_pay_are_seldom_asked_and_still_change_nothing() -> None:
+def test_heads_that_do_not_pay_rarely_run() -> None:
     target = Target(model_of("llama"))
     drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, Priced(target))
     prompt = prompt_of(20)
@@ -147,7 +147,7 @@ def test_heads_that_do_not_pay_are_seldom_asked_and_still_change_nothing() -> No
     assert 0 < drafter.session.passes < 20
 
 
-def test_a_draft_after_a_rest_knows_all_that_was_said_meanwhile() -> None:
+def test_a_draft_after_a_pause_reads_all_tokens_of_the_pause() -> None:
     target = Target(model_of("llama"))
     budget = FixedBudget(0)
     drafter = Checked(random_for(target, HeadsConfig(rank=8), size=0.1), target, FixedBudget(8))
@@ -187,7 +187,7 @@ def test_methods_take_the_heads_of_their_kind(tmp_path: Path) -> None:
         drafter_for(DecodeConfig("medusa", draft_tokens=8), target, StoreSet())
 
 
-def test_the_command_line_says_what_is_wrong_with_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_names_faults_of_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert hdtool(["generate", "--prompt", "x", "--method", "medusa", "--heads", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "holds no heads" in error and error.count("\n") == 1
@@ -195,7 +195,7 @@ def test_the_command_line_says_what_is_wrong_with_heads(tmp_path: Path, capsys: 
     assert "tree is oak" in capsys.readouterr().err
 
 
-def test_heads_hear_of_an_answer_that_ends_at_once() -> None:
+def test_heads_observe_an_answer_of_one_token() -> None:
     target = Target(model_of("llama"))
     drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(8))
     prompt = prompt_of(6)
@@ -210,7 +210,7 @@ def test_heads_hear_of_an_answer_that_ends_at_once() -> None:
 
 @pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "opt"])
-def test_heads_among_other_sources_change_nothing(family: str, sampling: str) -> None:
+def test_heads_among_other_sources_do_not_change_the_output(family: str, sampling: str) -> None:
     target = Target(model_of(family))
     chosen = SAMPLINGS[sampling]
     session = HeadsState(random_for(target, HeadsConfig(rank=8)), target)
@@ -237,7 +237,7 @@ def heads_alone() -> tuple[Hierarchy, HeadsState, list[int]]:
     return drafter, session, [*prompt, 5]
 
 
-def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
+def test_a_heads_evidence_enters_the_estimate_at_its_depth() -> None:
     """With nothing else known, a node has its head's tokens as children, as likely as the head and its weight say."""
     drafter, session, context = heads_alone()
     tree = drafter.draft(context)
@@ -251,7 +251,7 @@ def test_what_a_head_says_goes_into_the_estimate_at_its_depth() -> None:
         assert drafter.probs[node] == pytest.approx(above * weight * session.probs[head, rank], rel=1e-3)
 
 
-def test_after_a_token_the_next_head_speaks_of_the_root() -> None:
+def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
     drafter, session, context = heads_alone()
     drafter.draft(context)
     session.run_heads = lambda: None  # type: ignore[method-assign]
@@ -265,7 +265,7 @@ def test_after_a_token_the_next_head_speaks_of_the_root() -> None:
         feed(drafter._corpus, drafter._at, np.array([7]))
 
 
-def test_heads_are_asked_only_where_they_bring_more_than_they_take() -> None:
+def test_heads_run_only_if_they_pay() -> None:
     for gain, seconds, worth in ((3.0, 1.5, True), (2.2, 1.5, False)):
         asking = HeadsGate()
         asked = []
@@ -275,7 +275,7 @@ def test_heads_are_asked_only_where_they_bring_more_than_they_take() -> None:
         assert np.mean(asked[1000:]) > 0.95 if worth else np.mean(asked[1000:]) < 0.05
 
 
-def test_asking_follows_a_change() -> None:
+def test_the_gate_follows_a_change() -> None:
     asking = HeadsGate()
     for bring in (3.0, 1.0, 3.0):
         for _ in range(2000):

@@ -79,7 +79,7 @@ def ways(tree: DraftTree) -> list[list[int]]:
     return sorted([int(tree.tokens[node]) for node in path_to(tree, leaf)] for leaf in leaves)
 
 
-def test_better_candidates_are_followed_farther() -> None:
+def test_better_candidates_get_longer_continuations() -> None:
     said = [token for start in range(20, 120) for token in (start, 150, 151, 152, 153)]
     tree = drafted(LogitSpec(), [*said, 7], [7, *range(20, 120)])
     expected = [[start, 150, 151, 152] for start in range(20, 28)] + [[start, 150, 151] for start in range(28, 38)]
@@ -87,14 +87,14 @@ def test_better_candidates_are_followed_farther() -> None:
     assert len(tree) == 64
 
 
-def test_candidates_that_nothing_followed_stand_alone() -> None:
+def test_candidates_without_a_continuation_are_single_nodes() -> None:
     tree = drafted(LogitSpec(), [1, 2, 3], [3, *range(20, 120)])
     assert tree.tokens.tolist() == list(range(20, 80)), "sixty of them"
     assert set(tree.parents.tolist()) == {-1}
     assert set(tree.sources.tolist()) == {SourceName.LAST}
 
 
-def test_what_followed_the_root_comes_first_and_is_shared() -> None:
+def test_the_continuation_of_the_root_comes_first_and_is_shared() -> None:
     tree = drafted(LogitSpec(), [5, 6, 7, 8, 9, 5], [5, 6, 11])
     assert ways(tree) == [[6, 7, 8, 9, 5], [11]]
     assert tree.sources.tolist().count(SourceName.LAST) == 1
@@ -187,7 +187,7 @@ ODD_LOGITS = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
     st.booleans(),
     st.integers(0, 2**16),
 )
-def test_ranks_are_those_of_a_slow_sort(
+def test_topk_equals_a_slow_sort(
     rows: int,
     vocabulary: int,
     most: int,
@@ -215,14 +215,14 @@ def test_ranks_are_those_of_a_slow_sort(
         assert scores[row].tolist() == [values[token] for token in expected] + [-np.inf] * absent
 
 
-def test_rows_that_are_not_numbers_have_no_ranks() -> None:
+def test_topk_leaves_nan_out() -> None:
     logits = torch.full((2, 100), torch.nan)
     logits[1, 3] = 0.0
     tokens, scores = topk(logits, 4)
     assert (scores[0] == -np.inf).all() and tokens[1].tolist() == [3, -1, -1, -1]
 
 
-def test_logits_that_torch_keeps_an_eye_on_are_ranked_like_others() -> None:
+def test_topk_takes_logits_with_gradients() -> None:
     plain = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
     with torch.inference_mode():
         inferred = plain.clone()

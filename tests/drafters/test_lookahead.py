@@ -119,7 +119,7 @@ def test_the_same_prompt_starts_the_same_window() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_likeliest_token_is_the_one_that_greedy_sampling_takes(dtype: torch.dtype) -> None:
+def test_argmax_is_the_choice_of_greedy_sampling(dtype: torch.dtype) -> None:
     logits = torch.randint(-5, 5, (40, 300), generator=torch.Generator().manual_seed(1)).to(dtype)
     logits[1] = -torch.inf
     logits[2, [40, 90]] = torch.nan

@@ -31,11 +31,11 @@ CURVE = CostCurve((0, 8, 32), ((20.0, 22.0, 24.0), (30.0, 32.0, 46.0)), (0, 1000
         (8, 1500, 37),
     ],
 )
-def test_what_lies_between_is_on_the_line(nodes: int, context: int, milliseconds: float) -> None:
+def test_costs_are_interpolated(nodes: int, context: int, milliseconds: float) -> None:
     assert CURVE.seconds(nodes, context) == pytest.approx(milliseconds / 1e3)
 
 
-def test_beyond_what_was_measured_nothing_gets_cheaper() -> None:
+def test_extrapolated_costs_do_not_decrease() -> None:
     falling = CostCurve((0, 8, 16), ((5.0, 7.0, 6.0), (4.0, 6.0, 5.0)), (10, 20))
     assert falling.seconds(64, 10) == falling.seconds(16, 10) == pytest.approx(6e-3)
     assert falling.seconds(0, 100) == falling.seconds(0, 20) == pytest.approx(4e-3)
@@ -43,12 +43,12 @@ def test_beyond_what_was_measured_nothing_gets_cheaper() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 80), st.integers(0, 3000)), min_size=1, max_size=20))
-def test_many_passes_cost_what_each_does(passes: list[tuple[int, int]]) -> None:
+def test_costs_of_many_passes_equal_single_ones(passes: list[tuple[int, int]]) -> None:
     nodes, contexts = zip(*passes, strict=True)
     assert CURVE.of_passes(nodes, contexts).tolist() == [CURVE.seconds(*one) for one in passes]
 
 
-def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
+def test_a_curve_is_saved_completely(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     CURVE.write(path)
     assert json.loads(path.read_text()) == {
@@ -69,12 +69,12 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
 def test_a_file_that_holds_something_else_is_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "cost.json"
     path.write_text(content)
-    with pytest.raises(CostError, match=r"cost\.json is there and is not a file of hdtool bench --cost"):
+    with pytest.raises(CostError, match=r"cost\.json is there and is not a file of hdtool bench-cost"):
         CURVE.write(path)
     assert path.read_text() == content and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_typed() -> None:
+def test_a_curve_from_the_command_line() -> None:
     assert CostCurve.given("8:20.9, 0:20.1,32:24") == CostCurve((0, 8, 32), ((20.1, 20.9, 24.0),))
 
 
@@ -93,7 +93,7 @@ def test_what_is_typed() -> None:
         ("", "cannot be read"),
     ],
 )
-def test_what_is_no_cost(typed: str, said: str) -> None:
+def test_invalid_costs(typed: str, said: str) -> None:
     with pytest.raises(CostError) as caught:
         CostCurve.given(typed)
     assert said in str(caught.value) and "\n" not in str(caught.value)

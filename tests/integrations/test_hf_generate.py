@@ -208,7 +208,7 @@ class Until(StoppingCriteria):
 
 
 @pytest.mark.parametrize("details", [False, True])
-def test_every_criterion_is_asked_about_each_token_as_generate_asks(details: bool) -> None:
+def test_each_criterion_is_called_as_in_generate(details: bool) -> None:
     model: Any = model_of("llama")
     told: dict[str, Any] = {"return_dict_in_generate": details, "output_scores": details}
     truth = ask(model)[0, len(PROMPT) :].tolist()
@@ -355,7 +355,7 @@ def test_a_generator_keeps_its_target_and_its_figures() -> None:
     assert generator._target is not target
 
 
-def test_a_model_that_changes_its_type_is_proved_anew() -> None:
+def test_a_model_with_a_new_dtype_is_checked_again() -> None:
     model: Any = copy.deepcopy(model_of("llama"))
     made: list[Target] = []
 
@@ -435,7 +435,7 @@ def test_an_inner_call_with_a_generator_of_its_own_is_answered() -> None:
     assert ask(model, custom_generate=Generator(), logits_processor=[Nesting()], max_new_tokens=3).shape[1] == 23
 
 
-def test_an_offloaded_model_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_model_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = cpu_offload(copy.deepcopy(model_of("llama")), torch.device("cpu"))
     assert model.device != torch.device("cpu")
     made: list[Any] = []
@@ -476,7 +476,7 @@ def test_attention_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model.config._attn_implementation == "eager"
 
 
-def test_a_call_that_fails_spoils_nothing() -> None:
+def test_a_failed_call_does_not_affect_later_ones() -> None:
     model: Any = model_of("llama")
     generator = Generator()
 
@@ -524,7 +524,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSALS, ids=[said for _, said in REFUSALS])
-def test_what_it_cannot_do_is_refused_with_the_reason(options: dict[str, Any], said: str) -> None:
+def test_unsupported_calls_are_refused_with_the_reason(options: dict[str, Any], said: str) -> None:
     model: Any = model_of("llama")
     ids = torch.tensor([PROMPT])
     settings = {"inputs": ids, "max_new_tokens": 5, "attention_mask": torch.ones_like(ids), **options}

@@ -77,7 +77,7 @@ def test_the_command_is_vllms_own_with_our_drafter() -> None:
     assert f"hdtool.runtime.integrations.vllm.{HierarchyProposer.__name__}" == PROPOSER
 
 
-def test_a_worker_opens_what_the_command_says() -> None:
+def test_a_worker_opens_the_stores_of_the_command() -> None:
     launched = Launch(MODEL, [], ServeConfig(3, 0.5, 1), StoresConfig(corpus_db="none"))
     speculation, additional = told(launched)
     assert additional["hdtool"] == {
@@ -110,14 +110,14 @@ def test_settings_are_spread_over_drafted_tokens() -> None:
     assert repair.expanded(settings.int(), ends, 5).tolist() == [0, 0, 0, 7, 7]
 
 
-def test_nothing_is_applied_to_no_rows() -> None:
+def test_an_empty_batch_is_not_processed() -> None:
     guarded = repair.with_rows_only(lambda logits, k: logits[k.max()])
     nothing = torch.empty(0, 3)
     assert guarded(nothing, torch.empty(0, dtype=torch.int32)) is nothing
     assert guarded(torch.eye(3), torch.tensor([1])).tolist() == [0, 1, 0]
 
 
-def test_what_the_user_tells_vllm_besides_stays() -> None:
+def test_the_users_additional_configuration_is_passed_on() -> None:
     _, additional = told(launch("--additional_config", '{"other": 1, "hdtool": {}}'))
     assert additional["other"] == 1
     assert additional["hdtool"]["model_db"] == MODEL_STORE
@@ -133,7 +133,7 @@ def test_what_the_user_tells_vllm_besides_stays() -> None:
         (["--tokenizer", "./nowhere"], "does not exist"),
     ],
 )
-def test_options_that_cannot_be_meant(options: list[str], said: str) -> None:
+def test_invalid_options(options: list[str], said: str) -> None:
     with pytest.raises(HdtoolError, match=said):
         launch(*options)
 
@@ -141,7 +141,7 @@ def test_options_that_cannot_be_meant(options: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     "hdtool", [1, {"model": 1}, {"min_draft_prob": "much"}, {"min_draft_prob": 7}, {"context_mib": 0}]
 )
-def test_settings_that_cannot_be_meant(hdtool: object) -> None:
+def test_invalid_settings(hdtool: object) -> None:
     with pytest.raises(OptionError):
         Settings.of({"hdtool": hdtool}, 8)
 
@@ -155,7 +155,7 @@ def test_stores_are_checked_before_vllm_starts(tmp_path: Path) -> None:
     assert str(launch("--tokenizer", other).store_set).startswith("no stores")
 
 
-def test_a_worker_that_lacks_a_store_says_where_it_runs(tmp_path: Path) -> None:
+def test_a_worker_without_a_store_names_its_host(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=f"holds no store.*on {socket.gethostname()}"):
         worker({"hdtool": {"model_db": str(tmp_path / "nowhere")}})
     with pytest.raises(StoreError, match="another tokenizer"):

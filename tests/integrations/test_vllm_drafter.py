@@ -48,7 +48,7 @@ def engine(
     return made
 
 
-def test_a_chain_goes_on_as_the_context_did() -> None:
+def test_a_chain_continues_as_the_context_did() -> None:
     asked = engine(SAID + SAID + SAID[:3], [1, 2, 3])
     assert asked.drafts() == [SAID[3:] + SAID[:1], []]
 
@@ -78,7 +78,7 @@ def test_a_draft_ends_before_the_context_does() -> None:
     assert [len(engine(context, longest=len(context) + room).drafts()[0]) for room in range(4)] == [0, 0, 1, 2]
 
 
-def test_what_is_not_worth_it_is_cut_off() -> None:
+def test_improbable_drafts_are_dropped() -> None:
     doubtful = [1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8, 1]
     bold, careful = engine(doubtful, min_draft_prob=0.02).drafts()[0], engine(doubtful, min_draft_prob=0.7).drafts()[0]
     assert len(careful) < len(bold)
@@ -110,7 +110,7 @@ def test_passes_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heard == [(2, 2 + taken + 1, 2 + taken)], "of two rows, of which one took all drafts but the last"
 
 
-def test_a_request_in_anothers_row_starts_from_nothing() -> None:
+def test_a_new_request_in_a_row_starts_with_an_empty_table() -> None:
     """As long as the one before, with the same last words: only its first token tells them apart."""
     asked = engine([1, *SAID, 2, 3, 4])
     asked.drafts()
@@ -118,7 +118,7 @@ def test_a_request_in_anothers_row_starts_from_nothing() -> None:
     assert asked.drafts() == [[]], "behind 1 the other request said 11"
 
 
-def test_rows_that_move_keep_what_is_known_of_them() -> None:
+def test_moved_rows_keep_their_tables() -> None:
     asked = engine(*([number, *SAID] for number in range(1, 6)))
     asked.drafts()
     asked.requests = [asked.requests[row] + SAID[:2] for row in (4, 0, 2)]

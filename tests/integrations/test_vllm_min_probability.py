@@ -30,17 +30,17 @@ def test_a_pass_with_room_takes_every_draft() -> None:
     assert estimated(8, lambda tokens: 0.02).floor(8) < 0.1
 
 
-def test_where_each_token_costs_as_much_as_the_first_nothing_pays() -> None:
+def test_nothing_pays_if_each_token_costs_as_much_as_the_first() -> None:
     assert estimated(8, lambda tokens: 1e-3 * tokens).floor(8) >= 0.75
 
 
-def test_the_larger_the_batch_the_likelier_a_draft_must_be() -> None:
+def test_the_minimum_probability_grows_with_the_batch() -> None:
     floors = [estimated(rows, lambda tokens: 0.01 + 1e-4 * tokens).floor(rows) for rows in (1, 8, 32, 128)]
     assert floors == sorted(floors)
     assert floors[0] < 0.1 < floors[-1]
 
 
-def test_the_floor_is_where_a_draft_brings_tokens_as_fast_as_all() -> None:
+def test_the_minimum_probability_maximizes_tokens_per_second() -> None:
     """With costs known and odds evenly spread, the best floor can be computed: no other gives more tokens a second."""
     rows, base, each = 16, 0.01, 2e-4
 
@@ -52,23 +52,23 @@ def test_the_floor_is_where_a_draft_brings_tokens_as_fast_as_all() -> None:
     assert estimated(rows, lambda tokens: base + each * tokens, 1000).floor(rows) == pytest.approx(best, abs=0.1)
 
 
-def test_before_anything_is_known_large_batches_are_left_alone() -> None:
+def test_the_prior_depends_on_the_batch() -> None:
     assert MinProbability().floor(1) == LOWEST
     assert MinProbability().floor(8) < 0.1
     assert MinProbability().floor(256) == 0.5
 
 
-def test_a_batch_of_another_size_is_judged_by_what_is_known() -> None:
+def test_the_estimate_extends_to_other_batch_sizes() -> None:
     min_probability = estimated(2, lambda tokens: 0.01 + 1e-4 * tokens)
     assert min_probability.floor(200) > 4 * min_probability.floor(2)
 
 
-def test_what_did_not_pay_is_tried_again() -> None:
+def test_drafting_is_tried_again_after_it_did_not_pay() -> None:
     min_probability = estimated(8, lambda tokens: 1e-3 * tokens)
     assert estimated(8, lambda tokens: 0.01, 2000, min_probability).floor(8) < 0.1
 
 
-def test_a_fixed_worth_is_what_it_is() -> None:
+def test_a_fixed_minimum_is_used_as_it_is() -> None:
     assert estimated(8, lambda tokens: 1e-3 * tokens, min_probability=MinProbability(0.3)).floor(8) == 0.3
 
 
@@ -86,7 +86,7 @@ def test_only_passes_over_the_same_requests_count() -> None:
         assert unchanged.floor(200) == MinProbability().floor(200)
 
 
-def test_a_stall_is_no_pass() -> None:
+def test_a_stalled_pass_has_little_weight() -> None:
     calm, stalled = (estimated(8, lambda tokens: 0.01 + 1e-4 * tokens) for _ in range(2))
     calm.observe(8, 20, 12, 0.012)
     stalled.observe(8, 20, 12, 60.0)

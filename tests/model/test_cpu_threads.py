@@ -37,7 +37,7 @@ def target() -> Target:
         ({1: 1.0}, 1, []),
     ],
 )
-def test_fewer_are_tried_until_they_are_slower(
+def test_fewer_threads_are_tried_until_they_are_slower(
     seconds: dict[int, float], chosen: int, asked: list[int], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
@@ -52,7 +52,7 @@ def test_fewer_are_tried_until_they_are_slower(
     assert tried == asked
 
 
-def test_a_number_that_was_asked_for_is_not_measured(target: Target) -> None:
+def test_a_given_number_of_threads_is_not_measured(target: Target) -> None:
     before = target.passes
     assert choose_threads(target, 2) == torch.get_num_threads() == 2
     assert target.passes == before

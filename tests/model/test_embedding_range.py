@@ -56,9 +56,7 @@ def store_set(tmp_path_factory: pytest.TempPathFactory) -> StoreSet:
 
 @pytest.mark.parametrize("layout", [never, direct], ids=["usual", "fixed"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in NEED_HEADS])
-def test_no_method_sends_a_token_that_the_model_cannot_embed(
-    method: str, layout: CaptureMaker, store_set: StoreSet
-) -> None:
+def test_no_method_drafts_a_token_without_an_embedding(method: str, layout: CaptureMaker, store_set: StoreSet) -> None:
     prompt = prompt_of(20)
     plain = answer(Target(model_of("llama"), never), prompt)
     target = Target(model_of("llama"), layout)
@@ -86,7 +84,7 @@ class Asked:
 
 
 @given(trees(2 * VOCABULARY, most=30))
-def test_what_is_left_of_a_tree_are_the_nodes_whose_whole_path_can_be_embedded(tree: DraftTree) -> None:
+def test_nodes_with_an_ancestor_without_an_embedding_are_dropped(tree: DraftTree) -> None:
     left = tree.embeddable(VOCABULARY)
     left.check_integrity()
     wanted = [
@@ -117,7 +115,7 @@ def test_an_empty_prompt_is_refused() -> None:
         answer(Target(model_of("llama"), never), [])
 
 
-def test_a_conversation_does_not_go_on_after_another_has_begun() -> None:
+def test_an_answer_cannot_continue_after_another_has_started() -> None:
     """One target holds one conversation: going on would read the other's rows of the KV cache."""
     target, prompt = Target(model_of("llama"), never), prompt_of(8)
     first = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MOST)

@@ -93,7 +93,7 @@ def test_processes_that_measure_at_once_choose_alike(fresh: Path) -> None:
     assert str(list(json.loads(kept(fresh)[0].read_text()).values())) == printed[0]
 
 
-def test_a_choice_is_kept_for_a_shape_and_a_number_of_threads(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_saved_for_each_shape_and_number_of_threads(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice(monkeypatch, own=True) == [True] * 4
     forget(monkeypatch)
     assert choice(monkeypatch, own=False) == [True] * 4
@@ -124,7 +124,7 @@ def test_a_damaged_file_is_noted_measured_again_and_replaced(
     assert kept(fresh) == [place]
 
 
-def test_a_home_that_cannot_be_written_costs_a_measurement(
+def test_a_read_only_home_folder_costs_a_measurement(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (fresh / "file").write_text("untouched")

@@ -1,4 +1,4 @@
-"""``hdtool bench --cost``: forward passes timed, told, drawn, and kept where they are found again."""
+"""``hdtool bench-cost``: forward passes timed, told, drawn, and kept where they are found again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def quick_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
-def test_contexts_are_powers_of_two_that_the_model_takes(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_are_powers_of_two_within_the_limit(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     assert embedded.target.context_limit(1) == 1024
     assert lengths_for(embedded, CostConfig()) == (64, 128, 256, 512)  # a draft needs a place as well
     assert lengths_for(embedded, CostConfig((300, 7, 300, 1023))) == (7, 300, 1023)
@@ -49,7 +49,7 @@ def test_contexts_are_powers_of_two_that_the_model_takes(embedded: Loaded, monke
     assert lengths_for(embedded, CostConfig()) == (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-def test_passes_are_timed_behind_contexts_of_their_length(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_timed_at_the_given_context_lengths(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     verify = Target.verify
 
@@ -71,7 +71,7 @@ def test_the_longest_context_leaves_room_for_a_draft(embedded: Loaded) -> None:
     assert min(times) > 0
 
 
-def test_a_curve_is_found_again_at_home(embedded: Loaded) -> None:
+def test_a_saved_curve_is_reused(embedded: Loaded) -> None:
     curve = cost_of_passes(embedded, [8])
     target = embedded.target
     save_at_home(target, curve)
@@ -82,14 +82,14 @@ def test_a_curve_is_found_again_at_home(embedded: Loaded) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_places_at_home_differ_by_all_that_costs_differ_by() -> None:
+def test_saved_curves_differ_by_model_device_dtype_and_threads() -> None:
     named = [("a", "GPU 1", "float32", 1), ("b", "GPU 1", "float32", 1), ("a", "GPU 2", "float32", 1)]
     named += [("a", "GPU 1", "float16", 1), ("a", "GPU 1", "float32", 2)]
     assert len({cost_at_home(*names) for names in named}) == 5
     assert cost_at_home("a", "AMD EPYC (family 25)/x", "float32", 2).name == "AMD-EPYC-family-25-x-float32-2.json"
 
 
-def test_models_are_told_apart_by_their_weights(embedded: Loaded) -> None:
+def test_fingerprints_differ_by_weights(embedded: Loaded) -> None:
     model = load(ModelConfig()).target.model
     assert fingerprint(model) == fingerprint(embedded.target.model)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_models_are_told_apart_by_their_weights(embedded: Loaded) -> None:
 
 
 def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["bench", "--cost", "--contexts", "16, 8", "--out", str(tmp_path / "out"), "--quiet"]
+    asked = ["bench-cost", "--contexts", "16, 8", "--out", str(tmp_path / "out"), "--quiet"]
     assert run([*asked, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     curve = CostCurve.read(tmp_path / "out" / "cost.json")
@@ -138,19 +138,18 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cost", "--contexts", "a"], "--contexts must be lengths separated by commas"),
-        (["--cost", "--contexts", "1"], "--contexts must be lengths of 2 tokens or more, got 1"),
-        (["--cost", "--threads", "0"], "--threads must be 1 or more, got 0"),
-        (["--contexts", "64"], "--contexts belongs to --cost"),
-        (["--cost", "--methods", "ar"], "--cost asks no questions: leave out --methods"),
-        (["--cost", "--limit", "2"], "--cost asks no questions: leave out --limit"),
-        (["--cost", "--contexts", "5000"], "contexts holds 5,000, but the context of hdtool-demo"),
+        (["--contexts", "a"], "--contexts must be lengths separated by commas"),
+        (["--contexts", "1"], "--contexts must be lengths of 2 tokens or more, got 1"),
+        (["--threads", "0"], "--threads must be 1 or more, got 0"),
+        (["--methods", "ar"], "No such option"),
+        (["--rounds", "9"], "No such option"),
+        (["--contexts", "5000"], "contexts holds 5,000, but the context of hdtool-demo"),
     ],
 )
-def test_mistakes_are_told_in_a_line(
+def test_mistakes_give_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert run(["bench", "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert run(["bench-cost", "--out", str(tmp_path / "out"), *arguments]) == 2
     printed = capfd.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()

@@ -33,7 +33,7 @@ MAKERS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
-def test_what_holds_addresses_is_not_copied(name: str, duplicate: Callable[[Any], object]) -> None:
+def test_objects_that_hold_addresses_cannot_be_copied(name: str, duplicate: Callable[[Any], object]) -> None:
     for held in (MAKERS[name](), [MAKERS[name]()]):
         if duplicate is copy.copy and isinstance(held, list):
             continue  # a shallow copy of a list has the same members
@@ -50,7 +50,7 @@ def test_a_context_table_holds_no_addresses_and_is_copied_whole() -> None:
     assert pickle.loads(pickle.dumps(again)).read([1, 2, 3, 1, 2, 9, 4]) == 1
 
 
-def test_a_shelf_still_travels_and_a_drafter_is_made_anew_from_it() -> None:
+def test_a_store_set_can_be_pickled() -> None:
     store_set = StoreSet.for_tokenizer(
         load_tokenizer(ModelConfig()), StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
     )

@@ -41,7 +41,7 @@ FLAT = [1.0] * len(PASS_SIZES)
 STEEP = [1 + (rows - 1) / 2 for rows in PASS_SIZES]
 
 
-def test_free_nodes_are_all_sent_and_dear_ones_not() -> None:
+def test_free_nodes_are_all_verified_and_expensive_ones_are_not() -> None:
     probs = np.array([0.9, 0.5, 0.3, 0.2, 0.1])
     assert budget_of(FLAT)[0].nodes(probs) == 5
     assert budget_of(STEEP)[0].nodes(probs[3:]) == 0
@@ -54,7 +54,7 @@ def test_a_fixed_budget_is_kept(size: int) -> None:
     assert FixedBudget(size).nodes(np.ones(LARGEST_BUDGET)) == size
 
 
-def test_where_nothing_pays_drafting_rests_ever_longer_and_wakes_up_again() -> None:
+def test_pauses_of_drafting_grow_while_it_does_not_pay() -> None:
     budget, clock = budget_of(STEEP)
     asked = []
     for step in range(400):
@@ -71,7 +71,7 @@ def test_where_nothing_pays_drafting_rests_ever_longer_and_wakes_up_again() -> N
     assert budget.most, "what paid once is tried again at once"
 
 
-def test_it_learns_what_passes_cost_here() -> None:
+def test_estimated_costs_follow_measured_passes() -> None:
     """At loading a pass of eight rows seemed as cheap as one; in the conversation it takes three times as long."""
     budget, clock = budget_of(FLAT)
     probs = np.full(7, 0.12)
@@ -91,7 +91,7 @@ def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
     assert len(drafter.draft([1, 2, 3])) <= LARGEST_BUDGET
 
 
-def test_what_bench_measured_is_used_and_a_damaged_file_is_told(
+def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
@@ -111,7 +111,7 @@ def test_what_bench_measured_is_used_and_a_damaged_file_is_told(
     assert str(file) in line and "measure it again" in line
 
 
-def test_the_cost_behind_a_longer_context_is_looked_up() -> None:
+def test_costs_follow_the_length_of_the_context() -> None:
     clock = Clock()
     budget = MeasuredBudget(clock, curve_of(FLAT, STEEP, contexts=(0, 1000)), overhead=0.0)  # type: ignore[arg-type]
     assert budget.nodes(np.full(8, 0.3)) == 8
@@ -119,29 +119,29 @@ def test_the_cost_behind_a_longer_context_is_looked_up() -> None:
     assert budget.nodes(np.full(8, 0.3)) == 0
 
 
-def shared(costs: list[float], seats: int) -> list[SharedBudget]:
+def shared(costs: list[float], slots: int) -> list[SharedBudget]:
     clock, together = Clock(), dict[int, Probs]()
     curve = curve_of(costs)
-    return [SharedBudget(clock, curve, together, seats, overhead=0.0) for _ in range(seats)]  # type: ignore[arg-type]
+    return [SharedBudget(clock, curve, together, slots, overhead=0.0) for _ in range(slots)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seats", [1, 4])
-def test_drafts_that_take_more_than_they_save_rest_in_a_batch_too(seats: int) -> None:
+@pytest.mark.parametrize("slots", [1, 4])
+def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
     """Nodes are free and bring half a token; plain steps take a second, and each draft 0.4 or 0.6 of the batch's."""
     for seconds, rests in ((0.4, False), (0.6, True)):
-        budgets = shared([1.0] * len(NODES), seats)
+        budgets = shared([1.0] * len(NODES), slots)
         awake = 0
         for _ in range(40):
             for budget in budgets:
                 if budget.most:
                     awake += 1
-                    budget.set_draft_seconds(seconds / seats)
+                    budget.set_draft_seconds(seconds / slots)
                     budget.nodes(np.array([0.5]))
             budgets[0]._target.step(1.0)  # type: ignore[attr-defined]
-        assert (awake < 20 * seats) is rests
+        assert (awake < 20 * slots) is rests
 
 
-def test_in_a_batch_one_size_is_chosen_by_what_all_trees_bring() -> None:
+def test_in_a_batch_one_size_is_chosen_by_all_trees() -> None:
     """Eight nodes cost half a pass more: one tree out of four that gains a token does not pay for it, three do."""
     costs = [1.0 if rows == 1 else 1.5 for rows in PASS_SIZES]
     good, poor = np.full(7, 0.15), np.full(7, 0.01)

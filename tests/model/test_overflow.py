@@ -88,7 +88,7 @@ def test_a_rejected_draft_that_overflows_changes_nothing(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_overflow_spoils_no_later_conversation(family: str, layout: str) -> None:
+def test_an_overflow_does_not_affect_later_answers(family: str, layout: str) -> None:
     fresh = answer(Target(poisoned(family), never), prompt_of(9))
     target = Target(poisoned(family), LAYOUTS[layout])
     drafter = Hierarchy(budget=FixedBudget(16), recycled=True)
@@ -140,7 +140,7 @@ def said(steps: Iterator[tuple[Request[int], Step]]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_neighbours_in_a_batch_do_not_matter(family: str, size: int) -> None:
+def test_slots_of_a_batch_are_independent(family: str, size: int) -> None:
     """Conversations that overflow, that have the largest ids and that end early, beside and before all others."""
     healthy = [prompt_of(length) for length in (7, 40, 12, 25)]
     others = [[*prompt_of(33), POISON, 2], [VOCABULARY - 2] * 11, [POISON]]

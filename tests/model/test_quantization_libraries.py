@@ -105,7 +105,7 @@ def test_quantised_on_loading(quantise: str, exact: bool) -> None:
     load(ModelConfig(quantization=quantise, device_map="auto"))
 
 
-def test_a_model_that_its_owner_quantised(torchao: Any) -> None:
+def test_a_quantised_checkpoint(torchao: Any) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     inputs = AutoTokenizer.from_pretrained(demo.MODEL)(QUESTIONS[1], return_tensors="pt")

@@ -1,4 +1,4 @@
-"""Quantised weights: what is refused, what is left alone, and rows that must not hear each other."""
+"""Quantised weights: what is refused, what is left alone, and rows that must be independent."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def checkpoint(folder: Path, told: dict[str, Any]) -> str:
         ({"quant_method": "gptq", "bits": 4}, "accelerate"),
     ],
 )
-def test_a_library_that_is_not_there(
+def test_a_missing_library(
     told: dict[str, Any],
     lacking: str,
     tmp_path: Path,
@@ -86,27 +86,29 @@ def test_a_library_that_is_not_there(
         load_stock(ModelConfig(folder))
 
 
-def test_a_library_that_transformers_asks_for(tmp_path: Path) -> None:
+def test_a_library_that_transformers_requires(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, {"quant_method": "aqlm"})
     with pytest.raises(HdtoolError, match=r"cannot be loaded \(its weights\): .*pip install") as error:
         load(ModelConfig(folder))
     assert "whole" not in str(error.value), "the folder is not to blame"
 
 
-def test_quantising_on_loading_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="quantise is int9: it must be one of int8, nf4"):
-        ModelConfig(quantise="int9")
+def test_quantization_on_loading_is_refused_where_it_is_impossible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OptionError, match="--quantization must be one of int8, nf4, got int9"):
+        ModelConfig(quantization="int9")
     folder = checkpoint(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
     with pytest.raises(OptionError, match="quantised already, with bitsandbytes: leave it out"):
-        load(ModelConfig(folder, quantise="int8"))
-    with pytest.raises(OptionError, match="quantise is nf4: a shape has"):
-        load_shape("llama-7b", ModelConfig(quantise="nf4"))
+        load(ModelConfig(folder, quantization="int8"))
+    with pytest.raises(OptionError, match="--quantization nf4 has no effect on a shape"):
+        load_shape("llama-7b", ModelConfig(quantization="nf4"))
     monkeypatch.setattr(quantising, "find_spec", lambda name: None)
-    with pytest.raises(HdtoolError, match="quantise nf4 needs bitsandbytes and accelerate"):
-        load(ModelConfig(quantise="nf4"))
+    with pytest.raises(HdtoolError, match="--quantization nf4 needs bitsandbytes and accelerate"):
+        load(ModelConfig(quantization="nf4"))
     monkeypatch.setattr("hdtool.runtime.model.load.leader", lambda: ProcessGroup.__new__(ProcessGroup))
-    with pytest.raises(OptionError, match="quantise is for one process"):
-        load(ModelConfig(quantise="nf4"))
+    with pytest.raises(OptionError, match="--quantization works in one process only"):
+        load(ModelConfig(quantization="nf4"))
 
 
 def test_weights_alone_are_quantised(capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +126,7 @@ def test_activations_that_share_a_scale_are_refused() -> None:
         Target(llama(OneScale))
 
 
-def test_rounding_is_told_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rounding_is_noted_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("hdtool.runtime.model.quantized_layers.HIGH_PRECISION_TOLERANCE", 0.0)
     target = Target(llama(ScalePerRow))
     assert len(said(run(target, PROMPT, GREEDY, drafter=Hierarchy()))) == len(said(run(target, PROMPT, GREEDY)))
@@ -132,7 +134,7 @@ def test_rounding_is_told_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 
 
 @pytest.mark.usefixtures("outliers_count")
-def test_outliers_of_a_row_are_its_own() -> None:
+def test_outliers_do_not_affect_other_rows() -> None:
     torch.manual_seed(0)
     layer: Any = LlmInt8(Linear(64, 48, bias=False))
     rows = torch.randn(2, 7, 64)
@@ -150,7 +152,7 @@ def test_outliers_of_a_row_are_its_own() -> None:
 
 @pytest.mark.usefixtures("outliers_count")
 def test_a_tree_is_checked_row_by_row(capfd: pytest.CaptureFixture[str]) -> None:
-    """The same draft alone and among others: rounding aside, its logits are the same, in one seat or several."""
+    """The same draft alone and among others: rounding aside, its logits are the same, in one slot or several."""
     model = llama(LlmInt8)
     target = Target(model, direct)
     assert not target.captures
@@ -160,15 +162,15 @@ def test_a_tree_is_checked_row_by_row(capfd: pytest.CaptureFixture[str]) -> None
     (few, many) = (DraftTree.of(5, list(range(9, 9 + nodes)), [-1] * nodes) for nodes in (0, 30))
     alone = target.verify(few)[0].clone()
     beside = target.verify(many)[0]
-    seats = BatchSlots(target, 2)
-    for seat in range(2):
-        seats.prefill(seat, PROMPT, 0)
-        seats.commit(seat, [])
-    seated = seats.verify([few, many])[0][0]
-    for found in (beside, seated):
+    slots = BatchSlots(target, 2)
+    for slot in range(2):
+        slots.prefill(slot, PROMPT, 0)
+        slots.commit(slot, [])
+    in_slot = slots.verify([few, many])[0][0]
+    for found in (beside, in_slot):
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
     held = len(model.model.layers[0].mlp.down_proj._forward_pre_hooks)
-    del target, seats
+    del target, slots
     assert len(model.model.layers[0].mlp.down_proj._forward_pre_hooks) == held - 1, "the model is as it was"
 
 

@@ -73,7 +73,7 @@ def layer_of(columns: int = COLUMN_MULTIPLE, outs: int = 5, *, bias: bool = True
 
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
 @settings(deadline=None)
-def test_it_multiplies_as_numbers_do(rows: int, outs: int, wholes: int, bias: bool, seed: int) -> None:
+def test_products_are_correct(rows: int, outs: int, wholes: int, bias: bool, seed: int) -> None:
     torch.manual_seed(seed)
     columns = wholes * COLUMN_MULTIPLE
     numbers, matrix = torch.randn(rows, columns), torch.randn(outs, columns)
@@ -86,7 +86,7 @@ def test_it_multiplies_as_numbers_do(rows: int, outs: int, wholes: int, bias: bo
 
 @given(st.integers(1, 12), st.integers(1, 9), st.data())
 @settings(deadline=None)
-def test_what_is_no_number_stays_none_and_in_its_row(rows: int, outs: int, data: st.DataObject) -> None:
+def test_nan_stays_in_its_row(rows: int, outs: int, data: st.DataObject) -> None:
     numbers, matrix = torch.ones(rows, COLUMN_MULTIPLE), torch.ones(outs, COLUMN_MULTIPLE)
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, COLUMN_MULTIPLE - 1))
     numbers[row, column] = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
@@ -94,7 +94,7 @@ def test_what_is_no_number_stays_none_and_in_its_row(rows: int, outs: int, data:
     torch.testing.assert_close(own_linear(numbers, matrix), linear(numbers, matrix), equal_nan=True, rtol=0, atol=0)
 
 
-def test_a_row_is_the_same_beside_others(own_rows: list[int]) -> None:
+def test_a_row_does_not_depend_on_other_rows(own_rows: list[int]) -> None:
     layer, numbers = layer_of(256, 30), torch.randn(MOST, 256)
     with torch.inference_mode():
         alone = torch.cat([layer(row) for row in numbers.split(1)])
@@ -124,7 +124,7 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, own_rows: list[
 @pytest.mark.parametrize(
     "numbers", [torch.randn(MOST + 1, COLUMN_MULTIPLE), torch.randn(COLUMN_MULTIPLE, 3).t()], ids=["many", "gaps"]
 )
-def test_other_inputs_are_multiplied_as_ever(numbers: torch.Tensor, own_rows: list[int]) -> None:
+def test_other_inputs_use_the_product_of_torch(numbers: torch.Tensor, own_rows: list[int]) -> None:
     layer = layer_of()
     with torch.inference_mode():
         assert torch.equal(layer(numbers), linear(numbers, layer.weight, layer.bias))
@@ -132,7 +132,7 @@ def test_other_inputs_are_multiplied_as_ever(numbers: torch.Tensor, own_rows: li
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.float16])
-def test_a_program_may_have_another_type_by_default(default: torch.dtype, own_rows: list[int]) -> None:
+def test_the_default_dtype_does_not_matter(default: torch.dtype, own_rows: list[int]) -> None:
     layer, numbers = layer_of(), torch.randn(3, COLUMN_MULTIPLE)
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
@@ -146,7 +146,7 @@ def test_a_program_may_have_another_type_by_default(default: torch.dtype, own_ro
     assert own_rows[0] == 3
 
 
-def test_layers_still_learn_and_change_their_type(own_rows: list[int]) -> None:
+def test_layers_can_be_trained_and_converted(own_rows: list[int]) -> None:
     layer = layer_of()
     layer(torch.ones(2, COLUMN_MULTIPLE)).sum().backward()
     assert layer.weight.grad is not None
@@ -160,7 +160,7 @@ def test_layers_still_learn_and_change_their_type(own_rows: list[int]) -> None:
     assert own_rows == []
 
 
-def test_layers_that_it_does_not_fit_are_left_alone() -> None:
+def test_unsupported_layers_are_not_changed() -> None:
     odd = Linear(COLUMN_MULTIPLE + 1, 3)
     transposed, half, fit = (Linear(COLUMN_MULTIPLE, COLUMN_MULTIPLE) for _ in range(3))
     transposed.weight.data = transposed.weight.data.t()
@@ -171,7 +171,7 @@ def test_layers_that_it_does_not_fit_are_left_alone() -> None:
     assert [type(layer) for layer in (odd, fit)] == [Linear, SmallBatchLinear]
 
 
-def test_the_faster_product_is_chosen_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_product_is_chosen_by_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     slower_by: dict[int, float] = {1: 2.0, 4: 1.5, 16: 0.5, 64: 2.0}
     timed: list[tuple[int, int]] = []
 
@@ -196,7 +196,7 @@ def test_the_faster_product_is_chosen_by_trial(monkeypatch: pytest.MonkeyPatch) 
     assert choice.own(1)
 
 
-def test_a_model_says_the_same_whatever_is_drafted(own_rows: list[int]) -> None:
+def test_drafts_do_not_change_the_answer_of_a_model(own_rows: list[int]) -> None:
     stock, model = wide(), wide()
     use_small_batch_products(model)
     prompt = prompt_of(20)

@@ -68,7 +68,7 @@ def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: 
 @pytest.mark.parametrize(
     "size", sorted({0, 1, 3, 4, 63, 64} | {rows - 1 for rows in PASS_SIZES} | set(PASS_SIZES[:-1]))
 )
-def test_sizes_at_the_borders_of_the_fixed_ones(size: int) -> None:
+def test_sizes_next_to_the_fixed_ones(size: int) -> None:
     model = model_of("mistral")
     target = Target(model, direct)
     context, tree = prompt_of(30), tree_of(size)
@@ -96,7 +96,7 @@ def test_paths_longer_than_a_step_moves(length: int) -> None:
 
 
 @given(st.lists(st.tuples(trees(VOCABULARY), st.integers(1, 300)), min_size=2, max_size=8))
-def test_masks_on_one_sheet_are_those_on_sheets_of_their_own(turns: list[tuple[DraftTree, int]]) -> None:
+def test_masks_of_a_reused_buffer_equal_those_of_new_buffers(turns: list[tuple[DraftTree, int]]) -> None:
     """Contexts that grow, and others that begin anew: nothing of an earlier mask is left."""
     sheet, windows, hidden_at = MaskBuffer(), [AttentionWindow(FULL)], torch.finfo(torch.float32).min
     for tree, length in turns:
@@ -137,7 +137,7 @@ def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe", "llama4"])
-def test_what_is_said_is_what_the_usual_steps_say(family: str, sampling: SamplingConfig) -> None:
+def test_captured_steps_give_the_same_answers(family: str, sampling: SamplingConfig) -> None:
     model = model_of(family)
     usual, fixed = Target(model), Target(model, lambda device: Rehearsed())
     prompt = prompt_of(20)
@@ -225,9 +225,7 @@ class Failing(Direct):
 
 
 @pytest.mark.parametrize("good", [0, 1, 2, 3])
-def test_a_step_that_cannot_be_recorded_is_a_usual_one_from_then_on(
-    good: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_that_cannot_be_captured_run_without_capture(good: int, capsys: pytest.CaptureFixture[str]) -> None:
     model, prompt = model_of("llama"), prompt_of(20)
     plain = said(run(Target(model), prompt, SamplingConfig()))
     target = Target(model, lambda device: Failing(good))
@@ -248,13 +246,13 @@ class Stale(Direct):
         return lambda: None
 
 
-def test_a_recording_that_says_something_else_is_found_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_capture_with_other_logits_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
     target = Target(model_of("llama"), lambda device: Stale())
     assert target._steps is None
     assert "its logits would be off by" in capsys.readouterr().err
 
 
-def test_known_likeliest_tokens_are_not_looked_for_again() -> None:
+def test_a_known_argmax_is_not_computed_again() -> None:
     rows = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
     known = Logits.of(rows, np.array([2, 2]))
     assert argmax(known).tolist() == [2, 2]

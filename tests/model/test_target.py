@@ -60,7 +60,7 @@ def test_a_tree_gets_the_logits_of_its_plain_paths(family: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize(("family", "dtype"), IN_FLOAT32 + IN_FLOAT64)
-def test_a_kept_path_is_the_context_of_the_next_step(family: str, dtype: torch.dtype) -> None:
+def test_a_committed_path_is_the_context_of_the_next_step(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, dtype)
     target = Target(model)
 
@@ -110,7 +110,7 @@ def tiny(name: str, **changes: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("Mamba", {"state_size": 4}, "cannot step back"),
+        ("Mamba", {"state_size": 4}, "cannot be rolled back"),
         ("RwkvConfig".removesuffix("Config"), {"attention_hidden_size": 32}, "recurrent state"),
         ("Qwen3Next", {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}, "linear_attention layers"),
         ("Bloom", {"n_head": 4, "n_layer": 2}, "ALiBi"),
@@ -134,7 +134,7 @@ def test_encoder_decoders_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "gemma2", "qwen3_moe", "gpt_neox"])
-def test_a_model_that_ignores_what_trees_need_is_found_out(
+def test_a_model_that_ignores_masks_or_positions_is_refused(
     family: str, ignored: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(model_of(family)).to(dtype)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_a_model_whose_code_fails_is_refused_with_its_words(monkeypatch: pytest.
         Target(model)
 
 
-def test_a_longrope_conversation_stays_on_its_side_of_the_switch() -> None:
+def test_a_longrope_answer_does_not_cross_the_switch() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
     shape = {**SHAPE, "max_position_embeddings": 128, "original_max_position_embeddings": 64}
     config = transformers.Phi3Config(

@@ -53,7 +53,7 @@ COMMANDS = [
 ]
 
 
-def test_two_processes_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_give_the_answer_of_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "together.py"
     script.write_text(TOGETHER)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -73,7 +73,7 @@ def test_two_processes_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFi
     assert done.stderr.count("drafting from") == len(COMMANDS)
 
 
-def test_weights_that_are_fetched_when_needed() -> None:
+def test_offloaded_weights() -> None:
     """As a device map leaves those that fit on no GPU; what lies on several goes the same way."""
     model, prompt = model_of("llama"), prompt_of(20)
     plain = said(run(Target(model), prompt, SamplingConfig()))
@@ -105,7 +105,7 @@ def test_a_model_in_two_places_is_not_captured(tmp_path: Path, capfd: pytest.Cap
     assert capfd.readouterr().err.count(note) == 1
 
 
-def test_a_device_map_says_what_one_device_says(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_device_map_gives_the_answer_of_one_device(capfd: pytest.CaptureFixture[str]) -> None:
     for more in ([], ["--device-map", "auto"]):
         assert app.run([*ASKED, "--max-new-tokens", "8", *more]) == 0
     one, spread = (json.loads(line) for line in capfd.readouterr().out.splitlines())
@@ -120,7 +120,7 @@ def refusal(model_type: str, heads: int, plan: object) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_a_model_that_cannot_be_split_is_refused() -> None:
     assert "no tensor-parallel plan for models of type 'gpt2'" in refusal("gpt2", 4, None)
     assert "it has 3 heads of keys and values" in refusal("llama", 3, {"layers.*.self_attn.q_proj": "colwise"})
 
@@ -142,7 +142,9 @@ def test_options_that_do_not_go_together(attempt: object, said_so: str) -> None:
     ("asked", "said_so"),
     [(DecodeConfig(batch_size=2), "batch-size is 2"), (DecodeConfig("hd+amphista"), "drafts by heads")],
 )
-def test_what_needs_the_whole_model(asked: DecodeConfig, said_so: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_that_need_the_whole_model_are_refused(
+    asked: DecodeConfig, said_so: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_decoding(asked)
     monkeypatch.setattr(ranks, "_ranks", object())
     with pytest.raises(OptionError, match=said_so):

@@ -148,7 +148,7 @@ class Heads(nn.Module):
 
     @property
     def like(self) -> torch.Tensor:
-        """A weight whose dtype and device new tensors take."""
+        """A weight; new tensors take its dtype and device."""
         return next(self.parameters())
 
     @property

@@ -53,5 +53,5 @@ def kind_of(folder: Path) -> str:
 
 def shipped_with(model: PreTrainedModel) -> list[Path]:
     """The demo's heads if this is the demo's model, else none."""
-    asked = fingerprint(model)
-    return [folder for folder in demo.HEADS if settings_of(folder)["target"] == asked]
+    target = fingerprint(model)
+    return [folder for folder in demo.HEADS if settings_of(folder)["target"] == target]

@@ -51,7 +51,7 @@ class FixedPass:
         cache.make_room(cache.length + size)
         if cache.keys_values is not self._keys_values:
             self._passes.clear()
-            self._capture.forget()
+            self._capture.reset()
             self._keys_values = cache.keys_values
         self._host[:HEADER] = torch.tensor([cache.length, new - 1])
         self._host[HEADER : HEADER + new] = torch.tensor(tokens)

@@ -72,13 +72,13 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
 def catch_up(corpus: Ints, at: Ints, context: Ints, few: int) -> None:
     """Append the new tokens of ``context`` to the table; update the weights if they are at most ``few``."""
     table = memory_at(at).table[0]
-    known = table.end
-    if known > 0 and len(context) - known <= few:
-        new = np.empty(len(context) - known, np.int64)
-        new[:] = context[known:]
+    end = table.end
+    if end > 0 and len(context) - end <= few:
+        new = np.empty(len(context) - end, np.int64)
+        new[:] = context[end:]
         feed(corpus, at, new)
         return
-    for place in range(known, len(context)):
+    for place in range(end, len(context)):
         add(table, np.int64(context[place]))
     first = max(0, len(context) - LONGEST_MATCH)
     tail = np.empty(len(context) - first, np.int64)

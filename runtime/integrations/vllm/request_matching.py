@@ -24,7 +24,7 @@ Ints = npt.NDArray[Any]
 def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
     """Choose a table for each of the ``wanted`` rows of ``contexts``; return how many rows were matched.
 
-    ``rows_of`` is the last row of each table and is updated. A table whose tokens are not a prefix of any row is free:
+    ``rows_of`` is the last row of each table and is updated. A table is free if its tokens are not a prefix of any row:
     a new row takes one and clears it. If no table is free, the row gets none.
     """
     last = np.full(len(contexts), NO_TABLE, np.int64)

@@ -12,7 +12,7 @@ KNOWN = ("--api-key", "--hf-token", "--ssl-keyfile-password")
 SECRET = re.compile(
     r"(?:^|[-_.])(?:api-?keys?|keys?|passwords?|passphrases?|secrets?|token|credentials?)$", re.IGNORECASE
 )
-"""The last word of an option, or of a key in a JSON option, whose value is a secret."""
+"""The last word of a secret option, or of a secret key in a JSON option."""
 NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 """argparse reads these as values, not as options."""
 
