@@ -1,4 +1,4 @@
-"""``hdtool bench``: all methods and the library's own, on one model, question by question."""
+"""``hdtool bench``: methods and transformers' own generate on one model, question by question."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from hdtool.cli import options
-from hdtool.cli.bench_cost import bench_cost
-from hdtool.cli.bench_shape import bench_shape
+from hdtool.cli.command import INPUT, MEASUREMENT, MODEL, OUTPUT, option
+from hdtool.cli.unused_options import method_names
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
 from hdtool.runtime.config import (
     METHODS,
     PEERS,
-    SHAPES,
     BenchConfig,
     DecodeConfig,
     ModelConfig,
     SamplingConfig,
-    ShapeConfig,
     StoresConfig,
 )
 
@@ -31,42 +27,55 @@ if TYPE_CHECKING:
     from hdtool.data.bench_results import Results
     from hdtool.runtime.evaluation.bench_plan import Plan
 
+Threads = Annotated[int | None, option(MODEL, "CPU threads of torch. Default: torch's own setting.")]
+
 
 def bench(
     questions: Annotated[
         Path | None,
-        typer.Option(
-            help="Spec-Bench's question.jsonl, or prompts as generate takes them. Default: the embedded ones."
-        ),
+        option(INPUT, "Spec-Bench's question.jsonl, or prompts as generate takes them. Default: the embedded prompts."),
     ] = None,
+    num_prompts: Annotated[
+        int | None,
+        option(
+            INPUT, "Number of questions, round-robin over the categories. Default: all.", "--num-prompts", "--limit"
+        ),
+    ] = BenchConfig.limit,
+    chat: options.Chat = None,
+    model: options.Model = ModelConfig.model,
+    assistant: Annotated[
+        str | None, option(MODEL, "Draft model of generate-assisted: a folder or a hub name.")
+    ] = BenchConfig.assistant,
+    device: options.Device = ModelConfig.device,
+    dtype: options.DType = ModelConfig.dtype,
+    quantization: options.Quantization = ModelConfig.quantization,
+    threads: Threads = BenchConfig.threads,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     methods: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"Separated by commas: {', '.join(METHODS)}; the library's {', '.join(PEERS)}. Default: all that can."
+        option(
+            MEASUREMENT,
+            f"Methods, with commas: {', '.join((*METHODS, *PEERS))}. Default: all that can run.",
+            values=(*METHODS, *PEERS),
         ),
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="What the others are compared with. Default: generate, else the first method.")
+        str | None,
+        option(
+            MEASUREMENT,
+            "Method that speed-ups are relative to. Default: generate, else the first method.",
+            values=(*METHODS, *PEERS),
+        ),
     ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder of the results; run the same command again to go on after a kill.")
-    ] = Path(BenchConfig.out),
-    limit: Annotated[
-        int | None, typer.Option(help="Questions at most, of all categories in turn.")
-    ] = BenchConfig.limit,
     rounds: Annotated[
-        int, typer.Option(help="How often each question is asked; the round of median speed counts.")
+        int, option(MEASUREMENT, "Runs of each question; the run of median speed counts.")
     ] = BenchConfig.rounds,
     warm_up: Annotated[
-        int, typer.Option(help="Questions of different categories asked before, and not counted.")
+        int, option(MEASUREMENT, "Questions answered before the measurement, not counted.")
     ] = BenchConfig.warm_up,
-    model: options.Model = ModelConfig.model,
-    assistant: Annotated[
-        str | None, typer.Option(help="The draft model of generate-assisted: a folder or a hub name.")
-    ] = BenchConfig.assistant,
     model_db: options.ModelDb = StoresConfig.model_db,
     corpus_db: options.CorpusDb = StoresConfig.corpus_db,
-    budget: options.Budget = DecodeConfig.budget,
+    draft_tokens: options.DraftTokens = DecodeConfig.draft_tokens,
     heads: options.Heads = None,
     tree: options.Tree = DecodeConfig.tree,
     max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
@@ -76,73 +85,47 @@ def bench(
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
     generation_config: options.GenerationConfig = ModelConfig.generation_config,
+    out: Annotated[Path, option(OUTPUT, "Folder of the results; the same command resumes an interrupted run.")] = Path(
+        BenchConfig.out
+    ),
     report: options.Report = None,
-    temperatures: Annotated[
-        str | None,
-        typer.Option(help="Of --report: temperatures separated by commas that everything is measured at as well."),
-    ] = None,
-    device: options.Device = ModelConfig.device,
-    dtype: options.DType = ModelConfig.dtype,
-    quantise: options.Quantise = ModelConfig.quantise,
-    threads: Annotated[
-        int | None, typer.Option(help="That torch computes with on a CPU. Default: as torch has it.")
-    ] = BenchConfig.threads,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
-    chat: options.Chat = None,
+    temperatures: Annotated[str | None, option(OUTPUT, "More temperatures for --report, separated by commas.")] = None,
     quiet: options.Quiet = False,
-    cost: Annotated[
-        bool, typer.Option("--cost", help="Measure instead what a forward pass takes, by draft nodes and context.")
-    ] = False,
-    contexts: Annotated[
-        str | None,
-        typer.Option(help="Of --cost: lengths separated by commas. Default: powers of two from 64 to 8192 at most."),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Time instead a model of this size with random weights, which says what --traces has on record: "
-            f"{', '.join(SHAPES)}, or a config.json. --model names whose tokenizer the record is in."
-        ),
-    ] = None,
-    traces: Annotated[Path | None, typer.Option(help="Of --shape: recorded answers, as replay takes them.")] = None,
     as_json: options.JsonObject = False,
 ) -> None:
-    """Measure on your own device what each method brings.
+    """Compare the speed of all methods on your device.
 
-    Every question is answered by all methods in turn, and by transformers' own generate, on one model in one
-    process. Writes a file of answers for each method, as Spec-Bench's scripts read them, and tells tokens per
-    second, speed-up, tokens per step and how many questions got the very same tokens, for each task.
+    Every question is answered by each method in turn, and by transformers' own generate, on one model in one process.
+    Prints tokens per second, speed-up, tokens per step and the number of identical answers for each task, and writes
+    a file of answers per method in Spec-Bench's format.
     """
-    chosen = tuple(name.strip() for listed in methods for name in listed.split(",")) if methods else None
-    settings = BenchConfig(None if shape else chosen, baseline, assistant, limit, rounds, warm_up, threads, str(out))
-    decoding = DecodeConfig(budget=budget, max_new_tokens=max_new_tokens, heads=tuple(heads or ()), tree=tree)
-    sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
-    loading = ModelConfig(
-        model, device, dtype, trust_remote_code, quantise=quantise, generation_config=generation_config
+    chosen = method_names(methods)
+    settings = BenchConfig(
+        methods=chosen,
+        baseline=baseline,
+        assistant=assistant,
+        limit=num_prompts,
+        rounds=rounds,
+        warm_up=warm_up,
+        threads=threads,
+        out=str(out),
     )
-    if cost or contexts is not None:
-        _refuse_beside_cost(
-            cost,
-            questions=questions,
-            methods=methods,
-            baseline=baseline,
-            limit=limit,
-            report=report,
-            temperatures=temperatures,
-            traces=traces,
-        )
-        return bench_cost(loading, shape, contexts, threads, out, quiet, as_json)
-    if shape is not None:
-        _refuse_beside_shape(
-            questions=questions, baseline=baseline, assistant=assistant, report=report, temperatures=temperatures
-        )
-        timed = ShapeConfig(shape, chosen or ShapeConfig.methods, limit)
-        stores = StoresConfig(model_db, corpus_db)
-        return bench_shape(timed, traces, replace(loading, threads=threads), decoding, stores, quiet, as_json)
-    if traces is not None:
-        raise OptionError("--traces belongs to --shape: give both")
-    hotter = _temperatures(temperatures, report, sampling)
-    asked = _questions(questions, limit)
+    decoding = DecodeConfig(
+        draft_tokens=draft_tokens, max_new_tokens=max_new_tokens, heads=tuple(heads or ()), tree=tree
+    )
+    sampling = SamplingConfig(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
+    )
+    loading = ModelConfig(
+        model=model,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+        generation_config=generation_config,
+    )
+    more_temperatures = _temperatures(temperatures, sampling)
+    asked = _questions(questions, num_prompts)
 
     from hdtool.cli.output.bench_table import record, table
     from hdtool.cli.output.show_answers import quiet_libraries
@@ -154,19 +137,19 @@ def bench(
     from hdtool.runtime.evaluation.scores import scores_of
 
     quiet_libraries()
-    plan = Plan(asked, settings, loading, decoding, sampling, StoresConfig(model_db, corpus_db), chat)
-    plans = (plan, *map(plan.at, hotter))
-    # What is in the way is refused before anything is measured.
+    store_set = StoresConfig(model_db=model_db, corpus_db=corpus_db)
+    plan = Plan(
+        asked, bench=settings, model=loading, decoding=decoding, sampling=sampling, store_set=store_set, chat=chat
+    )
+    plans = (plan, *map(plan.at, more_temperatures))
+    # Files in the way are refused before anything is measured.
     for one in plans:
         refuse_files_without_run(Path(one.bench.out), chosen or (*METHODS, *PEERS))
     if report:
         prepare(report)
     results, *others = (_measured(one, quiet) for one in plans)
     scores = scores_of(results, baseline)
-    if as_json:
-        print(json.dumps(record(results, scores), ensure_ascii=False))
-    else:
-        print(table(results, scores))
+    print(json.dumps(record(results, scores), ensure_ascii=False) if as_json else table(results, scores))
     if report:
         report_bench(report, plan, Measured(results, baseline, others), quiet=quiet)
 
@@ -178,33 +161,17 @@ def _measured(plan: Plan, quiet: bool) -> Results:
         return plan.results(shown.to)
 
 
-def _temperatures(listed: str | None, report: Path | None, sampling: SamplingConfig) -> list[float]:
-    """Those besides the one that is measured anyway."""
+def _temperatures(listed: str | None, sampling: SamplingConfig) -> list[float]:
+    """The temperatures besides that of the sampling settings."""
     if listed is None:
         return []
-    if report is None:
-        raise OptionError("--temperatures belongs to --report: give both")
     try:
         found = [float(one) for one in listed.split(",")]
     except ValueError:
-        raise OptionError(f"--temperatures is {listed}, it must be numbers separated by commas") from None
+        raise OptionError(f"--temperatures must be numbers separated by commas, got {listed}") from None
     for temperature in found:
-        replace(sampling, temperature=temperature)  # refuses what is none
+        replace(sampling, temperature=temperature)  # checks it
     return [temperature for temperature in dict.fromkeys(found) if temperature != sampling.temperature]
-
-
-def _refuse_beside_cost(cost: bool, **given: object) -> None:
-    if not cost:
-        raise OptionError("--contexts belongs to --cost: give both")
-    for name, value in given.items():
-        if value is not None:
-            raise OptionError(f"--cost asks no questions: leave out --{name}")
-
-
-def _refuse_beside_shape(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise OptionError(f"--shape asks no questions: leave out --{name}")
 
 
 def _questions(path: Path | None, limit: int | None) -> Sequence[Prompt]:

@@ -1,76 +1,103 @@
-"""``hdtool bench --cost``: what a forward pass takes, by draft nodes and context."""
+"""``hdtool bench-cost``: the time of a forward pass by draft tokens and context length."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from hdtool.cli import options
+from hdtool.cli.command import MEASUREMENT, OUTPUT, option
+from hdtool.cli.output import tables
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config import BenchConfig, CostConfig, ModelConfig
+from hdtool.runtime.config import SHAPES, BenchConfig, CostConfig, ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
 
-AT_ONCE = 8
-"""Contexts beside each other in a terminal."""
+CONTEXTS_PER_BLOCK = 8
+"""Context lengths that fit side by side in a terminal."""
 
 
 def bench_cost(
-    model: ModelConfig,
-    shape: str | None,
-    contexts: str | None,
-    threads: int | None,
-    out: Path,
-    quiet: bool,
-    as_json: bool,
+    model: options.Model = ModelConfig.model,
+    device: options.Device = ModelConfig.device,
+    dtype: options.DType = ModelConfig.dtype,
+    quantization: options.Quantization = ModelConfig.quantization,
+    threads: options.Threads = ModelConfig.threads,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    shape: Annotated[
+        str | None,
+        option(
+            MEASUREMENT,
+            f"Time a model of this shape with random weights: {', '.join(SHAPES)}, or a config.json.",
+            values=SHAPES,
+        ),
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        option(
+            MEASUREMENT,
+            f"Context lengths separated by commas. Default: powers of two from {CostConfig.shortest} to "
+            f"{CostConfig.longest} that fit the model.",
+        ),
+    ] = None,
+    out: Annotated[Path, option(OUTPUT, "Folder of cost.json and cost.png.")] = Path(BenchConfig.out),
+    quiet: options.Quiet = False,
+    as_json: options.JsonObject = False,
 ) -> None:
-    """Measure, print, and write `cost.json` and `cost.png`; of a shape, its passes with random weights."""
-    config = CostConfig(_lengths(contexts))
-    BenchConfig(threads=threads)
+    """Measure forward passes by draft tokens and context.
+
+    Prints and writes the table. generate chooses the number of draft tokens by it from then on, and replay --cost
+    predicts tokens per second from it.
+    """
+    config = CostConfig(contexts=_lengths(contexts))
+    asked = ModelConfig(
+        model=model,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        threads=threads,
+        quantization=quantization,
+    )
 
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.data.progress import bar
     from hdtool.runtime.budget.cost_curve import cost_file
-    from hdtool.runtime.budget.measure_passes import check_home, cost_of_passes, keep_at_home, lengths_for
+    from hdtool.runtime.budget.measure_passes import check_saving, cost_of_passes, lengths_for, save_at_home
     from hdtool.runtime.evaluation.cost_plot import draw_cost, picture_file
     from hdtool.runtime.evaluation.model_shapes import load_shape
-    from hdtool.runtime.model.cpu_threads import settle_threads
+    from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
 
     quiet_libraries()
     figures, drawing = out / "cost.json", out / "cost.png"
     for file in (cost_file(figures), picture_file(drawing)):
         file.check()
-    loaded = load_shape(shape, model) if shape else load(model)
-    settle_threads(loaded.target, threads)
+    loaded = load_shape(shape, asked) if shape else load(asked)
+    choose_threads(loaded.target, threads)
     lengths = lengths_for(loaded, config)
-    check_home(loaded.target)
+    check_saving(loaded.target)
     with bar(len(lengths), "contexts", quiet=quiet) as shown:
         curve = cost_of_passes(loaded, lengths, shown.to)
     curve.write(figures)
     draw_cost(curve, drawing)
-    keep_at_home(loaded.target, curve)
+    save_at_home(loaded.target, curve)
     print(json.dumps(asdict(curve)) if as_json else table(curve))
 
 
 def table(curve: CostCurve) -> str:
-    """Milliseconds, a line for each number of nodes."""
+    """Milliseconds: a row for each number of draft tokens, a column for each context length."""
     blocks = [f"{curve.model} in {curve.dtype} on {curve.device}\nmilliseconds of a forward pass"]
-    for first in range(0, len(curve.contexts), AT_ONCE):
-        shown = range(first, min(first + AT_ONCE, len(curve.contexts)))
-        lines = [_line("context", [f"{curve.contexts[place]:,}" for place in shown])]
+    for first in range(0, len(curve.contexts), CONTEXTS_PER_BLOCK):
+        shown = range(first, min(first + CONTEXTS_PER_BLOCK, len(curve.contexts)))
+        rows = [["context", *(f"{curve.contexts[place]:,}" for place in shown)]]
         for column, nodes in enumerate(curve.nodes):
             name = f"{nodes} node" + "s" * (nodes != 1)
-            lines.append(_line(name, [f"{curve.milliseconds[place][column]:.2f}" for place in shown]))
-        blocks.append("\n".join(lines))
+            rows.append([name, *(f"{curve.milliseconds[place][column]:.2f}" for place in shown)])
+        blocks.append(tables.table(rows, widths=(8, *[7] * len(shown))))
     return "\n\n".join(blocks)
-
-
-def _line(name: str, cells: Sequence[str]) -> str:
-    return f"{name:<8}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 def _lengths(contexts: str | None) -> tuple[int, ...] | None:
@@ -79,4 +106,4 @@ def _lengths(contexts: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(length) for length in contexts.split(","))
     except ValueError:
-        raise OptionError(f"contexts is {contexts!r}: it must be lengths separated by commas, as in 128,1024") from None
+        raise OptionError(f"--contexts must be lengths separated by commas, as in 128,1024, got {contexts!r}") from None

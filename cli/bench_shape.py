@@ -1,4 +1,4 @@
-"""``hdtool bench --shape``: real step costs of a model of some shape, acceptance as recorded."""
+"""``hdtool bench-shape``: real step times of a model of some shape, with the acceptance of recorded answers."""
 
 from __future__ import annotations
 
@@ -7,76 +7,125 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from hdtool.data.errors import OptionError, RecordError
+import typer
+
+from hdtool.cli import options
+from hdtool.cli.command import INPUT, MEASUREMENT, MODEL, completion, option
+from hdtool.cli.output import tables
+from hdtool.cli.unused_options import method_names
+from hdtool.data.errors import RecordError
 from hdtool.data.traces import read_traces
-from hdtool.runtime.config import DecodeConfig, ModelConfig, ShapeConfig, StoresConfig
+from hdtool.runtime.config import (
+    METHODS,
+    NEED_LOGITS,
+    SHAPE_PEERS,
+    SHAPES,
+    DecodeConfig,
+    ModelConfig,
+    ShapeConfig,
+    StoresConfig,
+)
 
 if TYPE_CHECKING:
-    from hdtool.runtime.evaluation.recorded_model import Teller, Timed
+    from hdtool.runtime.evaluation.recorded_model import ReplayRunner, Timing
     from hdtool.runtime.model.load import Loaded
     from hdtool.runtime.stores.store_set import StoreSet
 
+REPLAYED = (*SHAPE_PEERS, *(method for method in METHODS if method not in NEED_LOGITS))
+
 
 def bench_shape(
-    shape: ShapeConfig,
-    traces: Path | None,
-    model: ModelConfig,
-    decoding: DecodeConfig,
-    store_set: StoresConfig,
-    quiet: bool,
-    as_json: bool,
+    shape: Annotated[
+        str,
+        typer.Argument(
+            help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
+        ),
+    ],
+    traces: Annotated[Path, option(INPUT, "Recorded answers, as replay takes them.")],
+    limit: Annotated[int | None, option(INPUT, "Number of conversations, from the start of the file.")] = None,
+    model: Annotated[
+        str | None, option(MODEL, "Model that answered; only its tokenizer is read. Default: the demo model.")
+    ] = ModelConfig.model,
+    device: options.Device = ModelConfig.device,
+    dtype: options.DType = ModelConfig.dtype,
+    threads: options.Threads = ModelConfig.threads,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    methods: Annotated[
+        list[str] | None,
+        option(
+            MEASUREMENT,
+            f"Methods, with commas: {', '.join(REPLAYED)}. Default: {', '.join(ShapeConfig.methods)}.",
+            values=REPLAYED,
+        ),
+    ] = None,
+    model_db: options.ModelDb = StoresConfig.model_db,
+    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
+    draft_tokens: options.DraftTokens = DecodeConfig.draft_tokens,
+    max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
+    quiet: options.Quiet = False,
+    as_json: options.JsonObject = False,
 ) -> None:
-    """Time a random model of a shape while it says what is on record, and print what that took."""
-    if traces is None:
-        raise OptionError("--shape needs answers on record: name a file of them with --traces, as replay takes them")
-    recorded = read_traces([traces])[: shape.limit]
+    """Time a shape of model on recorded answers.
+
+    Every step runs a real forward pass of a model with random weights; the accepted tokens are those of the recorded
+    answers. So the speed of a large model can be measured without its weights.
+    """
+    config = ShapeConfig(shape=shape, methods=method_names(methods) or ShapeConfig.methods, limit=limit)
+    decoding = DecodeConfig(draft_tokens=draft_tokens, max_new_tokens=max_new_tokens)
+    loading = ModelConfig(model=model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, threads=threads)
+    recorded = read_traces([traces])[: config.limit]
 
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.data.progress import bar
     from hdtool.runtime.evaluation.model_shapes import load_shape
-    from hdtool.runtime.evaluation.recorded_model import Race, fitting
+    from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, fitting
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
-    from hdtool.runtime.model.cpu_threads import settle_threads
+    from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load_stops
     from hdtool.runtime.stores.store_set import StoreSet
 
     quiet_libraries()
-    loaded = load_shape(shape.shape, model)
-    settle_threads(loaded.target, model.threads)
+    store_config = StoresConfig(model_db=model_db, corpus_db=corpus_db)
+    loaded = load_shape(config.shape, loading)
+    choose_threads(loaded.target, threads)
     tokenizer = loaded.tokenizer
-    reader = TurnReader(tokenizer, load_stops(model, tokenizer), tokenizer.eos_token_id)
+    reader = TurnReader(tokenizer, load_stops(loading, tokenizer), tokenizer.eos_token_id)
     every = [turn for trace in recorded for turn in reader.turns(trace)]
     turns = fitting(every, loaded.target, decoding.max_new_tokens)
     if not turns:
-        raise RecordError(f"no answer in {traces} ends within the context of {shape.shape}: record shorter ones")
+        raise RecordError(f"no answer in {traces} ends within the context of {config.shape}: record shorter ones")
     if len(turns) < len(every):
         left_out = len(every) - len(turns)
         print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
-    race = Race(_tellers(shape.methods, loaded, StoreSet.for_tokenizer(tokenizer, store_set), decoding))
+    benchmark = PairedBenchmark(
+        _runners(config.methods, loaded, StoreSet.for_tokenizer(tokenizer, store_config), decoding)
+    )
     with bar(len(turns), "answers", quiet=quiet) as shown:
-        for done in race.run(turns):
+        for done in benchmark.run(turns):
             shown.to(done)
-    found = _report(loaded, str(traces), len(turns), race.found)
+    found = _report(loaded, str(traces), len(turns), benchmark.results)
     print(json.dumps(found, ensure_ascii=False) if as_json else table(found))
 
 
-def _tellers(methods: Sequence[str], loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig) -> dict[str, Teller]:
+def _runners(
+    methods: Sequence[str], loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig
+) -> dict[str, ReplayRunner]:
     from hdtool.runtime.drafters.methods import drafter_for
-    from hdtool.runtime.evaluation.recorded_model import ours, theirs
+    from hdtool.runtime.evaluation.recorded_model import drafting_runner, generate_runner
 
     peers: dict[str, dict[str, Any]] = {"generate": {}, "generate-static": {"cache_implementation": "static"}}
     target = loaded.target
     return {
-        name: theirs(target, **peers[name])
+        name: generate_runner(target, **peers[name])
         if name in peers
-        else ours(target, drafter_for(replace(decoding, method=name), target, store_set))
+        else drafting_runner(target, drafter_for(replace(decoding, method=name), target, store_set))
         for name in methods
     }
 
 
-def _report(loaded: Loaded, traces: str, answers: int, found: dict[str, Timed]) -> dict[str, Any]:
+def _report(loaded: Loaded, traces: str, answers: int, found: dict[str, Timing]) -> dict[str, Any]:
     """As ``--json`` prints it; names stay as they are once they have shipped."""
     import torch
 
@@ -100,7 +149,7 @@ def _report(loaded: Loaded, traces: str, answers: int, found: dict[str, Timed]) 
     }
 
 
-def _figures(one: Timed, limit: float) -> dict[str, float]:
+def _figures(one: Timing, limit: float) -> dict[str, float]:
     figures = {"tokens": one.tokens, "tokens_per_second": round(one.tokens_per_second, 2)}
     if one.stats:
         figures["tokens_per_step"] = round(one.stats.tokens_per_step, 3)
@@ -125,18 +174,20 @@ COLUMNS = {
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures in lines."""
+    """The figures as text."""
     steps = "captured steps" if found["captured"] else "steps called one by one"
-    lines = [
-        f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters in {found['dtype']}, {steps}",
-        f"{found['machine']}, threads: {found['threads']}",
-        f"{found['answers']} answers as recorded in {found['traces']}: the steps are real, what is accepted is theirs",
-        f"reading the weights once takes {found['bandwidth_limit_ms']:.2f} ms at the speed of a copy",
-        "",
-        f"{'':<16}" + "".join(f"{name:>11}" for name in COLUMNS.values()) + f"{'speed-up':>11}",
-    ]
     first = next(iter(found["methods"].values()))["tokens_per_second"]
+    rows = [["", *COLUMNS.values(), "speed-up"]]
     for name, figures in found["methods"].items():
-        cells = [f"{figures[column]:>11.2f}" if column in figures else f"{'':>11}" for column in COLUMNS]
-        lines.append(f"{name:<16}" + "".join(cells) + f"{figures['tokens_per_second'] / first:>11.2f}")
-    return "\n".join(lines)
+        cells = (f"{figures[column]:.2f}" if column in figures else "" for column in COLUMNS)
+        rows.append([name, *cells, f"{figures['tokens_per_second'] / first:.2f}"])
+    return "\n".join(
+        (
+            f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters in {found['dtype']}, {steps}",
+            f"{found['machine']}, threads: {found['threads']}",
+            f"{found['answers']} answers as recorded in {found['traces']}: real steps, recorded acceptance",
+            f"reading the weights once takes {found['bandwidth_limit_ms']:.2f} ms at the speed of a copy",
+            "",
+            tables.table(rows, widths=(16, *[9] * (len(COLUMNS) + 1))),
+        )
+    )

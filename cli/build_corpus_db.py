@@ -1,12 +1,11 @@
-"""``hdtool build-corpus-db``: an index over what people write."""
+"""``hdtool build-corpus-db``: a suffix array over texts."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from hdtool.cli import options
+from hdtool.cli.command import BUILD, option
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 
@@ -15,12 +14,12 @@ def build_corpus_db(
     model: options.Tokenizer = ModelConfig.model,
     out: options.StoreOut = None,
     namespace: options.Namespace = None,
-    tolerate: options.Tolerate = BuildConfig.tolerate,
+    max_bad_fraction: options.MaxBadFraction = BuildConfig.max_bad_fraction,
     shard_bytes: Annotated[
-        int, typer.Option(help="Bytes of tokens that are sorted as one; sorting takes seven times as much memory.")
+        int, option(BUILD, "Bytes of tokens per shard; sorting a shard takes seven times as much memory.")
     ] = BuildConfig.shard_bytes,
     workers: Annotated[
-        int | None, typer.Option(help="Shards sorted at once, and workers of Ray here. Default: one for each core.")
+        int | None, option(BUILD, "Shards sorted in parallel, and local workers of Ray. Default: one per core.")
     ] = BuildConfig.workers,
     engine: options.Engine = BuildConfig.engine,
     address: options.Address = BuildConfig.address,
@@ -30,9 +29,11 @@ def build_corpus_db(
 ) -> None:
     """Build a corpus index from texts.
 
-    A suffix array over all text of the inputs, every turn of a conversation a document of its own.
+    The index is a suffix array over the tokens of all inputs. Each turn of a conversation is a document.
     """
-    config = BuildConfig(tolerate=tolerate, shard_bytes=shard_bytes, workers=workers, engine=engine, address=address)
+    config = BuildConfig(
+        max_bad_fraction=max_bad_fraction, shard_bytes=shard_bytes, workers=workers, engine=engine, address=address
+    )
 
     from hdtool.builders.stores.build_corpus_index import build_corpus_index
     from hdtool.cli.output.show_answers import quiet_libraries
@@ -45,12 +46,17 @@ def build_corpus_db(
     if out:
         check_destination(out)
     quiet_libraries()
-    tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
-    mark = TokenizerFingerprint.of(tokenizer)
-    folder = out or store_at_home(KIND, mark, namespace)
+    tokenizer = load_tokenizer(ModelConfig(model=model, trust_remote_code=trust_remote_code))
+    fingerprint = TokenizerFingerprint.of(tokenizer)
+    folder = out or store_at_home(KIND, fingerprint, namespace)
     with (
-        engine_for(config, quiet=quiet) as who,
-        reading(inputs, tokenizer, who, answers_only=False, tolerate=tolerate, quiet=quiet) as (read, documents),
+        engine_for(config, quiet=quiet) as backend,
+        reading(inputs, tokenizer, backend, answers_only=False, tolerance=max_bad_fraction, quiet=quiet) as (
+            read,
+            documents,
+        ),
     ):
-        manifest = build_corpus_index(folder, documents, mark, read.sources, shard_bytes=shard_bytes, engine=who)
+        manifest = build_corpus_index(
+            folder, documents, fingerprint, read.sources, shard_bytes=shard_bytes, engine=backend
+        )
     report(folder, manifest, as_json=as_json)

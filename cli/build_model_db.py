@@ -1,40 +1,38 @@
-"""``hdtool build-model-db``: what a model often says."""
+"""``hdtool build-model-db``: a model store of frequent n-grams of a model's answers."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from hdtool.cli import options
+from hdtool.cli.command import BUILD, INPUT, option
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 
 def build_model_db(
     inputs: Annotated[
         list[str],
-        typer.Option("--from", help="The model's answers, as collect writes them; any input of build-corpus-db goes."),
+        option(INPUT, "The model's answers, as collect writes them, or any input of build-corpus-db.", "--from"),
     ],
     model: options.Tokenizer = ModelConfig.model,
     out: options.StoreOut = None,
     namespace: options.Namespace = None,
-    top_k: Annotated[
-        int, typer.Option(help="Sequences kept of each length, the most frequent ones.")
-    ] = BuildConfig.top_k,
-    per_key: Annotated[int, typer.Option(help="Continuations kept for each prefix.")] = BuildConfig.per_key,
-    tolerate: options.Tolerate = BuildConfig.tolerate,
+    top_k: Annotated[int, option(BUILD, "Most frequent sequences kept of each length.")] = BuildConfig.top_k,
+    per_key: Annotated[int, option(BUILD, "Continuations kept for each prefix.")] = BuildConfig.per_key,
+    max_bad_fraction: options.MaxBadFraction = BuildConfig.max_bad_fraction,
     engine: options.Engine = BuildConfig.engine,
     address: options.Address = BuildConfig.address,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Build a model store from a model's own answers.
+    """Build a model store from a model's answers.
 
-    Keeps the sequences that the model says most often, by their first 1 to 4 tokens. Of conversations
-    only the model's turns are read.
+    Keeps the most frequent sequences, by their first 1 to 4 tokens. Of conversations, only the model's turns are read.
     """
-    config = BuildConfig(tolerate=tolerate, top_k=top_k, per_key=per_key, engine=engine, address=address)
+    config = BuildConfig(
+        max_bad_fraction=max_bad_fraction, top_k=top_k, per_key=per_key, engine=engine, address=address
+    )
 
     from hdtool.builders.stores.build_model_store import build_model_store
     from hdtool.cli.output.show_answers import quiet_libraries
@@ -47,12 +45,17 @@ def build_model_db(
     if out:
         check_destination(out)
     quiet_libraries()
-    tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
-    mark = TokenizerFingerprint.of(tokenizer)
-    folder = out or store_at_home(KIND, mark, namespace)
+    tokenizer = load_tokenizer(ModelConfig(model=model, trust_remote_code=trust_remote_code))
+    fingerprint = TokenizerFingerprint.of(tokenizer)
+    folder = out or store_at_home(KIND, fingerprint, namespace)
     with (
-        engine_for(config, quiet=quiet) as who,
-        reading(inputs, tokenizer, who, answers_only=True, tolerate=tolerate, quiet=quiet) as (read, documents),
+        engine_for(config, quiet=quiet) as backend,
+        reading(inputs, tokenizer, backend, answers_only=True, tolerance=max_bad_fraction, quiet=quiet) as (
+            read,
+            documents,
+        ),
     ):
-        manifest = build_model_store(folder, documents, mark, read.sources, top_k=top_k, per_key=per_key, engine=who)
+        manifest = build_model_store(
+            folder, documents, fingerprint, read.sources, top_k=top_k, per_key=per_key, engine=backend
+        )
     report(folder, manifest, as_json=as_json)

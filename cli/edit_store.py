@@ -9,17 +9,18 @@ from typing import Annotated
 import typer
 
 from hdtool.cli import options
+from hdtool.cli.command import INPUT, OUTPUT, option
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 
 def merge(
     stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="Stores of one kind and one tokenizer.")],
-    out: Annotated[Path, typer.Option(help="The folder of the united store; it may be one of them.")],
+    out: Annotated[Path, option(OUTPUT, "Folder of the merged store; it may be one of the inputs.")],
     as_json: options.Json = False,
 ) -> None:
-    """Unite stores.
+    """Merge stores of one kind.
 
-    A source that several of them hold is taken once.
+    An input that several of them hold is counted once.
     """
     from hdtool.builders.stores import edit_store as rework
     from hdtool.cli.output.store_output import report
@@ -31,16 +32,16 @@ def add(
     store: options.StoreFolder,
     inputs: options.Inputs,
     model: options.Tokenizer = ModelConfig.model,
-    tolerate: options.Tolerate = BuildConfig.tolerate,
+    max_bad_fraction: options.MaxBadFraction = BuildConfig.max_bad_fraction,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Add texts to a store.
 
-    The result is what a build from all the inputs together would have given.
+    The result equals a build from all inputs together.
     """
-    config = BuildConfig(tolerate=tolerate)
+    config = BuildConfig(max_bad_fraction=max_bad_fraction)
 
     from hdtool.builders.stores import edit_store as rework
     from hdtool.builders.stores.engine import LocalEngine
@@ -52,9 +53,11 @@ def add(
 
     quiet_libraries()
     kind = read_manifest(store).kind
-    tokenizer = load_tokenizer(ModelConfig(model, trust_remote_code=trust_remote_code))
+    tokenizer = load_tokenizer(ModelConfig(model=model, trust_remote_code=trust_remote_code))
     here = LocalEngine()
-    with reading(inputs, tokenizer, here, answers_only=kind == MODEL, tolerate=config.tolerate, quiet=quiet) as (
+    with reading(
+        inputs, tokenizer, here, answers_only=kind == MODEL, tolerance=config.max_bad_fraction, quiet=quiet
+    ) as (
         read,
         documents,
     ):
@@ -66,16 +69,16 @@ def drop(
     store: options.StoreFolder,
     source: Annotated[
         str,
-        typer.Option(
-            help="The source to remove: its name as inspect shows it, its file name if only one source has it, "
-            "or 8 or more digits of its hash."
+        option(
+            INPUT,
+            "Input to remove: its name as inspect shows it, its file name if unique, or 8 or more digits of its hash.",
         ),
     ],
     as_json: options.Json = False,
 ) -> None:
-    """Remove what one source brought to a store.
+    """Remove the contribution of one input from a store.
 
-    For privacy or licence: nothing that only this source brought is left in any file.
+    For privacy or licences: no file keeps anything that only this input contributed.
     """
     from hdtool.builders.stores import edit_store as rework
     from hdtool.cli.output.store_output import report

@@ -18,13 +18,20 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 def generate(
     prompt: options.Prompt = None,
     prompts: options.Prompts = None,
+    chat: options.Chat = None,
     model: options.Model = ModelConfig.model,
+    device: options.Device = ModelConfig.device,
+    device_map: options.DeviceMap = ModelConfig.device_map,
+    dtype: options.DType = ModelConfig.dtype,
+    quantization: options.Quantization = ModelConfig.quantization,
+    threads: options.Threads = ModelConfig.threads,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     method: options.Method = DecodeConfig.method,
     model_db: options.ModelDb = StoresConfig.model_db,
     corpus_db: options.CorpusDb = StoresConfig.corpus_db,
-    budget: options.Budget = DecodeConfig.budget,
-    use: options.Use = DecodeConfig.use,
-    order: options.Order = DecodeConfig.order,
+    draft_tokens: options.DraftTokens = DecodeConfig.draft_tokens,
+    sources: options.Sources = options.ALL_SOURCES,
+    order: options.Order = options.ORDER,
     lookahead: options.Lookahead = DecodeConfig.lookahead,
     heads: options.Heads = None,
     tree: options.Tree = DecodeConfig.tree,
@@ -36,54 +43,68 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
     generation_config: options.GenerationConfig = ModelConfig.generation_config,
-    device: options.Device = ModelConfig.device,
-    device_map: options.DeviceMap = ModelConfig.device_map,
-    dtype: options.DType = ModelConfig.dtype,
-    quantise: options.Quantise = ModelConfig.quantise,
-    threads: options.Threads = ModelConfig.threads,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
-    chat: options.Chat = None,
     stats: options.Stats = False,
     color: options.Color = False,
     as_json: options.Json = False,
 ) -> int:
     """Answer prompts with a language model.
 
-    Asks the embedded demo model unless --model names another; streams the answers to standard output.
-    Whatever the method, the answer is that of plain decoding; drafting only makes it come sooner.
-    Under torchrun the processes share one model: torchrun --nproc-per-node 2 -m hdtool.cli generate ...
+    Streams the answers to standard output. Drafting changes their speed, not their text. Under torchrun, the processes
+    share one model: torchrun --nproc-per-node 2 -m hdtool.cli generate ...
     """
-    # Everything that can be wrong with what was typed is found before a model is loaded.
-    folders = tuple(heads or ())
-    decoding = DecodeConfig(method, max_new_tokens, budget, use, order, lookahead, batch_size, folders, tree)
-    sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
+    # Settings are checked before a model is loaded.
+    decoding = DecodeConfig(
+        method=method,
+        max_new_tokens=max_new_tokens,
+        draft_tokens=draft_tokens,
+        use=sources,
+        order=order,
+        lookahead=lookahead,
+        batch_size=batch_size,
+        heads=tuple(heads or ()),
+        tree=tree,
+    )
+    sampling = SamplingConfig(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
+    )
     asked = _asked(prompt, prompts)
 
     from hdtool.cli.output.show_answers import (
-        LEGEND,
-        in_all,
+        batch_summary,
+        colors_shown,
+        legend,
         numbered,
+        print_sources,
         quiet_libraries,
         record,
-        run,
+        stream,
         summary,
-        tell_sources,
     )
     from hdtool.runtime.answerer import Answerer
 
     quiet_libraries()
-    store_set = StoresConfig(model_db, corpus_db)
-    asked_for = ModelConfig(model, device, dtype, trust_remote_code, threads, device_map, quantise, generation_config)
-    answerer = Answerer(asked_for, decoding, sampling, chat, store_set)
+    store_set = StoresConfig(model_db=model_db, corpus_db=corpus_db)
+    loading = ModelConfig(
+        model=model,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        threads=threads,
+        device_map=device_map,
+        quantization=quantization,
+        generation_config=generation_config,
+    )
+    answerer = Answerer(loading, decoding, sampling, chat, store_set)
     answerer.check(asked)
-    tell_sources(answerer.store_set)
+    print_sources(answerer.store_set)
+    color = color and colors_shown()
     if color:
-        print(LEGEND, file=sys.stderr)
+        print(legend(), file=sys.stderr)
     started, tokens, interrupted = time.perf_counter(), 0, False
     for number, answer in numbered(answerer.all_answers(asked)):
         if len(asked) > 1 and not as_json:
             print(f"── {number}/{len(asked)} {answer.prompt.id}", file=sys.stderr)
-        run(answer, show=not as_json, color=color)
+        stream(answer, show=not as_json, color=color)
         if as_json:
             print(json.dumps(record(answer), ensure_ascii=False), flush=True)
         if stats or answer.interrupted:
@@ -91,7 +112,7 @@ def generate(
         tokens += answer.stats.tokens
         interrupted |= answer.interrupted
     if stats and batch_size > 1:
-        print(in_all(tokens, time.perf_counter() - started, batch_size), file=sys.stderr)
+        print(batch_summary(tokens, time.perf_counter() - started, batch_size), file=sys.stderr)
     return INTERRUPTED if interrupted else 0
 
 

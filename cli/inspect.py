@@ -6,9 +6,8 @@ import json
 from heapq import nlargest
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from hdtool.cli import options
+from hdtool.cli.command import INPUT, OUTPUT, option
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.config import ModelConfig
 
@@ -26,27 +25,25 @@ if TYPE_CHECKING:
 
 def inspect(
     store: options.StoreFolder,
-    after: Annotated[str | None, typer.Option(help="Show what the store would draft after this text.")] = None,
-    latency: Annotated[
-        bool, typer.Option("--latency", help="Time look-ups of contexts from the store itself.")
-    ] = False,
+    after: Annotated[str | None, option(INPUT, "Show what the store would draft after this text.")] = None,
+    latency: Annotated[bool, option(OUTPUT, "Time lookups of contexts from the store itself.", "--latency")] = False,
     ngrams: Annotated[
         str | None,
-        typer.Option(help="List a model store's most frequent n-grams that begin with this text, or all with ''."),
+        option(INPUT, "List a model store's most frequent n-grams that begin with this text; all with ''."),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
+    verify: Annotated[bool, option(OUTPUT, "Read every file and compare its checksum.", "--verify")] = False,
     model: options.Tokenizer = ModelConfig.model,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     as_json: options.Json = False,
 ) -> None:
-    """Show what a store is, from what it was built, and what it would draft."""
+    """Show what a store holds and what it would draft."""
     from hdtool.cli.output.store_output import description
     from hdtool.data.stores.store import damaged, read_store
 
     if after == "":
         raise OptionError("--after is empty: give the text after which the store shall draft")
 
-    config = ModelConfig(model, trust_remote_code=trust_remote_code)
+    config = ModelConfig(model=model, trust_remote_code=trust_remote_code)
 
     def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str], list[dict[str, Any]]]:
         opened = None

@@ -7,141 +7,174 @@ from typing import Annotated
 
 import typer
 
-from hdtool.runtime.config import DEVICE_MAPS, DEVICES, DTYPES, ENGINES, LARGEST_BUDGET, METHODS, QUANTISATIONS
+from hdtool.cli.command import BUILD, DRAFTING, INPUT, MODEL, OUTPUT, SAMPLING, option
+from hdtool.runtime.config import (
+    DEVICE_MAPS,
+    DEVICES,
+    DTYPES,
+    ENGINES,
+    LARGEST_BUDGET,
+    METHODS,
+    QUANTIZATIONS,
+    SOURCE_NAMES,
+    TREES,
+    DecodeConfig,
+    ReplayConfig,
+)
 
 INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
 
-Model = Annotated[
-    str | None,
-    typer.Option(help="Folder or hub name of a decoder-only transformers model. Default: the embedded demo model."),
-]
-Method = Annotated[
-    str,
-    typer.Option(
-        help="How tokens are drafted: " + "; ".join(f"{name}, {method.description}" for name, method in METHODS.items())
-    ),
-]
-ModelDb = Annotated[
-    str | None,
-    typer.Option(help="Folder of a model store, or none. Default: the one in hdtool's home for this tokenizer."),
-]
-CorpusDb = Annotated[
-    str | None,
-    typer.Option(help="Folder of a corpus index, or none. Default: the one in hdtool's home for this tokenizer."),
-]
-Budget = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Draft nodes a step, 0 to {LARGEST_BUDGET}. Default: as many as pay, by measured forward passes."
-    ),
-]
-Use = Annotated[
-    str,
-    typer.Option(
-        help="Sources of hd, hd-paper and hd+logitspec, as far as they know them: C context table, M model store, "
-        "S corpus, L last logit, K copied logits, R recycled logits."
-    ),
-]
-DatabasesInUse = Annotated[
-    str, typer.Option("--use", help="Databases that hd and hd-paper use: C context table, M model store, S corpus.")
-]
-Order = Annotated[str, typer.Option(help="In which hd-paper asks the databases.")]
-Lookahead = Annotated[
-    bool, typer.Option("--lookahead/--no-lookahead", help="Whether hd-paper feeds its context table by lookahead.")
-]
-MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
-BatchSize = Annotated[
-    int,
-    typer.Option(help="Prompts that are answered at once, in one pass for all; more than 1 do not stream."),
-]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, more samples.")]
-TopK = Annotated[
-    int | None, typer.Option(help="Sample from the k likeliest tokens, 0 from all. Default: the model's own.")
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(help="Sample from the likeliest tokens that hold this share. Default: the model's own."),
-]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1 discourages tokens already seen. Default: the model's own.")
-]
-GenerationConfig = Annotated[
-    str | None,
-    typer.Option(
-        help="A generation_config.json, or its folder, in place of the model's own; none: the library's defaults."
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Same seed, same answer: every draw is keyed by seed and position.")]
-Device = Annotated[str, typer.Option(help=f"Where the model runs: {', '.join(DEVICES)} or cuda:N.")]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(help=f"Spread a model over all GPUs of this machine: {', '.join(DEVICE_MAPS)}."),
-]
-Quantise = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Quantise the weights on loading: {', '.join(QUANTISATIONS)} (torchao's and bitsandbytes'). "
-        "Default: as the checkpoint has them."
-    ),
-]
-DType = Annotated[
-    str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. auto: float32 on CPUs, else the checkpoint's own.")
-]
-Threads = Annotated[
-    int | None, typer.Option(help="That torch computes with on a CPU. Default: as many as are fastest, as measured.")
-]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the model.")]
-Prompt = Annotated[str | None, typer.Option(help="The text to answer. Without it, --prompts or standard input.")]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(help="A file of prompts, one a line: text, or JSON with prompt, messages or turns."),
-]
+
+ALL_SOURCES, STORE_SOURCES, ORDER = (
+    ",".join(SOURCE_NAMES[letter] for letter in letters)
+    for letters in (DecodeConfig.use, ReplayConfig.use, DecodeConfig.order)
+)
+"""The defaults by name."""
+STORES = tuple(STORE_SOURCES.split(","))
+
+# Input
+Prompt = Annotated[str | None, option(INPUT, "Text to answer. Default: --prompts or standard input.")]
+Prompts = Annotated[Path | None, option(INPUT, "File of prompts, one per line: text, or JSON with prompt or messages.")]
 Chat = Annotated[
     bool | None,
-    typer.Option("--chat/--raw", help="Ask through the model's chat template, or as it stands. Default: chat if any."),
+    option(INPUT, "Apply the model's chat template or not. Default: if it has one.", "--chat/--raw"),
 ]
-Heads = Annotated[
-    list[str] | None,
-    typer.Option(help="Folder of trained heads for amphista or medusa; may be given for each. Default: the demo's."),
-]
-Tree = Annotated[
-    str, typer.Option(help="Of heads alone: dynamic, the likeliest paths of each step, or static, the trained tree.")
-]
-Stats = Annotated[bool, typer.Option("--stats", help="Tell on standard error what each answer took.")]
-Color = Annotated[
-    bool, typer.Option("--color", help="Show each token in the colour of the source that drafted it, with a legend.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object an answer, and nothing else.")]
-JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 Inputs = Annotated[
     list[str],
-    typer.Argument(help="Files, folders or globs: ShareGPT JSON, chat or plain JSONL, text, Parquet; .gz on top."),
+    typer.Argument(help="Files, folders or globs: ShareGPT JSON, chat or plain JSONL, text, Parquet; also as .gz."),
+]
+StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store.")]
+MaxBadFraction = Annotated[float, option(INPUT, "Share of records that may be unusable; they are counted and named.")]
+
+# Model
+Model = Annotated[
+    str | None, option(MODEL, "Folder or hub name of a decoder-only transformers model. Default: the demo model.")
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option("--model", help="The model whose tokenizer the store is for. Default: the embedded demo model."),
+    option(MODEL, "Model that the store is for; only its tokenizer is read. Default: the demo model.", "--model"),
 ]
-StoreOut = Annotated[
-    Path | None,
-    typer.Option("--out", help="The store's folder. Default: in hdtool's home, where generate finds it."),
-]
-Namespace = Annotated[
+Device = Annotated[str, option(MODEL, f"Device: {', '.join(DEVICES)} or cuda:N.", values=DEVICES)]
+DeviceMap = Annotated[
     str | None,
-    typer.Option(
-        help="Whose store it is: the name under which a server serves the model, where hdtool serve finds it."
+    option(MODEL, f"Spread the model over all GPUs: {', '.join(DEVICE_MAPS)}.", values=DEVICE_MAPS),
+]
+Quantization = Annotated[
+    str | None,
+    option(
+        MODEL,
+        f"Quantize the weights on loading: {', '.join(QUANTIZATIONS)} (torchao, bitsandbytes). Default: none.",
+        values=QUANTIZATIONS,
     ),
 ]
-Tolerate = Annotated[float, typer.Option(help="The share of records that may be unusable; they are counted and named.")]
-Engine = Annotated[
-    str, typer.Option(help=f"Who reads, tokenizes, counts and sorts: {', '.join(ENGINES)}. The store is the same.")
+DType = Annotated[
+    str,
+    option(
+        MODEL, f"{', '.join(DTYPES)}. auto: float32 on CPUs, else that of the checkpoint.", "--dtype", values=DTYPES
+    ),
 ]
-Address = Annotated[
+Threads = Annotated[int | None, option(MODEL, "CPU threads of torch. Default: the fastest number, as measured.")]
+TrustRemoteCode = Annotated[bool, option(MODEL, "Run code that comes with the model.", "--trust-remote-code")]
+GenerationConfig = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT of a Ray cluster's head. Default: Ray starts workers on this machine."),
+    option(SAMPLING, "A generation_config.json or its folder instead of the model's; none: the library's defaults."),
 ]
-StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]
-Report = Annotated[
-    Path | None, typer.Option(help="Folder for a page with tables and figures, index.html, and the figures as PNG.")
+
+# Drafting
+Method = Annotated[
+    str,
+    option(
+        DRAFTING,
+        "Drafting method: " + "; ".join(f"{name}, {method.description}" for name, method in METHODS.items()) + ".",
+        values=METHODS,
+    ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
+ModelDb = Annotated[
+    str | None, option(DRAFTING, "Folder of a model store, or none. Default: that of this tokenizer in hdtool's home.")
+]
+CorpusDb = Annotated[
+    str | None, option(DRAFTING, "Folder of a corpus index, or none. Default: that of this tokenizer in hdtool's home.")
+]
+DraftTokens = Annotated[
+    int | None,
+    option(DRAFTING, f"Most draft tokens per step, 0 to {LARGEST_BUDGET}. Default: by the measured time of passes."),
+]
+Sources = Annotated[
+    str,
+    option(
+        DRAFTING,
+        f"Sources to draft from, with commas: {', '.join(SOURCE_NAMES.values())}; or their letters "
+        f"{''.join(SOURCE_NAMES)}. A method ignores those that it does not have.",
+        values=SOURCE_NAMES.values(),
+    ),
+]
+StoreSources = Annotated[
+    str,
+    option(
+        DRAFTING,
+        f"Sources of hd and hd-paper, with commas: {', '.join(STORES)}; or letters.",
+        "--sources",
+        values=STORES,
+    ),
+]
+Order = Annotated[
+    str,
+    option(DRAFTING, "Order in which hd-paper queries its sources: names or letters.", values=STORES),
+]
+Lookahead = Annotated[
+    bool, option(DRAFTING, "Fill the context table of hd-paper by lookahead decoding.", "--lookahead/--no-lookahead")
+]
+Heads = Annotated[
+    list[str] | None,
+    option(DRAFTING, "Folder of trained heads, repeatable for several kinds. Default: those of the demo model."),
+]
+Tree = Annotated[
+    str,
+    option(
+        DRAFTING,
+        "Draft tree of medusa and amphista: dynamic, the most probable paths of each step, or static, as trained.",
+        values=TREES,
+    ),
+]
+
+# Sampling
+MaxNewTokens = Annotated[int, option(SAMPLING, "Most tokens of an answer.")]
+BatchSize = Annotated[
+    int, option(SAMPLING, "Prompts answered in one batch (continuous batching); above 1 without streaming.")
+]
+Temperature = Annotated[float, option(SAMPLING, "Sampling temperature; 0 is greedy.")]
+TopK = Annotated[
+    int | None, option(SAMPLING, "Sample from the k most probable tokens; 0: from all. Default: the model's own.")
+]
+TopP = Annotated[
+    float | None,
+    option(SAMPLING, "Nucleus sampling: the most probable tokens up to this sum. Default: the model's own."),
+]
+RepetitionPenalty = Annotated[
+    float | None, option(SAMPLING, "Penalty of tokens already seen; 1 is none. Default: the model's own.")
+]
+Seed = Annotated[int, option(SAMPLING, "Seed of sampling; the answer is the same for every method.")]
+
+# Build
+StoreOut = Annotated[
+    Path | None, option(OUTPUT, "Folder of the store. Default: in hdtool's home, where generate finds it.", "--out")
+]
+Namespace = Annotated[
+    str | None, option(OUTPUT, "Tenant of the store: the served model name under which hdtool serve finds it.")
+]
+Engine = Annotated[str, option(BUILD, f"Build backend: {', '.join(ENGINES)}. The store is the same.", values=ENGINES)]
+Address = Annotated[
+    str | None, option(BUILD, "HOST:PORT of a Ray cluster. Default: Ray starts workers on this machine.")
+]
+
+# Output
+Stats = Annotated[bool, option(OUTPUT, "Print time, steps and sources of each answer to standard error.", "--stats")]
+Color = Annotated[
+    bool,
+    option(OUTPUT, "Colour tokens by source in a terminal; NO_COLOR and FORCE_COLOR are respected.", "--color"),
+]
+Json = Annotated[bool, option(OUTPUT, "Print one JSON object per answer and nothing else.", "--json")]
+JsonObject = Annotated[bool, option(OUTPUT, "Print one JSON object and nothing else.", "--json")]
+Report = Annotated[Path | None, option(OUTPUT, "Folder for a page with tables and figures: index.html and PNG files.")]
+Quiet = Annotated[bool, option(OUTPUT, "Show no progress bar.", "--quiet")]

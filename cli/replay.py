@@ -1,4 +1,4 @@
-"""``hdtool replay``: what each method would have had accepted on recorded conversations, without the model."""
+"""``hdtool replay``: acceptance of each method on recorded conversations, without the model."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from hdtool.cli import options
+from hdtool.cli.command import DRAFTING, INPUT, MEASUREMENT, MODEL, OUTPUT, option
+from hdtool.cli.unused_options import method_names
 from hdtool.data.errors import RecordError
-from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET, ModelConfig, ReplayConfig, StoresConfig
+from hdtool.runtime.config import (
+    FIXED_BUDGET,
+    LARGEST_BUDGET,
+    METHODS,
+    NEED_LOGITS,
+    ModelConfig,
+    ReplayConfig,
+    StoresConfig,
+)
 
 if TYPE_CHECKING:
     from hdtool.data.files.atomic_write import OutputFile
     from hdtool.data.traces import Trace
     from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-    from hdtool.runtime.evaluation.replay_results import Played
+    from hdtool.runtime.evaluation.replay_results import ReplayResult
 
+REPLAYED = tuple(method for method in METHODS if method not in NEED_LOGITS)
 TURN_KEYS = (
     "method",
     "conversation",
@@ -31,67 +40,78 @@ TURN_KEYS = (
     "nodes",
     "sources",
 )
-"""Of a line of ``--steps``, by which such a file is recognised."""
+"""Keys of a line of ``--steps``, by which such a file is recognised."""
 NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs the model"
 
 
 def replay(
     traces: Annotated[
         list[Path],
-        typer.Option(help="Recordings: chat JSONL, what collect writes, or Spec-Bench answers. Repeatable."),
+        option(INPUT, "Recordings, repeatable: chat JSONL, output of collect, or Spec-Bench answers."),
     ],
-    questions: Annotated[
-        Path | None, typer.Option(help="The questions of Spec-Bench answer files, question.jsonl.")
+    questions: Annotated[Path | None, option(INPUT, "Questions of Spec-Bench answer files: question.jsonl.")] = None,
+    limit: Annotated[
+        int | None, option(INPUT, "Number of conversations, from the start of the recordings.")
+    ] = ReplayConfig.limit,
+    chat: Annotated[
+        bool | None,
+        option(INPUT, "Rebuild contexts by the chat template or as text. Default: chat if any.", "--chat/--raw"),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="The model that answered; only its tokenizer is read. Default: the embedded demo model."),
+        str | None, option(MODEL, "Model that answered; only its tokenizer is read. Default: the demo model.")
     ] = ModelConfig.model,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     methods: Annotated[
         list[str] | None,
-        typer.Option(help="Methods, separated by commas. Default: all that need no logits and find their stores."),
+        option(
+            DRAFTING,
+            f"Methods, with commas: {', '.join(REPLAYED)}. Default: all that find their stores.",
+            values=REPLAYED,
+        ),
     ] = None,
     model_db: options.ModelDb = StoresConfig.model_db,
     corpus_db: options.CorpusDb = StoresConfig.corpus_db,
-    budget: Annotated[
+    draft_tokens: Annotated[
         int | None,
-        typer.Option(
-            help=f"Draft nodes a step of hd and rest, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or with --cost "
-            "as many as pay."
+        option(
+            DRAFTING,
+            f"Most draft tokens per step of hd and rest, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by "
+            "--cost.",
         ),
-    ] = ReplayConfig.budget,
-    use: options.DatabasesInUse = ReplayConfig.use,
-    order: options.Order = ReplayConfig.order,
+    ] = ReplayConfig.draft_tokens,
+    sources: options.StoreSources = options.STORE_SOURCES,
+    order: options.Order = options.ORDER,
     cost: Annotated[
         str | None,
-        typer.Option(
-            help="What a forward pass takes: milliseconds by draft nodes, as in 0:20.1,8:20.9,32:24, or a file of "
-            "them. Predicts tokens per second."
+        option(
+            MEASUREMENT,
+            "Time of a forward pass, to predict tokens per second: milliseconds by draft tokens, as in "
+            "0:20.1,8:20.9,32:24, or a cost.json of bench-cost.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Conversations to replay at most, the first ones.")] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--raw", help="Rebuild contexts by the chat template, or as text. Default: chat if any."),
-    ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Processes. Default: one for each core, if there is enough to do for them.")
+        int | None, option(MEASUREMENT, "Worker processes. Default: one per core for large recordings.")
     ] = ReplayConfig.workers,
     steps: Annotated[
-        Path | None, typer.Option(help="Write one JSON line for each method and turn: how many tokens each step got.")
+        Path | None, option(OUTPUT, "File for one JSON line per method and turn, with the tokens of each step.")
     ] = None,
     report: options.Report = None,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> None:
-    """Replay recorded conversations: what each method would have had accepted, without the model.
+    """Estimate gains offline from recorded answers.
 
-    A recorded answer tells of every draft whether the model would have taken it. Methods that need the model's
-    logits cannot be replayed; hd-paper is, without its lookahead branch.
+    A recorded answer shows of every draft which tokens the model would have accepted, so no model is needed. Methods
+    that draft from logits cannot be replayed; hd-paper is replayed without its lookahead branch.
     """
-    names = tuple(name.strip() for listed in methods or () for name in listed.split(","))
-    config = ReplayConfig(names, budget, use, order, limit, workers)
+    config = ReplayConfig(
+        methods=method_names(methods) or (),
+        draft_tokens=draft_tokens,
+        use=sources,
+        order=order,
+        limit=limit,
+        workers=workers,
+    )
 
     from hdtool.cli.output.replay_table import in_words, record
     from hdtool.cli.output.show_answers import quiet_libraries
@@ -114,31 +134,31 @@ def replay(
     quiet_libraries()
     if report:
         prepare(report)
-    asked = ModelConfig(model, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(asked)
-    store_set = StoreSet.for_tokenizer(tokenizer, StoresConfig(model_db, corpus_db))
+    loading = ModelConfig(model=model, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(loading)
+    store_set = StoreSet.for_tokenizer(tokenizer, StoresConfig(model_db=model_db, corpus_db=corpus_db))
     chosen = config.methods_with(corpus=store_set.corpus is not None)
     print(f"drafting from {store_set}", file=sys.stderr)
     if "hd-paper" in chosen:
         print(NO_LOOKAHEAD, file=sys.stderr)
-    reader = TurnReader(tokenizer, load_stops(asked, tokenizer), tokenizer.eos_token_id, chat)
+    reader = TurnReader(tokenizer, load_stops(loading, tokenizer), tokenizer.eos_token_id, chat)
     conversations = _turns(reader, recorded, quiet)
     contenders = [Contender(name, config.decoding(name), curve) for name in chosen]
     with bar(len(chosen) * sum(map(len, conversations)), "turns", quiet=quiet) as shown:
-        played = replayed(contenders, conversations, store_set, workers=config.workers, told=shown.to)
+        played = replayed(contenders, conversations, store_set, workers=config.workers, on_progress=shown.to)
     if steps:
         _write_steps(steps, played)
     print(json.dumps(record(played, curve), ensure_ascii=False) if as_json else in_words(played, curve))
     if report:
-        study = Study(conversations, store_set, config.budget, config.workers)
+        study = Study(conversations, store_set, config.draft_tokens, config.workers)
         report_replay(report, study, recorded, tokenizer, played, curve, quiet=quiet)
 
 
 def _answered(traces: list[Trace]) -> list[Trace]:
-    """Those that hold an answer; how many do not is told."""
+    """The traces that hold an answer; the number of others is printed."""
     kept = [trace for trace in traces if trace.answers]
     if lacking := len(traces) - len(kept):
-        print(f"left out: {lacking} of {len(traces)} conversations, in which the model says nothing", file=sys.stderr)
+        print(f"left out: {lacking} of {len(traces)} conversations, which hold no answer", file=sys.stderr)
     return kept
 
 
@@ -161,7 +181,7 @@ def _steps_file(path: Path) -> OutputFile:
     return OutputFile(path, "a file of replay --steps", json_lines_with(TURN_KEYS), RecordError, advice)
 
 
-def _write_steps(path: Path, played: dict[str, Played]) -> None:
+def _write_steps(path: Path, played: dict[str, ReplayResult]) -> None:
     from hdtool.cli.output.replay_table import turn_record
 
     with _steps_file(path).replaced() as stream:

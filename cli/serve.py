@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli import options
+from hdtool.cli.command import DRAFTING, OUTPUT, option
 from hdtool.data.errors import OptionError, ServeError
 from hdtool.runtime.config import ServeConfig, StoresConfig
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.integrations.vllm.launch import Launch
 
 PASSED_ON = {"ignore_unknown_options": True}
-"""For typer: what hdtool does not know is vLLM's."""
+"""For typer: unknown options are passed to vLLM."""
 
 
 def serve(
@@ -29,33 +30,33 @@ def serve(
         ),
     ] = None,
     draft_tokens: Annotated[
-        int, typer.Option(help="Tokens drafted for each request in a step, at most.")
+        int, option(DRAFTING, "Most draft tokens per request and step.")
     ] = ServeConfig.draft_tokens,
+    min_draft_prob: Annotated[
+        float | None,
+        option(DRAFTING, "Minimum probability of a draft token, 0 to 1. Default: by the measured time of passes."),
+    ] = ServeConfig.min_draft_prob,
     model_db: options.ModelDb = StoresConfig.model_db,
     corpus_db: options.CorpusDb = StoresConfig.corpus_db,
     namespace: Annotated[
         str | None,
-        typer.Option(help="Whose stores to use. Default: those of the name under which the model is served, if any."),
+        option(DRAFTING, "Tenant of the stores. Default: the name under which the model is served, if it has stores."),
     ] = StoresConfig.namespace,
-    worth: Annotated[
-        float | None,
-        typer.Option(help="Send drafts from these odds on, 0 to 1. Default: those that pay, by what passes take."),
-    ] = ServeConfig.worth,
     context_mib: Annotated[
-        int, typer.Option(help="Memory for the context tables of all requests, in MiB.")
+        int, option(DRAFTING, "Memory for the context tables of all requests, in MiB.")
     ] = ServeConfig.context_mib,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "Print the command without running it.", "--dry-run")] = False,
 ) -> None:
-    """Serve a model with vLLM, drafting from the stores that fit its tokenizer.
+    """Serve a model with vLLM and drafting.
 
-    vLLM's own OpenAI-compatible server: every option that is not listed here goes to it. Prints the command that it
-    runs. Needs pip install "hdtool[vllm]".
+    Starts vLLM's OpenAI-compatible server with the stores that fit the model's tokenizer, and prints the command. All
+    options that are not listed here are passed to vLLM. Needs pip install "hdtool[vllm]".
     """
-    serving = ServeConfig(draft_tokens, worth, context_mib)
+    serving = ServeConfig(draft_tokens=draft_tokens, min_draft_prob=min_draft_prob, context_mib=context_mib)
     model, *passed_on = arguments or [""]
     if model.startswith("-"):
         raise OptionError(
-            f"{model.partition('=')[0]} stands where the model is expected: hdtool serve MODEL [VLLM OPTIONS]"
+            f"{model.partition('=')[0]} is in the place of the model: write hdtool serve MODEL [VLLM OPTIONS]"
         )
     if not dry_run and not find_spec("vllm"):
         raise ServeError(
@@ -63,20 +64,21 @@ def serve(
             "--dry-run"
         )
 
-    from hdtool.cli.output.show_answers import quiet_libraries, tell_sources
+    from hdtool.cli.output.show_answers import print_sources, quiet_libraries
     from hdtool.data import demo
     from hdtool.runtime.integrations.vllm.launch import Launch
 
     quiet_libraries()
-    launch = Launch(model or str(demo.MODEL), passed_on, serving, StoresConfig(model_db, corpus_db, namespace))
-    tell_sources(launch.store_set)
+    stores = StoresConfig(model_db=model_db, corpus_db=corpus_db, namespace=namespace)
+    launch = Launch(model or str(demo.MODEL), passed_on, serving, stores)
+    print_sources(launch.store_set)
     _show(launch, dry_run=dry_run)
     if not dry_run:
         launch.run()
 
 
 def _show(launch: Launch, *, dry_run: bool) -> None:
-    """Print the command, where the server listens, and what is dangerous about it."""
+    """Print the command, the server's address and a warning if it is reachable from outside."""
     command, left_out = launch.printable
     print(shlex.join(command), file=sys.stdout if dry_run else sys.stderr, flush=True)
     if left_out:

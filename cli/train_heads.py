@@ -6,76 +6,96 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from hdtool.cli import options
+from hdtool.cli.command import HEADS, INPUT, OUTPUT, TRAINING, option
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 
 
 def train_heads(
     inputs: Annotated[
         list[str],
-        typer.Option("--from", help="Files, folders or globs of what the model said, as build-model-db takes them."),
+        option(INPUT, "Files, folders or globs of the model's answers, as build-model-db takes them.", "--from"),
     ],
-    out: Annotated[Path, typer.Option(help="The folder of the heads; the same command goes on after a kill.")],
+    out: Annotated[Path, option(OUTPUT, "Folder of the heads; the same command resumes an interrupted training.")],
+    max_bad_fraction: options.MaxBadFraction = TrainConfig.max_bad_fraction,
+    chat: options.Chat = None,
     model: options.Model = ModelConfig.model,
-    medusa: Annotated[
-        bool, typer.Option("--medusa", help="Plain heads, each on its own: no adaptation, positions or auto-embedding.")
-    ] = False,
-    heads: Annotated[int, typer.Option(help="Tokens ahead that are drafted, a head for each.")] = HeadsConfig.heads,
-    lm_head_rank: Annotated[int, typer.Option(help="Of each head's output layer; 0: full.")] = HeadsConfig.rank,
-    auto_embedding: Annotated[
-        int, typer.Option(help="Layers in which the heads look at each other: 0, 1, or 2 for Amphista-alpha.")
-    ] = HeadsConfig.auto_embedding,
-    positions: Annotated[
-        bool, typer.Option("--positions/--no-positions", help="Whether the heads learn which of them they are.")
-    ] = HeadsConfig.positions,
-    adaptation: Annotated[
-        int, typer.Option(help="Causal layers between the model and the heads: 0, 1 or 2.")
-    ] = HeadsConfig.adaptation,
-    sampled_token: Annotated[
-        bool,
-        typer.Option("--sampled-token/--no-sampled-token", help="Whether these layers read the last token, too."),
-    ] = HeadsConfig.sampled_token,
-    mlp: Annotated[int | None, typer.Option(help="Width inside these layers. Default: the model's.")] = HeadsConfig.mlp,
-    epochs: Annotated[float, typer.Option(help="How often each text is read.")] = TrainConfig.epochs,
-    batch: Annotated[int, typer.Option(help="Texts a step.")] = TrainConfig.batch,
-    at_once: Annotated[
-        int | None, typer.Option(help="Texts in one pass; gradients of a step add up. Default: all of a step's.")
-    ] = TrainConfig.at_once,
-    window: Annotated[int, typer.Option(help="Tokens of a text at most; longer ones are cut.")] = TrainConfig.window,
-    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = TrainConfig.rate,
-    warm_up: Annotated[float, typer.Option(help="Share of the steps in which it rises.")] = TrainConfig.warm_up,
-    lm_weight: Annotated[
-        float, typer.Option(help="Of the tokens themselves in the loss; the model's own odds weigh 1.")
-    ] = TrainConfig.lm_weight,
-    held_out: Annotated[
-        float, typer.Option(help="Share of the texts that heads are judged on and their tree is chosen by.")
-    ] = TrainConfig.held_out,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = TrainConfig.save_every,
-    seed: Annotated[
-        int, typer.Option(help="Of the order of the texts and of all that begins at random.")
-    ] = TrainConfig.seed,
-    tolerate: options.Tolerate = TrainConfig.tolerate,
     device: options.Device = ModelConfig.device,
     dtype: options.DType = ModelConfig.dtype,
     trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
-    chat: options.Chat = None,
+    medusa: Annotated[bool, option(HEADS, "Medusa heads: independent of each other.", "--medusa")] = False,
+    num_heads: Annotated[
+        int, option(HEADS, "Number of heads; each predicts one token further ahead.")
+    ] = HeadsConfig.heads,
+    lm_head_rank: Annotated[int, option(HEADS, "Rank of each head's output layer; 0: full.")] = HeadsConfig.rank,
+    auto_embedding: Annotated[
+        int, option(HEADS, "Layers in which the heads attend to each other: 0, 1, or 2 for Amphista-alpha.")
+    ] = HeadsConfig.auto_embedding,
+    positions: Annotated[
+        bool, option(HEADS, "Learn a position for each head.", "--positions/--no-positions")
+    ] = HeadsConfig.positions,
+    adaptation: Annotated[
+        int, option(HEADS, "Causal layers between the model and the heads: 0, 1 or 2.")
+    ] = HeadsConfig.adaptation,
+    sampled_token: Annotated[
+        bool, option(HEADS, "Feed the sampled token to these layers.", "--sampled-token/--no-sampled-token")
+    ] = HeadsConfig.sampled_token,
+    mlp: Annotated[
+        int | None, option(HEADS, "MLP width of these layers. Default: that of the model.")
+    ] = HeadsConfig.mlp,
+    epochs: Annotated[float, option(TRAINING, "Passes over the texts.")] = TrainConfig.epochs,
+    batch: Annotated[int, option(TRAINING, "Texts per optimizer step.", "--batch-size")] = TrainConfig.batch,
+    micro_batch_size: Annotated[
+        int | None, option(TRAINING, "Texts per forward pass; gradients accumulate. Default: the batch size.")
+    ] = TrainConfig.micro_batch_size,
+    window: Annotated[int, option(TRAINING, "Most tokens of a text; longer texts are split.")] = TrainConfig.window,
+    learning_rate: Annotated[float, option(TRAINING, "Peak learning rate.")] = TrainConfig.learning_rate,
+    warm_up: Annotated[
+        float, option(TRAINING, "Share of the steps in which the learning rate rises.")
+    ] = TrainConfig.warm_up,
+    lm_weight: Annotated[
+        float, option(TRAINING, "Weight of the text's tokens in the loss; distillation has weight 1.")
+    ] = TrainConfig.lm_weight,
+    val_fraction: Annotated[
+        float, option(TRAINING, "Share of the texts held out for evaluation and for the choice of the tree.")
+    ] = TrainConfig.val_fraction,
+    save_every: Annotated[int, option(TRAINING, "Steps between checkpoints.")] = TrainConfig.save_every,
+    seed: Annotated[int, option(TRAINING, "Seed of initial weights and of the order of texts.")] = TrainConfig.seed,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train drafting heads (Amphista) on what a model said.
+    """Train drafting heads (Amphista or Medusa).
 
-    The model itself stays as it is. What it said to prompts like yours, as hdtool collect gathers it, is the best
-    to learn from. Several GPUs train together under accelerate launch -m hdtool.cli train-heads ...
+    The model itself does not change. Its own answers to prompts like yours, as hdtool collect writes them, are the best
+    training data. Several GPUs: accelerate launch -m hdtool.cli train-heads ...
     """
-    shape = HeadsConfig(heads, lm_head_rank, auto_embedding, positions, adaptation, sampled_token, mlp)
-    shape = shape.plain if medusa else shape
-    config = TrainConfig(epochs, batch, at_once, window, rate, warm_up, lm_weight, held_out, save_every, seed, tolerate)
+    heads = HeadsConfig(
+        heads=num_heads,
+        rank=lm_head_rank,
+        auto_embedding=auto_embedding,
+        positions=positions,
+        adaptation=adaptation,
+        sampled_token=sampled_token,
+        mlp=mlp,
+    )
+    heads = heads.plain if medusa else heads
+    config = TrainConfig(
+        epochs=epochs,
+        batch=batch,
+        micro_batch_size=micro_batch_size,
+        window=window,
+        learning_rate=learning_rate,
+        warm_up=warm_up,
+        lm_weight=lm_weight,
+        val_fraction=val_fraction,
+        save_every=save_every,
+        seed=seed,
+        max_bad_fraction=max_bad_fraction,
+    )
 
     from hdtool.builders.heads.train import train
     from hdtool.cli.output.show_answers import quiet_libraries
 
     quiet_libraries()
-    asked = ModelConfig(model, device, dtype, trust_remote_code)
-    for line in train(inputs, out, asked, shape, config, chat=chat, quiet=quiet):
+    loading = ModelConfig(model=model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    for line in train(inputs, out, loading, heads, config, chat=chat, quiet=quiet):
         print(line, file=sys.stderr)

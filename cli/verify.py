@@ -1,4 +1,4 @@
-"""``hdtool verify``: whether drafting changes anything, on this model, these stores and this device."""
+"""``hdtool verify``: checks losslessness on a model, its stores and a device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from hdtool.cli import options
+from hdtool.cli.command import INPUT, option
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig, VerifyConfig
@@ -23,15 +22,23 @@ CLAIMS = {"plain": "drafted answers identical to plain decoding", "generate": "p
 
 
 def verify(
-    model: options.Model = ModelConfig.model,
     prompts: Annotated[
-        Path | None, typer.Option(help="A file of prompts, as generate takes it. Default: the embedded ones.")
+        Path | None, option(INPUT, "File of prompts, as generate takes it. Default: the embedded prompts.")
     ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts to answer at most, the first of the file.")] = VerifyConfig.limit,
+    num_prompts: Annotated[
+        int, option(INPUT, "Number of prompts, from the start of the file.", "--num-prompts", "--limit")
+    ] = VerifyConfig.limit,
+    chat: options.Chat = None,
+    model: options.Model = ModelConfig.model,
+    device: options.Device = ModelConfig.device,
+    dtype: options.DType = ModelConfig.dtype,
+    quantization: options.Quantization = ModelConfig.quantization,
+    threads: options.Threads = ModelConfig.threads,
+    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
     method: options.Method = DecodeConfig.method,
     model_db: options.ModelDb = StoresConfig.model_db,
     corpus_db: options.CorpusDb = StoresConfig.corpus_db,
-    budget: options.Budget = DecodeConfig.budget,
+    draft_tokens: options.DraftTokens = DecodeConfig.draft_tokens,
     heads: options.Heads = None,
     tree: options.Tree = DecodeConfig.tree,
     max_new_tokens: options.MaxNewTokens = VerifyConfig.max_new_tokens,
@@ -41,30 +48,32 @@ def verify(
     repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
     seed: options.Seed = SamplingConfig.seed,
     generation_config: options.GenerationConfig = ModelConfig.generation_config,
-    device: options.Device = ModelConfig.device,
-    dtype: options.DType = ModelConfig.dtype,
-    quantise: options.Quantise = ModelConfig.quantise,
-    threads: options.Threads = ModelConfig.threads,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
-    chat: options.Chat = None,
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> int:
-    """Check on your own device that drafting changes no answer.
+    """Check on your device that drafting changes no answer.
 
-    Answers prompts by plain decoding, by the method and, where nothing is drawn, by transformers' generate, and
-    compares token for token. Where they part, the place is computed once more in higher precision: a gap within what
-    rounding does there is a near tie. Exit code 0 if all is identical or a near tie, else 1.
+    Answers prompts by plain decoding, by the method and, with greedy decoding, by transformers' generate, and compares
+    them token for token. At a difference, the logits are computed again in higher precision: a gap within the rounding
+    error there is a near tie. Exit code 0 if all answers are identical or differ at near ties only, else 1.
     """
-    size = VerifyConfig(limit, max_new_tokens)
-    decoding = DecodeConfig(method, size.max_new_tokens, budget, heads=tuple(heads or ()), tree=tree)
-    sampling = SamplingConfig(temperature, top_k, top_p, repetition_penalty, seed)
+    size = VerifyConfig(limit=num_prompts, max_new_tokens=max_new_tokens)
+    decoding = DecodeConfig(
+        method=method,
+        max_new_tokens=size.max_new_tokens,
+        draft_tokens=draft_tokens,
+        heads=tuple(heads or ()),
+        tree=tree,
+    )
+    sampling = SamplingConfig(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
+    )
 
-    from hdtool.cli.output.show_answers import quiet_libraries, tell_sources
+    from hdtool.cli.output.show_answers import print_sources, quiet_libraries
     from hdtool.data import demo
     from hdtool.runtime.drafters.methods import drafter_for
     from hdtool.runtime.evaluation.verify import Verifier
-    from hdtool.runtime.model.cpu_threads import settle_threads
+    from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
     from hdtool.runtime.stores.store_set import StoreSet
 
@@ -72,20 +81,28 @@ def verify(
     quiet_libraries()
     loaded = load(
         ModelConfig(
-            model, device, dtype, trust_remote_code, threads, quantise=quantise, generation_config=generation_config
+            model=model,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            threads=threads,
+            quantization=quantization,
+            generation_config=generation_config,
         )
     )
-    settle_threads(loaded.target, threads)
-    store_set = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig(model_db, corpus_db), decoding.databases)
+    choose_threads(loaded.target, threads)
+    store_set = StoreSet.for_tokenizer(
+        loaded.tokenizer, StoresConfig(model_db=model_db, corpus_db=corpus_db), decoding.databases
+    )
     verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, store_set), size.max_new_tokens)
-    tell_sources(store_set)
+    print_sources(store_set)
     checks = _checked(verifier, loaded, asked, chat, quiet)
     explained = verifier.explain([difference for check in checks for difference in check.differences])
     report = _report(loaded, method, verifier.oracles, checks, explained)
     if as_json:
         print(json.dumps(report, ensure_ascii=False))
     else:
-        _tell(report)
+        _print(report)
     return 0 if report["lossless"] else 1
 
 
@@ -149,7 +166,7 @@ def _difference(explanation: Explanation, tokenizer: PreTrainedTokenizerBase) ->
     }
 
 
-def _tell(report: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     print("{model} on {device} in {dtype}, method {method}: {prompts} prompts, {tokens:,} tokens".format(**report))
     for oracle, count in report["identical"].items():
         print(f"{CLAIMS[oracle]}: {count} of {report['prompts']}")
@@ -158,26 +175,26 @@ def _tell(report: dict[str, Any]) -> None:
     if not report["differences"]:
         print(f"lossless, at {report['tokens_per_step']:.2f} tokens per step")
     elif report["lossless"]:
-        advice = ": take --dtype float32 to see" if report["dtype"] in ("bfloat16", "float16") else ""
-        print(f"lossless but for {report['near_ties']} near ties that rounding decides{advice}")
+        advice = ": compare with --dtype float32" if report["dtype"] in ("bfloat16", "float16") else ""
+        print(f"lossless except for {report['near_ties']} near ties that rounding decides{advice}")
     else:
         print("NOT lossless: there are differences that rounding does not explain; please report this")
 
 
 def _place(difference: dict[str, Any]) -> str:
-    told = [difference[side] for side in ("expected", "found", "recomputed_choice")]
-    expected, found, chosen = (f"{token['id']} {token['text']!r}" if token else "the end" for token in told)
+    tokens = [difference[side] for side in ("expected", "found", "recomputed_choice")]
+    expected, found, chosen = (f"{token['id']} {token['text']!r}" if token else "the end" for token in tokens)
     lines = [
         f"prompt {difference['prompt']}, token {difference['position']}, compared with {difference['compared_with']}: "
         f"expected {expected}, found {found}"
     ]
     for name in ("logits", "recomputed"):
         if taken := difference[name]:
-            values = f"{taken['expected']:.6g} and {taken['found']:.6g}; what decides is {taken['gap']:.3g} apart"
+            values = f"{taken['expected']:.6g} and {taken['found']:.6g}, {taken['gap']:.3g} apart when compared"
             lines.append(f"  {name} in {taken['dtype']}: {values}")
     if difference["rounding"] is not None:
         verdict = "a near tie" if difference["near_tie"] else "NOT a near tie"
-        lines.append(f"  rounding moves {difference['rounding']:.3g} here, recomputed the token is {chosen}: {verdict}")
+        lines.append(f"  rounding error {difference['rounding']:.3g} here, recomputed token {chosen}: {verdict}")
     if difference["reason"]:
         lines.append(f"  {difference['reason']}")
     return "\n".join(lines)

@@ -10,15 +10,28 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "commands.md"
 STORES = ("build-model-db", "build-corpus-db", "collect", "inspect", "merge", "add", "drop")
-COMMANDS = ("", "generate", *STORES, "train-heads", "serve", "replay", "verify", "bench", "demo")
+COMMANDS = (
+    "",
+    "generate",
+    *STORES,
+    "train-heads",
+    "serve",
+    "replay",
+    "verify",
+    "bench",
+    "bench-cost",
+    "bench-shape",
+    "demo",
+)
 
 INTRODUCTION = """\
 # Command reference
 
-What `hdtool --help` says, written by `make docs`; `make test` fails when it is out of date.
+The output of `hdtool COMMAND --help`, written by `make docs`; `make test` checks that it is current.
 
-Exit codes: 0 done, 1 an error that you can mend (one line on standard error says how), 2 bad usage,
-130 interrupted by Ctrl-C, 141 when the reader of a pipe has gone.
+Exit codes: 0 success, 1 an error that you can fix (one line on standard error says how), 2 bad usage,
+130 interrupted by Ctrl-C, 141 a closed pipe. An option that has no effect with the chosen method or with
+another option is bad usage.
 """
 
 

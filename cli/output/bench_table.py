@@ -1,4 +1,4 @@
-"""How the scores of a benchmark are told: as tables of 80 columns, as JSON."""
+"""Scores of a benchmark as tables of 80 columns and as JSON."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from textwrap import fill
 from typing import Any
 
+from hdtool.cli.output import tables
 from hdtool.data.bench_results import Results
 from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores
 
 MISSING = "-"
 WIDTH = 80
-COLUMNS = (19, 9, 10, 10, 11, 10, 10)
+COLUMNS = (19, 7, 8, 8, 9, 8, 8)
+"""Least widths, so that the blocks align."""
 
 
 def record(results: Results, scores: Scores) -> dict[str, Any]:
     """What ``--json`` prints; names stay as they are once they have shipped."""
     run = results.run
-    told = ("model", "device", "dtype", "threads", "machine")
+    about = ("model", "device", "dtype", "threads", "machine")
     return {
-        **{name: run.surroundings[name] for name in told},
+        **{name: run.surroundings[name] for name in about},
         "temperature": run.options["temperature"],
         "questions": run.questions,
         "started": run.started,
@@ -28,7 +30,7 @@ def record(results: Results, scores: Scores) -> dict[str, Any]:
 
 
 def table(results: Results, scores: Scores) -> str:
-    """What was measured on what, then a block for each task, the tasks taken together last."""
+    """The setting, then a block for each task; all tasks together come last."""
     run = results.run
     about = run.surroundings
     heads = [
@@ -36,9 +38,9 @@ def table(results: Results, scores: Scores) -> str:
         f"temperature {run.options['temperature']:g}",
         f"{about['machine']}, threads: {about['threads']}",
     ]
-    notes = [f"tokens/s: mean over questions; speed-up: against {scores.baseline}", "per step: tokens a forward pass"]
+    notes = [f"tokens/s: mean over questions; speed-up: against {scores.baseline}", "per step: tokens per forward pass"]
     if scores.reference:
-        notes.append(f"identical: questions with the very tokens of {scores.reference} in all turns")
+        notes.append(f"identical: questions with the same tokens as {scores.reference} in all turns")
     blocks = [_block(task, found) for task, found in scores.tasks.items()]
     return "\n\n".join(["\n".join(fill(head, WIDTH) for head in heads), *blocks, "\n".join(notes)])
 
@@ -47,7 +49,7 @@ def _block(task: str, found: Mapping[str, Score]) -> str:
     questions = next(iter(found.values())).questions
     whole = task == OVERALL
     columns = ["tokens/s", "speed-up", "per step", "identical"] + whole * ["draft, µs", "pass, ms"]
-    lines = [_line(f"{task} ({questions})", columns)]
+    rows = [[f"{task} ({questions})", *columns]]
     for method, score in found.items():
         cells = [
             f"{score.tokens_per_second:.1f}",
@@ -59,10 +61,5 @@ def _block(task: str, found: Mapping[str, Score]) -> str:
         cells += whole * [
             MISSING if time is None else f"{time:.{digits}f}" for time, digits in zip(times, (0, 2), strict=True)
         ]
-        lines.append(_line(method, cells))
-    return "\n".join(lines)
-
-
-def _line(name: str, cells: list[str]) -> str:
-    columns = zip(cells, COLUMNS[1:], strict=False)
-    return f"{name:<{COLUMNS[0]}}" + "".join(f"{cell:>{width}}" for cell, width in columns)
+        rows.append([method, *cells])
+    return tables.table(rows, widths=COLUMNS[: len(columns) + 1])

@@ -1,29 +1,30 @@
-"""How a replay is told: as tables, as JSON."""
+"""Results of a replay as tables and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from hdtool.cli.output.tables import Row, table
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.evaluation.replay_results import Played, PlayedTurn
+    from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
 
-Results = Mapping[str, "Played"]
-Row = Sequence[str]
+Results = Mapping[str, "ReplayResult"]
 
 
 def record(played: Results, curve: CostCurve | None) -> dict[str, Any]:
     """What ``--json`` prints; names stay as they are once they have shipped."""
-    told: dict[str, Any] = {"methods": {name: _method(one, curve) for name, one in played.items()}}
+    shown: dict[str, Any] = {"methods": {name: _method(one, curve) for name, one in played.items()}}
     if curve:
         of_any = next(iter(played.values())).predict(curve)
-        told["plain"] = {"tokens_per_second": round(of_any.plain_tokens_per_second, 2)}
-        told["cost"] = {"device": curve.device, "model": curve.model, "dtype": curve.dtype}
-    return told
+        shown["plain"] = {"tokens_per_second": round(of_any.plain_tokens_per_second, 2)}
+        shown["cost"] = {"device": curve.device, "model": curve.model, "dtype": curve.dtype}
+    return shown
 
 
-def _method(one: Played, curve: CostCurve | None) -> dict[str, Any]:
+def _method(one: ReplayResult, curve: CostCurve | None) -> dict[str, Any]:
     predicted = one.predict(curve) if curve else None
     forecast = (
         {
@@ -56,7 +57,7 @@ def _method(one: Played, curve: CostCurve | None) -> dict[str, Any]:
     }
 
 
-def _rates(one: Played) -> dict[str, Any]:
+def _rates(one: ReplayResult) -> dict[str, Any]:
     return {
         "tokens_per_step": round(one.tokens_per_step, 3),
         "nodes_per_step": round(one.nodes_per_step, 2),
@@ -66,7 +67,7 @@ def _rates(one: Played) -> dict[str, Any]:
     }
 
 
-def turn_record(method: str, turn: PlayedTurn) -> dict[str, Any]:
+def turn_record(method: str, turn: ReplayedTurn) -> dict[str, Any]:
     """A line of ``--steps``."""
     from hdtool.runtime.source_names import SourceName
 
@@ -87,17 +88,17 @@ def turn_record(method: str, turn: PlayedTurn) -> dict[str, Any]:
 def in_words(played: Results, curve: CostCurve | None) -> str:
     first = next(iter(played.values()))
     conversations = len({turn.conversation for turn in first.turns})
-    told = [
+    blocks = [
         f"{conversations:,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens",
-        _table(_overview(played)),
+        table(_overview(played)),
     ]
     if len(first.by_category()) > 1:
-        told.append("Tokens per step by category\n\n" + _table(_categories(played)))
+        blocks.append("Tokens per step by category\n\n" + table(_categories(played)))
     if len(sources := _sources(played)) > 1:
-        told.append("By source\n\n" + _table(sources, texts=2))
+        blocks.append("By source\n\n" + table(sources, left=2))
     if curve:
-        told.append(_forecast(played, curve))
-    return "\n\n".join(told)
+        blocks.append(_forecast(played, curve))
+    return "\n\n".join(blocks)
 
 
 def _overview(played: Results) -> list[Row]:
@@ -145,22 +146,8 @@ def _forecast(played: Results, curve: CostCurve) -> str:
     where = ", ".join(part for part in (curve.model, curve.device, curve.dtype) if part)
     title = "Predicted from what forward passes take" + (f" ({where})" if where else "")
     refused = (
-        f"{name}: {one.speedup:.2f} times plain: do not draft with it here"
+        f"{name}: {one.speedup:.2f} times plain decoding: do not use it here"
         for name, one in predicted.items()
         if not one.pays and played[name].nodes
     )
-    return "\n\n".join(filter(None, (title, _table(rows), "\n".join(refused))))
-
-
-def _table(rows: Sequence[Row], texts: int = 1) -> str:
-    """Columns as wide as they need to be, the first ``texts`` of them to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: Row) -> str:
-        cells = (
-            cell.ljust(width) if place < texts else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(map(line, rows))
+    return "\n\n".join(filter(None, (title, table(rows), "\n".join(refused))))

@@ -1,4 +1,4 @@
-"""What the commands that make or show stores share."""
+"""Output of the commands that build or show stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
-    """Who carries out the tasks of a build, for as long as it lasts."""
+    """The build backend, open for the length of a build."""
     if config.engine == "local":
         from hdtool.builders.stores.engine import LocalEngine
 
@@ -34,14 +34,14 @@ def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
 
 @contextmanager
 def reading(
-    inputs: list[str], tokenizer: Any, engine: Engine, *, answers_only: bool, tolerate: float, quiet: bool
+    inputs: list[str], tokenizer: Any, engine: Engine, *, answers_only: bool, tolerance: float, quiet: bool
 ) -> Iterator[tuple[Reading, Iterator[Document]]]:
-    """Inputs on their way into a store, with a bar; afterwards, what could not be used is told."""
+    """Read inputs for a store with a progress bar, then print what could not be used."""
     from hdtool.data.inputs import find_inputs
     from hdtool.data.progress import bar
     from hdtool.data.records import Reading
 
-    source = Reading(find_inputs(inputs), answers_only=answers_only, tolerance=tolerate)
+    source = Reading(find_inputs(inputs), answers_only=answers_only, tolerance=tolerance)
     with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         engine.prepare(source)
         yield source, engine.documents(source, tokenizer, shown)
@@ -50,7 +50,7 @@ def reading(
 
 
 def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
-    """What a command made."""
+    """Print what a command built."""
     if as_json:
         print(json.dumps(description(folder, manifest), ensure_ascii=False))
         return

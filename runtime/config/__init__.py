@@ -1,6 +1,6 @@
-"""Settings of the runtime; each default lives here and nowhere else.
+"""Settings and their defaults, which the command line and the docs read from here.
 
-The command line and the docs read them from these classes, so nothing heavy is imported here.
+Imports `data` and nothing heavy.
 """
 
 from hdtool.runtime.config.building import ENGINES, BuildConfig
@@ -14,7 +14,9 @@ from hdtool.runtime.config.methods import (
     METHODS,
     NEED_HEADS,
     NEED_LOGITS,
+    OPTION_METHODS,
     SOURCE_LETTERS,
+    SOURCE_NAMES,
     Method,
 )
 from hdtool.runtime.config.model import (
@@ -22,7 +24,7 @@ from hdtool.runtime.config.model import (
     DEVICES,
     DTYPES,
     LOWEST_TEMPERATURE,
-    QUANTISATIONS,
+    QUANTIZATIONS,
     ModelConfig,
     SamplingConfig,
 )
@@ -41,11 +43,13 @@ __all__ = [
     "MOST_HEADS",
     "NEED_HEADS",
     "NEED_LOGITS",
+    "OPTION_METHODS",
     "PEERS",
-    "QUANTISATIONS",
+    "QUANTIZATIONS",
     "SHAPES",
     "SHAPE_PEERS",
     "SOURCE_LETTERS",
+    "SOURCE_NAMES",
     "TREES",
     "BenchConfig",
     "BuildConfig",

@@ -1,81 +1,92 @@
-"""What is decoded, from which stores; decoded to verify, or drafted again from recorded conversations."""
+"""Settings of decoding, of the stores, of verification and of replay."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.checks import require, require_letters
-from hdtool.runtime.config.methods import LARGEST_BUDGET, LOGIT_LETTERS, METHODS, NEED_LOGITS, SOURCE_LETTERS
+from hdtool.runtime.config.checks import require
+from hdtool.runtime.config.methods import (
+    HIERARCHIES,
+    LARGEST_BUDGET,
+    LOGIT_LETTERS,
+    METHODS,
+    NEED_LOGITS,
+    SOURCE_LETTERS,
+    SOURCE_NAMES,
+    source_letters,
+)
 
 TREES = ("dynamic", "static")
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What is decoded, how far and by which method."""
+    """How answers are decoded and drafted."""
 
     method: str = "hd"
     max_new_tokens: int = 256
-    budget: int | None = None
-    """Draft nodes a step at most; none means as many as pay, by what forward passes of each size take here."""
-    use: str = SOURCE_LETTERS + "LR"
-    """Of the sources that ``hd``, ``hd-paper`` and ``hd+logitspec`` know, those that they draft from. Copied logits
-    are left out: beside recycled ones they bring nothing."""
+    draft_tokens: int | None = None
+    """Most draft tokens per step. None chooses their number by the measured time of forward passes."""
+    use: str = SOURCE_LETTERS + LOGIT_LETTERS
+    """Sources of ``hd``, ``hd-paper``, ``hd+logitspec`` and ``hd+amphista``: letters, or names with commas,
+    kept as letters."""
     order: str = SOURCE_LETTERS
-    """In which ``hd-paper`` asks them."""
+    """Order in which ``hd-paper`` queries the stores: letters or names."""
     lookahead: bool = True
-    """Whether ``hd-paper`` feeds its context table by lookahead."""
+    """Whether ``hd-paper`` fills its context table by lookahead decoding."""
     batch_size: int = 1
-    """Prompts that are answered at once, where there are several."""
+    """Prompts answered in one batch."""
     heads: tuple[str, ...] = ()
-    """Folders of trained heads; none means those that are shipped with the model."""
+    """Folders of trained heads; empty means those shipped with the demo model."""
     tree: str = "dynamic"
-    """Of heads: the likeliest paths of each step, or the fixed tree that was chosen when they were trained."""
+    """Draft tree of heads: the most probable paths of each step, or the fixed tree chosen at training."""
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
         require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
-        largest = LARGEST_BUDGET
-        require(self.budget is None or 0 <= self.budget <= largest, "budget", self.budget, f"from 0 to {largest}")
+        _require_draft_tokens(self.draft_tokens)
         require(self.batch_size >= 1, "batch-size", self.batch_size, "1 or more")
-        require_letters("use", self.use, SOURCE_LETTERS + LOGIT_LETTERS)
-        known = METHODS[self.method].databases + METHODS[self.method].logits
-        given = f"{self.use} with method {self.method}"
-        require(bool(self.sources) or not known, "use", given, f"letters of which some are in {known}")
         require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
-        require(sorted(self.order) == sorted(SOURCE_LETTERS), "order", self.order, f"{SOURCE_LETTERS} in any order")
+        object.__setattr__(self, "use", source_letters("sources", self.use, SOURCE_LETTERS + LOGIT_LETTERS))
+        known = METHODS[self.method].databases + METHODS[self.method].logits
+        names = ", ".join(SOURCE_NAMES[letter] for letter in known)
+        require(bool(self.sources) or not known, "sources", self.use, f"sources of method {self.method}: {names}")
+        object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
+        require(len(self.order) == len(SOURCE_LETTERS), "order", self.order, f"all of {SOURCE_LETTERS}, in any order")
 
     @property
     def databases(self) -> str:
-        """The letters of those that are drafted from; where there is one alone, there is nothing to choose."""
+        """Letters of the stores and the context that are drafted from; a method with one source always uses it."""
         all_of_them = METHODS[self.method].databases
         return "".join(letter for letter in all_of_them if letter in self.use or len(all_of_them) == 1)
 
     @property
     def sources(self) -> str:
-        """The letters of all that is drafted from, logits included."""
-        return self.databases + "".join(letter for letter in METHODS[self.method].logits if letter in self.use)
+        """Letters of all sources that are drafted from, logits and plug-ins included."""
+        logits = "".join(letter for letter in METHODS[self.method].logits if letter in self.use)
+        plugins = [letter for letter in self.use if letter not in SOURCE_NAMES and self.method in HIERARCHIES]
+        return self.databases + logits + "".join(plugins)
 
 
 @dataclass(frozen=True)
 class StoresConfig:
-    """Which stores are drafted from: a folder, ``none``, or, if None, whatever fits the model's tokenizer."""
+    """Stores to draft from: a folder, ``none``, or None for those in hdtool's home that fit the tokenizer."""
 
     model_db: str | None = None
     corpus_db: str | None = None
     namespace: str | None = None
-    """Whose stores: with one, the model store is the tenant's own or none, and its own corpus index comes first."""
+    """Tenant: its model store or none is used, and its corpus index before the common one."""
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """How much is decoded to see that nothing is lost."""
+    """How much is decoded to check losslessness."""
 
     limit: int = 20
-    """Prompts at most."""
+    """Most prompts."""
     max_new_tokens: int = 128
-    """Of each answer."""
+    """Most tokens of each answer."""
 
     def __post_init__(self) -> None:
         require(self.limit >= 1, "limit", self.limit, "1 or more")
@@ -84,46 +95,50 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """What is drafted again from recorded conversations, without the model."""
+    """Drafting on recorded conversations, without the model."""
 
     methods: tuple[str, ...] = ()
-    """None means all that need no logits and find their stores."""
-    budget: int | None = None
-    """Draft nodes a step of ``hd`` and ``rest``; None means 32, or as many as pay where the cost of passes is known."""
+    """Empty means all that need no logits and find their stores."""
+    draft_tokens: int | None = None
+    """Most draft tokens per step of ``hd`` and ``rest``; None means 32, or by cost where that of passes is given."""
     use: str = SOURCE_LETTERS
     order: str = DecodeConfig.order
     limit: int | None = None
-    """Conversations at most, the first ones."""
+    """Number of conversations, from the start of the recordings."""
     workers: int | None = None
-    """Processes; None means one for each core, if there is enough to do for them."""
+    """Worker processes; None means one per core for large recordings."""
 
     def __post_init__(self) -> None:
         for method in self.methods:
             if method in NEED_LOGITS:
                 raise OptionError(
-                    f"method {method} cannot be replayed: it drafts from the model's logits, and recorded text has "
-                    f"none; run the model itself, as in hdtool generate --method {method} --stats"
+                    f"method {method} cannot be replayed: it drafts from the model's logits, which recordings lack; "
+                    f"run the model, as in hdtool generate --method {method} --stats"
                 )
             if self.methods.count(method) > 1:
                 raise OptionError(f"method {method} is given twice: name each method once")
             self.decoding(method)
-        self.decoding(DecodeConfig.method)
+        _require_draft_tokens(self.draft_tokens)
+        object.__setattr__(self, "use", source_letters("sources", self.use, SOURCE_LETTERS))
+        object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
         require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
         require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")
 
     def methods_with(self, *, corpus: bool) -> tuple[str, ...]:
-        """The methods, or those that can be replayed with or without a corpus index."""
+        """The chosen methods, or all that can be replayed."""
         left_out = ("ar", *NEED_LOGITS, *(() if corpus else ("rest",)))
         return self.methods or tuple(method for method in METHODS if method not in left_out)
 
     def decoding(self, method: str) -> DecodeConfig:
-        """The settings of a method, as far as they mean something without the model."""
-        return DecodeConfig(method, budget=self.budget, use=self.use, order=self.order, lookahead=False)
+        """Settings of a method, as far as they have an effect without the model."""
+        return DecodeConfig(
+            method=method, draft_tokens=self.draft_tokens, use=self.use, order=self.order, lookahead=False
+        )
 
 
 @dataclass(frozen=True)
 class PaperConfig:
-    """Hierarchy Drafting as its paper has it."""
+    """Hierarchy Drafting as in its paper."""
 
     order: str = SOURCE_LETTERS
     """The databases in use, each asked when those before it have brought too little: the (C)ontext table,
@@ -134,11 +149,12 @@ class PaperConfig:
     """Whether the model guesses ahead of itself in the same forward pass."""
     window: int = 7
     """Columns of the lookahead branch: the sequences that it closes in each step."""
-    discarded: bool = False
-    """Whether the context table also learns what the model says after drafts that it turned down. These push
-    out sequences that were really said: on the demo's prompts fewer drafts are accepted with them."""
 
     def __post_init__(self) -> None:
-        require_letters("order", self.order, SOURCE_LETTERS)
-        require(1 <= self.sequences <= 9, "sequences", self.sequences, "from 1 to 9")
-        require(1 <= self.window <= 9, "window", self.window, "from 1 to 9")
+        source_letters("order", self.order, SOURCE_LETTERS)
+        require(1 <= self.sequences <= 9, "sequences", self.sequences, "between 1 and 9")
+        require(1 <= self.window <= 9, "window", self.window, "between 1 and 9")
+
+
+def _require_draft_tokens(given: int | None) -> None:
+    require(given is None or 0 <= given <= LARGEST_BUDGET, "draft-tokens", given, f"between 0 and {LARGEST_BUDGET}")

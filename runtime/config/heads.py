@@ -1,4 +1,4 @@
-"""What drafting heads are made of, and how they are trained."""
+"""Architecture and training of drafting heads."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass, replace
 from hdtool.runtime.config.checks import require
 
 MOST_HEADS = 8
-"""Drafting heads at most: tokens that they speak of ahead."""
+"""Most drafting heads, each of which predicts one token further ahead."""
 
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """What drafting heads are made of; the switches give Amphista, its ablations and Medusa."""
+    """Architecture of drafting heads: Amphista (arXiv:2406.13170), its ablations, or Medusa (arXiv:2401.10774)."""
 
     heads: int = 4
-    """Each speaks of one more token ahead."""
+    """Number of heads; head i predicts the token i + 1 positions ahead."""
     rank: int = 64
-    """Of the bottleneck before each head's logits; 0 means none."""
+    """Rank of the bottleneck before each head's logits; 0 means none."""
     auto_embedding: int = 1
-    """Layers of the block in which the heads look at each other: 0 for none, 2 for Amphista-alpha."""
+    """Layers of the block in which the heads attend to each other: 0 for none, 2 for Amphista-alpha."""
     positions: bool = True
-    """Whether the heads learn who of them is which before they look at each other."""
+    """Whether each head gets a learned position before that block."""
     adaptation: int = 2
     """Causal layers between the target and the heads: 0, 1 or 2."""
     sampled_token: bool = True
-    """Whether these layers read the token that was chosen, too."""
+    """Whether these layers also read the sampled token."""
     mlp: int | None = None
     """Width inside these layers; None means the target's own."""
 
     def __post_init__(self) -> None:
-        require(1 <= self.heads <= MOST_HEADS, "heads", self.heads, f"from 1 to {MOST_HEADS}")
+        require(1 <= self.heads <= MOST_HEADS, "num-heads", self.heads, f"between 1 and {MOST_HEADS}")
         require(self.rank >= 0, "lm-head-rank", self.rank, "1 or more, or 0 for full output layers")
         require(0 <= self.auto_embedding <= 2, "auto-embedding", self.auto_embedding, "0, 1 or 2")
         require(0 <= self.adaptation <= 2, "adaptation", self.adaptation, "0, 1 or 2")
@@ -51,36 +51,41 @@ class TrainConfig:
     """How drafting heads are trained."""
 
     epochs: float = 4.0
-    """How often each text is read."""
+    """Passes over the texts."""
     batch: int = 32
-    """Texts a step."""
-    at_once: int | None = None
-    """Texts in one pass; the gradients of a step add up. None means all of a step's."""
+    """Texts per optimizer step."""
+    micro_batch_size: int | None = None
+    """Texts per forward pass; gradients of a step accumulate. None means the whole batch."""
     window: int = 2048
-    """Tokens that a text may have; longer ones are cut into several."""
-    rate: float = 1e-3
-    """The highest learning rate; it goes up during ``warm_up`` and then down to nothing along a cosine."""
+    """Most tokens of a text; longer texts are split."""
+    learning_rate: float = 1e-3
+    """Peak learning rate: linear rise during ``warm_up``, then cosine decay to 0."""
     warm_up: float = 0.05
-    """Share of the steps."""
+    """Share of the steps in which the learning rate rises."""
     lm_weight: float = 0.1
-    """Of the tokens themselves in the loss; the target's own odds weigh 1."""
-    held_out: float = 0.05
-    """Share of the texts that the heads are judged on, and their tree is chosen by."""
+    """Weight of the text's own tokens in the loss; distillation from the target has weight 1."""
+    val_fraction: float = 0.05
+    """Share of the texts held out to evaluate the heads and to choose their tree."""
     save_every: int = 50
-    """Steps between checkpoints: what a kill costs at most."""
+    """Steps between checkpoints."""
     seed: int = 0
-    tolerate: float = 0.05
-    """The share of records that may be unusable before the training does not begin."""
+    max_bad_fraction: float = 0.05
+    """Share of records that may be unusable before training is refused."""
 
     def __post_init__(self) -> None:
         require(self.epochs > 0, "epochs", self.epochs, "above 0")
         require(self.batch >= 1, "batch", self.batch, "1 or more")
-        require(self.at_once is None or self.at_once >= 1, "at-once", self.at_once, "1 or more")
+        require(
+            self.micro_batch_size is None or self.micro_batch_size >= 1,
+            "micro-batch-size",
+            self.micro_batch_size,
+            "1 or more",
+        )
         require(self.window >= 8, "window", self.window, "8 or more")
-        require(0 < self.rate < float("inf"), "rate", self.rate, "above 0")
-        require(0 <= self.warm_up < 1, "warm-up", self.warm_up, "from 0 to below 1")
+        require(0 < self.learning_rate < float("inf"), "learning-rate", self.learning_rate, "above 0")
+        require(0 <= self.warm_up < 1, "warm-up", self.warm_up, "at least 0 and below 1")
         require(0 <= self.lm_weight < float("inf"), "lm-weight", self.lm_weight, "0 or more")
-        require(0 < self.held_out < 1, "held-out", self.held_out, "between 0 and 1")
+        require(0 < self.val_fraction < 1, "val-fraction", self.val_fraction, "above 0 and below 1")
         require(self.save_every >= 1, "save-every", self.save_every, "1 or more")
         require(self.seed >= 0, "seed", self.seed, "0 or more")
-        require(0 <= self.tolerate <= 1, "tolerate", self.tolerate, "from 0 to 1")
+        require(0 <= self.max_bad_fraction <= 1, "max-bad-fraction", self.max_bad_fraction, "between 0 and 1")

@@ -1,4 +1,4 @@
-"""What is measured: methods against each other, on models and on mere shapes of them, and the cost of passes."""
+"""Settings of the benchmarks: answers, shapes of models, and the cost of forward passes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hdtool.runtime.config.methods import METHODS, NEED_HEADS, NEED_LOGITS
 
 PEERS = {
     "generate": "transformers' own model.generate",
-    "generate-pld": "the same with its prompt lookup",
-    "generate-assisted": "the same with a draft model",
+    "generate-pld": "model.generate with prompt lookup",
+    "generate-assisted": "model.generate with a draft model",
 }
-"""What the methods are measured against, on the same model and device."""
+"""Baselines of transformers, on the same model and device."""
 SHAPE_PEERS = {
     "generate": PEERS["generate"],
-    "generate-static": "the same with a static cache, which it compiles on GPUs",
+    "generate-static": "model.generate with a static cache, which it compiles on GPUs",
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
-"""Sizes of models by their names: Vicuna-7B and Llama-2-7B are llama-7b."""
+"""Model shapes by name; Vicuna-7B and Llama-2-7B have the shape llama-7b."""
 
 
 @dataclass(frozen=True)
@@ -56,25 +56,25 @@ class BenchConfig:
     """What is measured, how often, and where the results go."""
 
     methods: tuple[str, ...] | None = None
-    """None means all that can run: `generate-assisted` needs an assistant, `rest` a corpus index."""
+    """None means all that can run: `generate-assisted` needs a draft model, `rest` a corpus index."""
     baseline: str | None = None
-    """What the others are compared with; None means `generate`, or the first method without it."""
+    """Method that speed-ups are relative to; None means `generate`, else the first method."""
     assistant: str | None = None
     """The draft model of `generate-assisted`: a folder or a hub name."""
     limit: int | None = None
-    """Questions at most, of all categories in turn; None means all of them."""
+    """Number of questions, round-robin over the categories; None means all."""
     rounds: int = 1
-    """How often each question is asked; of several rounds the one of median speed counts."""
+    """Runs of each question; the run of median speed counts."""
     warm_up: int = 2
-    """Questions of different categories that are asked before, and not counted."""
+    """Questions answered before the measurement, not counted."""
     threads: int | None = None
-    """That torch computes with; None leaves it to torch."""
+    """CPU threads of torch; None keeps torch's own setting."""
     out: str = "bench"
     """The folder of the results."""
 
     def __post_init__(self) -> None:
         self._check_methods()
-        require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
+        require(self.limit is None or self.limit >= 1, "num-prompts", self.limit, "1 or more")
         require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
         require(self.warm_up >= 0, "warm-up", self.warm_up, "0 or more")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
@@ -83,11 +83,16 @@ class BenchConfig:
         known = (*PEERS, *METHODS)
         chosen = self.methods if self.methods is not None else known
         for method in chosen:
-            require(method in known, "methods", method, f"names out of {', '.join(known)}, with commas between them")
-        told = ",".join(chosen) or "empty"
-        require(0 < len(chosen) == len(set(chosen)), "methods", told, "each method at most once")
+            require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas")
+        shown = ",".join(chosen) or "empty"
+        require(0 < len(chosen) == len(set(chosen)), "methods", shown, "each method at most once")
         assisted = "generate-assisted" in chosen
-        require(self.assistant is None or assisted, "assistant", self.assistant, "left out without generate-assisted")
+        require(
+            self.assistant is None or assisted,
+            "assistant",
+            self.assistant,
+            "left out without the method generate-assisted",
+        )
         needed = assisted and self.methods is not None
         require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
         fits = self.baseline is None or self.baseline in chosen
@@ -104,34 +109,36 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class ShapeConfig:
-    """What is timed on a model of some shape, whose weights are random."""
+    """What is timed on a model of a shape with random weights."""
 
     shape: str
-    """One of the known ones, or the path of a config.json."""
+    """A known shape, or the path of a config.json."""
     methods: tuple[str, ...] = (*SHAPE_PEERS, "ar", "hd")
     limit: int | None = None
-    """Conversations at most, the first ones."""
+    """Number of conversations, from the start of the file."""
 
     def __post_init__(self) -> None:
         known = (*SHAPE_PEERS, *METHODS)
         for method in self.methods:
-            require(method in known, "methods", method, f"names out of {', '.join(known)}, with commas between them")
+            require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas")
             drafts_from_logits = method in NEED_LOGITS
-            require(not drafts_from_logits, "methods", method, "one that needs no logits: those of a shape are random")
-        told = ",".join(self.methods) or "empty"
-        require(0 < len(self.methods) == len(set(self.methods)), "methods", told, "each method at most once")
+            require(
+                not drafts_from_logits, "methods", method, "methods that need no logits (those of a shape are random)"
+            )
+        shown = ",".join(self.methods) or "empty"
+        require(0 < len(self.methods) == len(set(self.methods)), "methods", shown, "each method at most once")
         require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
 
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Behind which contexts forward passes are timed."""
+    """Context lengths at which forward passes are timed."""
 
     contexts: tuple[int, ...] | None = None
-    """Their lengths, the last token included; None means the powers of two that the model takes."""
+    """Context lengths in tokens; None means the powers of two that fit the model."""
     shortest: int = 64
     longest: int = 8192
-    """Of the powers of two."""
+    """Longest of the powers of two."""
 
     def __post_init__(self) -> None:
         for length in self.contexts or ():

@@ -1,48 +1,88 @@
-"""The ways of drafting, and the letters of what they draw on."""
+"""Drafting methods, their sources, and the options that have an effect on them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from hdtool.runtime.config.checks import require
+from hdtool.runtime.source_names import plugins
+
 SOURCE_LETTERS = "CMS"
-"""Of the three databases, as ``order`` and ``use`` name them: context table, model store, corpus index."""
-LOGIT_LETTERS = "LKR"
-"""Of the sources that listen to the model's logits: the last logit, copied logits, recycled logits."""
+"""Context table, model store and corpus index."""
+LOGIT_LETTERS = "LR"
+"""Sources of the model's logits: last-token logits and recycled rankings."""
+SOURCE_NAMES = {
+    "C": "context",
+    "M": "model",
+    "S": "corpus",
+    "L": "last-logits",
+    "R": "recycled",
+}
+"""Names of the sources in options, which take letters as well."""
 
 
 class Method(NamedTuple):
-    """A way of drafting."""
+    """A drafting method."""
 
     description: str
     databases: str
-    """The letters of those that it draws on; C is the conversation, however it is looked through."""
+    """Letters of its stores; C is the conversation, whatever finds matches in it."""
     logits: str = ""
-    """The letters of what it takes from the model's logits."""
+    """Letters of its sources among the model's logits."""
 
 
 METHODS = {
-    "ar": Method("plain decoding, nothing is drafted", ""),
-    "pld": Method("prompt lookup: what followed the last words where they stood before", "C"),
-    "lade": Method("lookahead decoding: guesses refined beside the answer", "C"),
-    "rest": Method("the corpus index alone", "S"),
-    "hd-paper": Method("Hierarchy Drafting as its paper has it", SOURCE_LETTERS),
-    "medusa": Method("trained heads, each on its own", ""),
-    "amphista": Method("trained heads that look at each other", ""),
-    "hd": Method("context table, model store and corpus index, the likeliest paths of all three", SOURCE_LETTERS),
-    "logitspec": Method(
-        "LogitSpec: the likeliest of the last logit, and what followed each in the conversation", "C", "L"
-    ),
+    "ar": Method("plain decoding", ""),
+    "pld": Method("prompt lookup decoding", "C"),
+    "lade": Method("lookahead decoding", "C"),
+    "rest": Method("the corpus index alone (REST)", "S"),
+    "hd-paper": Method("Hierarchy Drafting as in its paper", SOURCE_LETTERS),
+    "medusa": Method("trained Medusa heads", ""),
+    "amphista": Method("trained Amphista heads", ""),
+    "hd": Method("context table, model store and corpus index in one tree", SOURCE_LETTERS),
+    "logitspec": Method("LogitSpec: last-token logits extended by prompt lookup", "C", "L"),
     "hd+logitspec": Method(
-        "hd and what the model's own logits say, in one tree: the last ones, copied and recycled ones",
+        "hd with last-token logits and recycled rankings",
         SOURCE_LETTERS,
         LOGIT_LETTERS,
     ),
-    "hd+amphista": Method("hd and trained heads, in one tree", SOURCE_LETTERS),
+    "hd+amphista": Method("hd with trained heads", SOURCE_LETTERS),
 }
+HIERARCHIES = ("hd", "hd+logitspec", "hd+amphista")
+"""Methods that draft from plug-ins as well."""
 NEED_HEADS = ("medusa", "amphista", "hd+amphista")
 NEED_LOGITS = ("lade", *NEED_HEADS, *(name for name, method in METHODS.items() if method.logits))
-"""Methods that draft from what the model computes, not from what it says alone."""
+"""Methods that need the model's computation, not only its text."""
+OPTION_METHODS = {
+    "draft_tokens": ("rest", "medusa", "amphista", "hd", "logitspec", "hd+logitspec", "hd+amphista"),
+    "sources": ("hd-paper", "hd", "hd+logitspec", "hd+amphista"),
+    "order": ("hd-paper",),
+    "lookahead": ("hd-paper",),
+    "heads": NEED_HEADS,
+    "tree": ("medusa", "amphista"),
+    "model_db": tuple(name for name, method in METHODS.items() if "M" in method.databases),
+    "corpus_db": tuple(name for name, method in METHODS.items() if "S" in method.databases),
+}
+"""Options that not all methods use, with the methods that use them."""
 LARGEST_BUDGET = 64
-"""Nodes that go into one forward pass at most, the root aside."""
+"""Most draft tokens of one forward pass."""
 FIXED_BUDGET = 32
-"""Nodes a step where there is nothing to choose their number by."""
+"""Draft tokens per step where the time of passes is unknown."""
+
+
+def source_letters(option: str, given: str, known: str) -> str:
+    """The letters of sources that are given by letters or by names with commas between them."""
+    by_name = {SOURCE_NAMES[letter]: letter for letter in known}
+    letters = _letters(given, by_name)
+    if option == "sources" and not set(letters) <= set(known):
+        by_name |= {source.name: source.letter for source in plugins().values()}
+        letters, known = _letters(given, by_name), "".join(by_name.values())
+    fits = bool(letters) and set(letters) <= set(known) and len(set(letters)) == len(letters)
+    require(
+        fits, option, given or "nothing", f"names from {', '.join(by_name)}, or letters of {known}, each once at most"
+    )
+    return letters
+
+
+def _letters(given: str, by_name: dict[str, str]) -> str:
+    return "".join(by_name.get(part.strip(), part.strip()) for part in given.split(","))

@@ -10,8 +10,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """How transformers spreads a model over the GPUs of a machine."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-QUANTISATIONS = ("int8", "nf4")
-"""How weights can be quantised on loading. Activations are left alone, so that nothing more is rounded."""
+QUANTIZATIONS = ("int8", "nf4")
+"""Weight-only quantizations on loading; activations are not quantized."""
 LOWEST_TEMPERATURE = 1e-5
 
 
@@ -25,32 +25,31 @@ class ModelConfig:
     dtype: str = "auto"
     trust_remote_code: bool = False
     threads: int | None = None
-    """That torch computes with on a CPU; None means as many as are fastest, by a short measurement."""
+    """CPU threads of torch; None means the fastest number, by a short measurement."""
     device_map: str | None = None
-    """How the model is spread over all GPUs; none means that it lies on one device."""
-    quantise: str | None = None
-    """How the weights are quantised on loading; none means that they stay as the checkpoint has them."""
-
+    """How the model is spread over all GPUs; None places it on one device."""
+    quantization: str | None = None
+    """Weight quantization on loading; None keeps the weights of the checkpoint."""
     generation_config: str | None = None
     """A file of generation settings in place of the model's own, or "none" for the library's defaults."""
 
     def __post_init__(self) -> None:
         maps = self.device_map is None or self.device_map in DEVICE_MAPS
         require(maps, "device-map", self.device_map, f"one of {', '.join(DEVICE_MAPS)}")
-        known = self.quantise is None or self.quantise in QUANTISATIONS
-        require(known, "quantise", self.quantise, f"one of {', '.join(QUANTISATIONS)}")
+        known = self.quantization is None or self.quantization in QUANTIZATIONS
+        require(known, "quantization", self.quantization, f"one of {', '.join(QUANTIZATIONS)}")
         alone = self.device_map is None or self.device == "auto"
-        require(alone, "device", self.device, "left out with device-map, which chooses the devices")
+        require(alone, "device", self.device, "left out with --device-map, which chooses the devices")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is chosen. What is None follows the model's own generation settings."""
+    """How the next token is chosen. None follows the model's own generation settings."""
 
     temperature: float = 0.0
-    """0 takes the likeliest token; the higher, the wilder."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int | None = None
     top_p: float | None = None
     repetition_penalty: float | None = None
@@ -58,7 +57,7 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """A temperature next to nothing leaves only the likeliest token, but overflows on the way."""
+        """Temperatures this close to 0 would overflow; they are greedy."""
         return self.temperature < LOWEST_TEMPERATURE
 
     def __post_init__(self) -> None:
@@ -71,4 +70,4 @@ class SamplingConfig:
             self.repetition_penalty,
             "above 0 (1 changes nothing)",
         )
-        require(0 <= self.seed < 2**64, "seed", self.seed, "from 0 to 2**64 - 1")
+        require(0 <= self.seed < 2**64, "seed", self.seed, "between 0 and 2**64 - 1")

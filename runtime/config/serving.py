@@ -10,18 +10,18 @@ from hdtool.runtime.config.methods import LARGEST_BUDGET
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """How requests are drafted for inside a serving engine."""
+    """How hdtool drafts inside a serving engine."""
 
     draft_tokens: int = 8
-    """Of each request in a step, at most."""
-    worth: float | None = None
-    """From which odds on a draft is sent; None means those that pay, by what the engine's passes take."""
+    """Most draft tokens per request and step."""
+    min_draft_prob: float | None = None
+    """Minimum probability of a draft token; None derives it from the measured time of the engine's passes."""
     context_mib: int = 256
-    """For the context tables of requests; those that find no place are not drafted for."""
+    """Memory in MiB for the context tables of all requests; requests beyond it are not drafted for."""
 
     def __post_init__(self) -> None:
         largest = LARGEST_BUDGET
-        require(1 <= self.draft_tokens <= largest, "draft-tokens", self.draft_tokens, f"from 1 to {largest}")
-        fits = self.worth is None or 0 < self.worth <= 1
-        require(fits, "worth", self.worth, "above 0 and at most 1")
+        require(1 <= self.draft_tokens <= largest, "draft-tokens", self.draft_tokens, f"between 1 and {largest}")
+        fits = self.min_draft_prob is None or 0 < self.min_draft_prob <= 1
+        require(fits, "min-draft-prob", self.min_draft_prob, "above 0 and at most 1")
         require(self.context_mib >= 1, "context-mib", self.context_mib, "1 or more")

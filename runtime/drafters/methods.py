@@ -23,6 +23,7 @@ from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.source_names import plugins
 from hdtool.runtime.stores.store_set import StoreSet
 
 PATIENCE = 2.0
@@ -47,8 +48,8 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
         return cost_here(target, batch)
 
     def budget() -> Budget:
-        if config.budget is not None:
-            return FixedBudget(config.budget)
+        if config.draft_tokens is not None:
+            return FixedBudget(config.draft_tokens)
         return MeasuredBudget(target, curve()) if batch == 1 else SharedBudget(target, curve(), together, batch)
 
     return [drafter_within(budget, config, store_set, target) for _ in range(batch)]
@@ -110,9 +111,13 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
         context="C" in config.sources,
         budget=budget(),
         last="L" in config.sources,
-        copied="K" in config.sources,
         recycled="R" in config.sources,
         heads=heads,
+        plugins={
+            number: source.evidence
+            for number, source in plugins().items()
+            if source.evidence and source.letter in config.sources
+        },
     )
 
 

@@ -161,13 +161,13 @@ def settings(budgets: Sequence[int]) -> Iterator[tuple[str, str, dict[str, objec
     """Names, methods and options of what is compared."""
     yield from (("pld", "pld", {}), ("logitspec", "logitspec", {}))
     for budget in budgets:
-        yield f"hd, {budget} nodes", "hd", {"budget": budget}
+        yield f"hd, {budget} nodes", "hd", {"draft_tokens": budget}
         for letters in ("L", "K", "R", "LR", "LKR"):
             use = SOURCE_LETTERS + letters
-            yield f"hd+logitspec of {use}, {budget} nodes", "hd+logitspec", {"budget": budget, "use": use}
+            yield f"hd+logitspec of {use}, {budget} nodes", "hd+logitspec", {"draft_tokens": budget, "use": use}
     for letters in ("L", "K", "R", "LKR"):
         name = f"hd+logitspec of {letters} alone, {LARGEST_BUDGET} nodes"
-        yield name, "hd+logitspec", {"budget": LARGEST_BUDGET, "use": letters}
+        yield name, "hd+logitspec", {"draft_tokens": LARGEST_BUDGET, "use": letters}
 
 
 def steps(bench: Bench, sampling: SamplingConfig, budgets: Sequence[int], only: Sequence[str]) -> None:
@@ -239,7 +239,7 @@ def pays(bench: Bench, temperature: float, rounds: int) -> None:
     """Whole answers; of each prompt the median of the rounds counts."""
     made = {
         "plain": bench.drafter("ar"),
-        "hd+logitspec, 64 nodes": bench.drafter("hd+logitspec", budget=LARGEST_BUDGET),
+        "hd+logitspec, 64 nodes": bench.drafter("hd+logitspec", draft_tokens=LARGEST_BUDGET),
         "hd+logitspec, as many as pay": bench.drafter("hd+logitspec"),
         "hd, as many as pay": bench.drafter("hd"),
     }

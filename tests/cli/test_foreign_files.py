@@ -90,7 +90,7 @@ COMMANDS = {
     "collect": Command(commands.collect, into_file=True),
     "train-heads": Command(commands.train_heads),
     "bench": Command(commands.bench),
-    "bench --cost": Command(commands.bench_cost),
+    "bench-cost": Command(commands.bench_cost),
     "bench --report": Command(commands.bench_report),
     "replay --steps": Command(commands.replay_steps, into_file=True, input="answers.jsonl"),
     "replay --report": Command(commands.replay_report),

@@ -37,7 +37,7 @@ store_set = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX
 for method in METHODS:
     if method == "ar":
         continue
-    drafter = drafter_for(DecodeConfig(method, budget=40), target, store_set)
+    drafter = drafter_for(DecodeConfig(method, draft_tokens=40), target, store_set)
     words = [place % 7 for place in range(40)]
     target.prefill(words)
     before = ready()

@@ -1,4 +1,4 @@
-"""``hdtool bench --shape``: real steps of a random model, acceptance as recorded."""
+"""``hdtool bench-shape``: real steps of a model with random weights, recorded acceptance."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def traces(tmp_path: Path) -> Path:
 
 
 def timed(capfd: pytest.CaptureFixture[str], traces: Path, *options: str) -> Any:
-    asked = ["bench", "--shape", "tiny", "--traces", str(traces), "--quiet", "--device", "cpu", "--json"]
+    asked = ["bench-shape", "tiny", "--traces", str(traces), "--quiet", "--device", "cpu", "--json"]
     assert run([*asked, *options]) == 0
     return json.loads(capfd.readouterr().out)
 
@@ -53,18 +53,18 @@ def test_everybody_says_as_much_and_drafting_takes_fewer_steps(traces: Path, cap
     assert (found["model"], found["dtype"], found["answers"]) == ("tiny, random weights", "float32", 4)
     assert figures["ar"]["share_of_bandwidth_limit"] > 0
     assert not found["captured"]
-    wide = timed(capfd, traces, "--methods", "hd", "--budget", "16", "--limit", "2", "--max-new-tokens", "20")
+    wide = timed(capfd, traces, "--methods", "hd", "--draft-tokens", "16", "--limit", "2", "--max-new-tokens", "20")
     assert wide["answers"] == 2
     assert wide["methods"]["hd"]["tokens"] == 40
     assert wide["methods"]["hd"]["tokens_per_step"] > 1.2
 
 
 def test_the_table_says_what_it_is(traces: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = ["bench", "--shape", "tiny", "--traces", str(traces), "--quiet", "--methods", "ar,hd", "--limit", "1"]
+    asked = ["bench-shape", "tiny", "--traces", str(traces), "--quiet", "--methods", "ar,hd", "--limit", "1"]
     assert run(asked) == 0
     printed = capfd.readouterr().out
     assert printed.startswith("tiny, random weights: 0.00 billion parameters in float32, steps called one by one\n")
-    assert f"1 answers as recorded in {traces}: the steps are real, what is accepted is theirs" in printed
+    assert f"1 answers as recorded in {traces}: real steps, recorded acceptance" in printed
     assert printed.splitlines()[-2].split()[0] == "ar"
 
 
@@ -94,7 +94,7 @@ def test_answers_that_do_not_fit_are_left_out_and_long_ones_are_cut_off() -> Non
 def test_a_configuration_on_disk_is_a_shape(traces: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model_of("qwen2").config.save_pretrained(tmp_path)
     path = str(tmp_path / "config.json")
-    asked = ["bench", "--shape", path, "--traces", str(traces), "--quiet", "--methods", "ar", "--json"]
+    asked = ["bench-shape", path, "--traces", str(traces), "--quiet", "--methods", "ar", "--json"]
     assert run([*asked, "--max-new-tokens", "8", "--limit", "1"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["methods"]["ar"]["tokens"] == 8
@@ -125,20 +125,19 @@ def test_known_shapes_are_as_large_as_their_names_say() -> None:
 @pytest.mark.parametrize(
     ("options", "said", "code"),
     [
-        (["--shape", "tiny"], "--shape needs answers on record: name a file of them with --traces", 2),
-        (["--traces", "x"], "--traces belongs to --shape", 2),
-        (["--shape", "huge", "--traces", "TRACES"], "shape is 'huge': it must be one of tiny, llama-7b, llama-3-8b", 2),
-        (["--shape", "tiny", "--traces", "TRACES", "--methods", "lade"], "--methods must be methods that", 2),
-        (["--shape", "tiny", "--traces", "TRACES", "--methods", "x"], "--methods must be names from", 2),
-        (["--shape", "tiny", "--traces", "TRACES", "--baseline", "ar"], "leave out --baseline", 2),
-        (["--shape", "TRACES", "--traces", "TRACES"], "is no configuration of a model", 1),
+        (["tiny"], "Missing option '--traces'", 2),
+        (["huge", "--traces", "TRACES"], "shape is 'huge': it must be one of tiny, llama-7b, llama-3-8b", 2),
+        (["tiny", "--traces", "TRACES", "--methods", "lade"], "--methods must be methods that", 2),
+        (["tiny", "--traces", "TRACES", "--methods", "x"], "--methods must be names from", 2),
+        (["tiny", "--traces", "TRACES", "--baseline", "ar"], "No such option", 2),
+        (["TRACES", "--traces", "TRACES"], "is no configuration of a model", 1),
     ],
 )
 def test_mistakes_are_told_in_a_line(
     options: list[str], said: str, code: int, traces: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     named = [str(traces) if option == "TRACES" else option for option in options]
-    assert run(["bench", "--quiet", *named]) == code
+    assert run(["bench-shape", "--quiet", *named]) == code
     printed = capfd.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()
@@ -151,5 +150,5 @@ def test_a_context_that_is_too_short_for_all_is_told(
     config = deepcopy(model_of("llama").config)
     config.max_position_embeddings = 12
     config.save_pretrained(tmp_path)
-    assert run(["bench", "--quiet", "--shape", str(tmp_path / "config.json"), "--traces", str(traces)]) == 1
+    assert run(["bench-shape", "--quiet", str(tmp_path / "config.json"), "--traces", str(traces)]) == 1
     assert "no answer in" in capfd.readouterr().err

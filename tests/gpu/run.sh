@@ -45,16 +45,16 @@ step() {
 
 # Exactness: identical to plain decoding, and that to the library; near ties with their gaps.
 for dtype in float32 bfloat16; do
-    step "verify-$dtype" verify --device "$DEVICE" --dtype "$dtype" --limit "$PROMPTS" --max-new-tokens "$TOKENS" --quiet
+    step "verify-$dtype" verify --device "$DEVICE" --dtype "$dtype" --num-prompts "$PROMPTS" --max-new-tokens "$TOKENS" --quiet
 done
 
 # The heads' passes are recorded, too.
-step verify-heads verify --method hd+amphista --device "$DEVICE" --dtype float32 --limit "$PROMPTS" \
+step verify-heads verify --method hd+amphista --device "$DEVICE" --dtype float32 --num-prompts "$PROMPTS" \
     --max-new-tokens "$TOKENS" --quiet
 
 # What a pass takes by nodes and context: the embedded model, then the shape.
-step cost bench --cost --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost" --quiet
-step "cost-$SHAPE" bench --cost --shape "$SHAPE" --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost-$SHAPE" --quiet
+step cost bench-cost --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost" --quiet
+step "cost-$SHAPE" bench-cost --shape "$SHAPE" --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost-$SHAPE" --quiet
 
 # The shape in one run: the library, its static cache and compilation, ours plain, ours drafting.
 if [[ -z "${TRACES:-}" ]]; then
@@ -63,8 +63,8 @@ if [[ -z "${TRACES:-}" ]]; then
     head -n "$ANSWERS" data/demo/prompts.jsonl >"$OUT/prompts.jsonl"
     step answers collect --prompts "$OUT/prompts.jsonl" --out "$TRACES" --device "$DEVICE" --max-new-tokens "$TOKENS" --quiet
 fi
-step "$SHAPE" bench --shape "$SHAPE" --traces "$TRACES" ${READER:+--model "$READER"} --device "$DEVICE" \
-    --limit "$ANSWERS" --max-new-tokens "$TOKENS" --out "$OUT/shape" --quiet
+step "$SHAPE" bench-shape "$SHAPE" --traces "$TRACES" ${READER:+--model "$READER"} --device "$DEVICE" \
+    --limit "$ANSWERS" --max-new-tokens "$TOKENS" --quiet
 
 echo "results are in $OUT" >&2
 exit "$failed"

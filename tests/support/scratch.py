@@ -140,20 +140,33 @@ def collect(scratch: Scratch, out: Path) -> list[str]:
 
 
 def train_heads(scratch: Scratch, out: Path) -> list[str]:
-    small = ["--heads", "2", "--lm-head-rank", "4", "--mlp", "8", "--batch", "3", "--epochs", "2", "--save-every", "1"]
+    small = [
+        "--num-heads",
+        "2",
+        "--lm-head-rank",
+        "4",
+        "--mlp",
+        "8",
+        "--batch-size",
+        "3",
+        "--epochs",
+        "2",
+        "--save-every",
+        "1",
+    ]
     given = ["--from", str(scratch.answers), "--out", str(out), "--model", str(scratch.model)]
     return ["train-heads", *given, *small, "--device", "cpu", *QUIET]
 
 
 def bench(scratch: Scratch, out: Path) -> list[str]:
-    few = ["--methods", "ar,pld", "--limit", "1", "--warm-up", "0", *TINY]
+    few = ["--methods", "ar,pld", "--num-prompts", "1", "--warm-up", "0", *TINY]
     given = ["--questions", str(scratch.prompts), "--model", str(scratch.model), "--out", str(out)]
     return ["bench", *given, *NO_STORES, *few, *QUIET]
 
 
 def bench_cost(scratch: Scratch, out: Path) -> list[str]:
     few = ["--contexts", "8", "--threads", "1"]
-    return ["bench", "--cost", "--model", str(scratch.model), "--out", str(out), *few, *QUIET]
+    return ["bench-cost", "--model", str(scratch.model), "--out", str(out), *few, *QUIET]
 
 
 def bench_report(scratch: Scratch, out: Path) -> list[str]:

@@ -48,7 +48,7 @@ def test_greedy_answers_are_the_same_and_come_in_fewer_steps(greedy: list[list[i
 
 def test_the_same_with_prompts_in_pieces_and_requests_held_back(greedy: list[list[int]], tmp_path: Path) -> None:
     """Preempted requests come back in other rows; pieces of prompts lie in rows that are not drafted for."""
-    options = ENGINE | drafting(worth=0.05) | CRAMPED
+    options = ENGINE | drafting(min_draft_prob=0.05) | CRAMPED
     answered = answer({"engine": options, "waves": [requests(ASKED)]}, tmp_path)
     assert answered["ids"] == greedy
     assert answered["counted"][-1]["vllm:num_preemptions"] > 0
@@ -65,7 +65,7 @@ def test_where_only_one_token_can_be_drawn_it_is_drawn(greedy: list[list[int]], 
 def test_seeded_sampling_says_the_same_again(tmp_path: Path) -> None:
     """vLLM draws other numbers where there are drafts, so this is all that it promises; and only offline."""
     waves = [requests(ASKED // 2, temperature=0.8, seed=5)]
-    asked = {"engine": ENGINE | drafting(worth=0.1), "waves": waves}
+    asked = {"engine": ENGINE | drafting(min_draft_prob=0.1), "waves": waves}
     first, second = answer(asked, tmp_path), answer(asked, tmp_path)
     assert first["ids"] == second["ids"]
     assert drafted(first) == drafted(second)
@@ -82,11 +82,11 @@ def test_no_request_drafts_from_what_another_said(tmp_path: Path) -> None:
         place = chance.randrange(1, len(shared) - 1)
         prompt = shared[:place] + secret + shared[place:] + secret[:1] * (number % 2)
         planted.append({"prompt": prompt, "sampling": {"temperature": 1.0, "max_tokens": 40}})
-    options = ENGINE | drafting(worth=0.02, model_db="none", corpus_db="none") | CRAMPED
+    options = ENGINE | drafting(min_draft_prob=0.02, model_db="none", corpus_db="none") | CRAMPED
     answered = answer({"engine": options, "look": True, "waves": [planted, planted[::-1]]}, tmp_path)
     assert drafted(answered)[0] > 300
     assert answered["foreign"] == 0
-    options = ENGINE | drafting(worth=0.02) | CRAMPED
+    options = ENGINE | drafting(min_draft_prob=0.02) | CRAMPED
     assert answer({"engine": options, "look": True, "waves": [planted]}, tmp_path)["foreign"] > 0, "it would be seen"
 
 
@@ -97,7 +97,7 @@ def test_memory_stays_flat_over_two_thousand_requests(tmp_path: Path, monkeypatc
     asked = requests(250, max_tokens=6)
     # With few blocks vLLM's own cache is in memory from the start.
     engine, grown = ENGINE | {"num_gpu_blocks_override": 40}, {}
-    for name, options in (("plain", engine), ("drafting", engine | drafting(worth=0.02))):
+    for name, options in (("plain", engine), ("drafting", engine | drafting(min_draft_prob=0.02))):
         answered = answer({"engine": options, "waves": [asked] * 8}, tmp_path)
         grown[name] = answered["resident"][-1] - answered["resident"][1]
         assert answered["ids"][:250] == answered["ids"][-250:]

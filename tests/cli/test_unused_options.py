@@ -1,0 +1,165 @@
+"""Every option that has no effect with the chosen method, or with another option, is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from itertools import product
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from hdtool.cli.app import app, run
+from hdtool.cli.command import PANELS
+from hdtool.cli.unused_options import refuse_unused
+from hdtool.data.errors import OptionError
+from hdtool.runtime.config import METHODS, NEED_LOGITS, OPTION_METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.drafters import methods as drafters
+
+VALUES = {
+    "draft_tokens": "4",
+    "sources": "context",
+    "order": "SMC",
+    "lookahead": None,
+    "heads": "folder",
+    "tree": "static",
+    "model_db": "folder",
+    "corpus_db": "folder",
+}
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+
+
+def refusal(typed: set[str], **settings: object) -> str:
+    try:
+        refuse_unused(typed, settings)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("method", "option"), list(product(METHODS, OPTION_METHODS)))
+def test_every_method_with_every_option(method: str, option: str) -> None:
+    told = refusal({option}, method=method, **{option: VALUES[option]})
+    if method in OPTION_METHODS[option]:
+        assert told == ""
+    else:
+        assert told.startswith(f"--{option.replace('_', '-')} has no effect with method {method} (it belongs to ")
+    assert refusal(set(), method=method, **{option: VALUES[option]}) == "", "only what was typed is refused"
+
+
+@pytest.mark.parametrize("command", ["generate", "verify", "replay", "bench", "bench-shape"])
+def test_the_options_of_the_table_are_those_of_the_commands(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    names = {parameter.name for parameter in COMMANDS[command].params} & set(OPTION_METHODS)
+    assert {"draft_tokens", "model_db", "corpus_db"} <= names
+    listed = command in ("replay", "bench", "bench-shape")
+    required = {"replay": ["--traces", "x"], "bench-shape": ["tiny", "--traces", "x"]}.get(command, [])
+    for name in sorted(names):
+        value = VALUES[name]
+        typed = [f"--{name.replace('_', '-')}", *([value] if value else [])]
+        for method in METHODS:
+            if method in OPTION_METHODS[name] or (listed and method in NEED_LOGITS):
+                continue
+            arguments = [command, *required, "--methods" if listed else "--method", method, *typed]
+            assert run(arguments) == 2
+            assert f"{typed[0]} has no effect with method {method}" in capfd.readouterr().err
+
+
+def test_the_table_says_what_the_drafters_use() -> None:
+    """The number of draft tokens is used where a method asks for a budget."""
+
+    class AskedError(Exception):
+        pass
+
+    def budget() -> Any:
+        raise AskedError
+
+    for method, maker in drafters.MAKERS.items():
+        source = inspect.getsource(maker)
+        assert ("budget()" in source) == (method in OPTION_METHODS["draft_tokens"]), method
+    with pytest.raises(AskedError):
+        drafters.drafter_within(budget, DecodeConfig("hd"), _no_stores())
+
+
+def _no_stores() -> Any:
+    from hdtool.runtime.stores.store_set import StoreSet
+
+    return StoreSet()
+
+
+def test_none_for_a_store_is_always_allowed() -> None:
+    for method in METHODS:
+        assert refusal({"model_db"}, method=method, model_db="none") == ""
+    assert StoresConfig(model_db="none").model_db == "none"
+
+
+def test_one_of_several_methods_is_enough() -> None:
+    assert refusal({"draft_tokens"}, methods=["ar,pld", "hd"], draft_tokens=4) == ""
+    assert refusal({"draft_tokens"}, methods=None, draft_tokens=4) == ""
+    assert "with method ar, generate" in refusal({"draft_tokens"}, methods=["ar, generate"], draft_tokens=4)
+    assert "no effect" in refusal({"tree"}, methods=None, shape="tiny", tree="static"), "the shape's own methods"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "--prompt", "x", "--top-p", "0.9"], "--top-p has no effect with greedy decoding: set --temper"),
+        (["collect", "--prompts", "x", "--out", "y", "--top-k", "9"], "--top-k has no effect with greedy decoding"),
+        (["generate", "--prompt", "x", "--json", "--color"], "--color has no effect with --json"),
+        (["build-corpus-db", "x", "--out", "y", "--namespace", "z"], "--namespace has no effect with --out"),
+        (["build-corpus-db", "x", "--address", "a:1"], "--address has no effect without --engine ray"),
+        (["inspect", "x", "--model", "y"], "--model has no effect without --after or --ngrams"),
+        (["train-heads", "--from", "x", "--out", "y", "--medusa", "--mlp", "8"], "--mlp has no effect with --medusa"),
+        (["bench", "--temperatures", "0.5"], "--temperatures has no effect without --report"),
+        (["bench-cost", "--rounds", "9"], "No such option"),
+        (["bench-shape", "tiny", "--traces", "x", "--report", "y"], "No such option"),
+    ],
+)
+def test_options_without_effect_are_refused(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    assert said in capfd.readouterr().err
+
+
+# Help and completion ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_are_in_panels_and_examples_at_the_end(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for parameter in COMMANDS[command].params:
+        if parameter.param_type_name == "option" and parameter.name != "help":
+            assert parameter.rich_help_panel in PANELS, parameter.name
+    assert run([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("Examples:") > shown.index("--help")
+    examples = shown.split("Examples:\n")[1].splitlines()
+    assert len(examples) == 2 and all(line.startswith(f"  hdtool {command}") for line in examples)
+
+
+def test_summaries_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "..." not in capsys.readouterr().out.split("Commands:")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("hdtool generate --method hd", ["hd-paper", "hd", "hd+logitspec", "hd+amphista"]),
+        ("hdtool generate --dtype bf", ["bfloat16"]),
+        ("hdtool generate --quantization n", ["nf4"]),
+        ("hdtool bench --methods ar,pl", ["ar,pld"]),
+        ("hdtool bench-shape llama-3", ["llama-3-8b"]),
+    ],
+)
+def test_values_are_completed(words: str, completed: list[str]) -> None:
+    environment = os.environ | {
+        "_HDTOOL_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    program = "from hdtool.cli.app import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.stdout.split() == completed
