@@ -20,7 +20,7 @@ from hdtool.runtime.kernels.topk import argmax, argmax_at
 from hdtool.runtime.random_draws import ExponentialRace
 
 NOT_FINITE = -1
-"""In place of a token: the logits are NaN or infinite."""
+"""Returned instead of a token if the logits are NaN or infinite."""
 
 
 class Sampler:

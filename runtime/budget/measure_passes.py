@@ -26,7 +26,7 @@ NODES = tuple(rows - 1 for rows in PASS_SIZES)
 TIMES, PATIENCE = 20, 10.0
 """Repetitions of each size at each context and the seconds after which they stop; the fastest pass counts."""
 QUICK_TIMES, QUICK_PATIENCE = 4, 1.0
-"""The same for the measurement before an answer."""
+"""Repetitions and seconds of the quick measurement before an answer."""
 SHORT = 4
 """Length of a context that hardly affects the time of a pass."""
 

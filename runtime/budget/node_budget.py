@@ -98,7 +98,7 @@ class CostBudget:
 
 
 class MeasuredBudget:
-    """The same on a target, with costs corrected by the measured time of its passes."""
+    """Like CostBudget, with costs corrected by the measured time of the target's passes."""
 
     def __init__(self, target: Target, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
         self._target = target
@@ -141,7 +141,7 @@ class MeasuredBudget:
 
 
 class SharedBudget:
-    """The same in a batch, where one pass verifies all trees and costs as much as the largest of them.
+    """Like CostBudget for a batch, where one pass verifies all trees and costs as much as the largest of them.
 
     So all trees get the same size, chosen by the sum of their expected tokens; each budget shares its latest ones.
     """

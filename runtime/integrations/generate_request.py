@@ -69,7 +69,7 @@ class GenerateRequest:
         return cls(
             prompt=ids[padded:],
             padding=ids[:padded],
-            most=max(1, longest - len(ids)),  # as generate, which checks the length after the first token
+            most=max(1, longest - len(ids)),  # generate, too, checks the length after the first token
             draws=bool(settings.do_sample),
             wants_scores=details and bool(settings.output_scores),
             wants_logits=details and bool(settings.output_logits),

@@ -1,4 +1,4 @@
-"""Answers made at once: each is the one that it would have been alone, and they are told in order."""
+"""Batched answers: each equals the answer without a batch, and they are yielded in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop: whatever is drafted, what is said equals plain decoding, and it ends where it should."""
+"""The decoding loop: with any drafts the output equals plain decoding and ends where it should."""
 
 from __future__ import annotations
 

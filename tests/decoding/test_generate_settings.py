@@ -43,7 +43,7 @@ GREEDY: dict[str, Any] = {
     "guidance_scale": 1.5,
     "watermarking_config": {"greenlist_ratio": 0.25, "bias": 6.0, "seeding_scheme": "lefthash"},
 }
-"""Honoured whether tokens are drawn or not; each with a value that changes what ``generate`` says."""
+"""Settings that apply to greedy decoding and sampling, each with a value that changes the output."""
 
 SAMPLED: dict[str, Any] = {
     "top_k": 3,
@@ -110,7 +110,7 @@ def loaded(demo: Loaded) -> Iterator[Loaded]:
 
 
 def test_every_field_is_classified() -> None:
-    """A new field of the library fails here until somebody has looked at what it changes."""
+    """A new field of the library fails here until it is classified."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     classes = [set(GREEDY), set(SAMPLED), set(REFUSED), HONOURED_ELSEWHERE, OF_HDTOOL, NO_TOKEN_CHANGES - set(REFUSED)]
     assert fields - set().union(*classes) == set()

@@ -234,7 +234,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def saying(tokens: Sequence[int]) -> torch.Tensor:
-    """Logits of a model that says these tokens, one after each row."""
+    """Logits with these tokens as their arg-max, one for each row."""
     return torch.nn.functional.one_hot(torch.tensor(tokens), 200).float()
 
 

@@ -103,7 +103,7 @@ def test_the_cache_grows_without_losing_positions() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_hidden_states_are_those_that_the_output_layer_reads(family: str) -> None:
-    """Whatever the family scales, caps or adds behind it: the output layer's own product is in the logits."""
+    """The logits are the output layer's product, up to what the family scales, caps or adds after it."""
     model = model_of(family)
     target = Target(model)
     for _ in range(2):

@@ -59,7 +59,7 @@ def test_look_ups_equal_slow_ones(words: list[int], order: list[int], count: int
 
 
 def logits_of(likely: list[int], vocabulary: int = 200) -> torch.Tensor:
-    """A row in which these tokens are the likeliest, the first the most."""
+    """A row in which these tokens have the highest logits, in this order."""
     logits = torch.full((1, vocabulary), -torch.inf)
     logits[0, likely] = torch.arange(len(likely), 0, -1.0)
     return logits

@@ -25,7 +25,7 @@ ROWS = LENGTH - 1
 
 
 class Window:
-    """The window as the paper draws it: in row 0 the guesses behind the root, below it full rows."""
+    """The window as the paper draws it: in row 0 the guesses after the root, below it full rows."""
 
     def __init__(self, guesses: list[int]) -> None:
         self.rows = [guesses]
@@ -36,7 +36,7 @@ class Window:
         return chain + [row[column] for row in self.rows[1:]]
 
     def move(self, said: list[int]) -> None:
-        """``said`` is the answer to the newest guess of each column, the one of the root included."""
+        """``said`` is the arg-max after the newest guess of each column, the root included."""
         if len(self.rows) < ROWS:
             self.rows = [*(row[1:] for row in self.rows), said[1:]]
         else:
@@ -45,7 +45,7 @@ class Window:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
-    """The branch verified with the target's masks says at every node what the plain model says there."""
+    """The branch verified with the target's masks has the logits of the plain model at each node."""
     model = model_of(family, torch.float64)
     target = Target(model)
     prompt = prompt_of(25)
@@ -74,7 +74,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
         if len(window.rows) < ROWS:
             assert len(closed) == 0
         else:
-            # A sequence begins at the bottom of the chain above its column, and ends with what the model says.
+            # A sequence begins at the bottom of the chain above its column and ends with the model's arg-max.
             assert closed.tolist() == [[*path[-ROWS:], token] for path, token in zip(columns, said, strict=True)]
         window.move(said)
     assert [len(row) for row in window.rows] == [WIDTH - 1, *[WIDTH] * (ROWS - 1)]

@@ -1,4 +1,4 @@
-"""Inside ``model.generate``: what it says, streams and returns is what it says without hdtool."""
+"""Decoding inside ``model.generate``: output, streams and return values equal those without hdtool."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ WARPERS: dict[str, dict[str, Any]] = {
 }
 
 
-# What it says ----------------------------------------------------------------------------------
+# Output ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
@@ -140,7 +140,7 @@ def test_a_sampled_answer_is_made_from_the_scores_of_generate(options: dict[str,
 
 
 def replaying(processor: LogitsProcessor) -> Any:
-    """generate's own sampling, with one more processor behind its warpers."""
+    """generate's own sampling, with one more processor after its warpers."""
 
     def sample(model: Any, input_ids: Any, logits_processor: Any, **arguments: Any) -> Any:
         logits_processor.append(processor)
@@ -196,7 +196,7 @@ def test_torchs_seed_reproduces_a_program_but_not_an_answer_within_it() -> None:
 
 
 class Until(StoppingCriteria):
-    """A user's own criterion, which remembers what it was asked, scores included."""
+    """A user's criterion that records its arguments, scores included."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -465,7 +465,7 @@ def test_a_model_in_training_is_given_back_in_training() -> None:
 
 
 def test_attention_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With attention that takes no masks of ours the model is asked another way, and then left as it was."""
+    """An attention implementation without arbitrary masks is replaced during the call and restored."""
     monkeypatch.setattr("hdtool.runtime.model.target.USABLE_ATTENTION", ("sdpa",))
     model: Any = copy.deepcopy(model_of("llama"))
     model.set_attn_implementation("eager")

@@ -1,4 +1,4 @@
-"""`hdtool serve`, the settings that reach vLLM's workers, and whose stores they open. vLLM itself is not needed."""
+"""`hdtool serve`, the settings of vLLM's workers, and the stores that they open. vLLM itself is not needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting for the rows of an engine's batch: whose row it is, what is drafted, what it may cost."""
+"""Drafting for the rows of a vLLM batch: matching of requests, drafts and costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAID = [11, 12, 13, 14, 15, 16, 17, 18]
 
 
 class Engine:
-    """Rows of tokens as an engine keeps them: leftovers of old requests stand behind the lengths."""
+    """Rows of tokens as in vLLM: tokens of old requests remain after the lengths."""
 
     def __init__(self, drafter: BatchDrafter) -> None:
         self.drafter = drafter

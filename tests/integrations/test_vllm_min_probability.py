@@ -1,4 +1,4 @@
-"""When drafting pays in a batch, by the time that the engine's passes take."""
+"""The minimum draft probability by batch and time of passes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_minimum_probability_grows_with_the_batch() -> None:
 
 
 def test_the_minimum_probability_maximizes_tokens_per_second() -> None:
-    """With costs known and odds evenly spread, the best floor can be computed: no other gives more tokens a second."""
+    """With given costs and uniform probabilities, the best minimum can be computed."""
     rows, base, each = 16, 0.01, 2e-4
 
     def rate(floor: float) -> float:
@@ -73,7 +73,7 @@ def test_a_fixed_minimum_is_used_as_it_is() -> None:
 
 
 def test_only_passes_over_the_same_requests_count() -> None:
-    """Prompts are read in the others; what they take says nothing about drafts."""
+    """Other passes include prefill, so their time does not measure drafts."""
     rows, lengths, sent = np.arange(3), np.array([10, 20, 30]), np.array([0, 2, 4])
     for grown, counts in (([1, 3, 5], 1), ([1, 1, 1], 1), ([2, 3, 5], 0), ([1, 0, 5], 0), ([1, 3, 500], 0)):
         min_probability = MinProbability()

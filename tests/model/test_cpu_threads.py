@@ -1,4 +1,4 @@
-"""The number of threads: the fastest, by what passes take, or the one that was asked for."""
+"""The number of threads: the fastest by measurement, or the given one."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def answer(target: Target, prompt: list[int], drafter: object = None) -> list[in
 
 @pytest.fixture(scope="module")
 def store_set(tmp_path_factory: pytest.TempPathFactory) -> StoreSet:
-    """Stores in which, after every token that the model says, a token without an embedding is the most frequent."""
+    """Stores in which a token without an embedding is the most frequent one after each token of the answer."""
     prompt = prompt_of(20)
     said = answer(Target(model_of("llama"), never), prompt)
     text = [*prompt, *said]

@@ -1,4 +1,4 @@
-"""``hdtool bench-cost``: forward passes timed, told, drawn, and kept where they are found again."""
+"""``hdtool bench-cost``: forward passes are timed, printed, plotted and saved."""
 
 from __future__ import annotations
 

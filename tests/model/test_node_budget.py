@@ -18,7 +18,7 @@ from tests.support.families import model_of
 
 
 class Clock:
-    """A target that takes as long as it is told to."""
+    """A target with given times of its passes."""
 
     def __init__(self) -> None:
         self.passes, self.seconds_in_model, self.length = 0, 0.0, 0

@@ -39,7 +39,7 @@ POISON = VOCABULARY - 1
 
 @cache
 def poisoned(family: str, token: int = POISON) -> Any:
-    """A model with one token whose embedding is infinite, as in float16 after an overflow."""
+    """A model with an infinite embedding of one token, as in float16 after an overflow."""
     model = copy.deepcopy(model_of(family))
     with torch.no_grad():
         embeddings: Any = model.get_input_embeddings()
@@ -119,7 +119,7 @@ def test_a_sampled_answer_that_overflows_itself_is_refused() -> None:
 
 
 class Neighbours:
-    """Conversations for one batch after another; the drafts of each contain the truth, lies and the overflow."""
+    """Requests of several batches; the drafts contain correct tokens, wrong tokens and the overflow."""
 
     def __init__(self, prompts: Sequence[list[int]], truths: Sequence[list[int]]) -> None:
         self._waiting = iter(zip(range(len(prompts)), prompts, truths, strict=True))
@@ -147,7 +147,7 @@ def test_slots_of_a_batch_are_independent(family: str, size: int) -> None:
     order = [healthy[0], others[0], healthy[1], others[1], healthy[2], others[2], healthy[3]]
     target = Target(poisoned(family), never)
     alone = [answer(target, prompt) for prompt in order]
-    stop = alone[3][4]  # ends the conversation of the largest ids early, and whoever else says it
+    stop = alone[3][4]  # ends the request of the largest ids early, and any other answer that contains it
     ends = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in alone]
     found = said(decode_batch(target, Neighbours(order, ends), size, max_new_tokens=MOST, stops={stop}))
     assert found == dict(enumerate(ends))

@@ -51,7 +51,7 @@ def asked(loaded: Loaded) -> list[list[int]]:
 
 
 def check(loaded: Loaded, *, exact: bool) -> None:
-    """Drafts change nothing, or only where rounding decides; plain decoding is what ``generate`` says."""
+    """Drafts change the output only at near ties; plain decoding equals ``generate``."""
     verifier = Verifier(loaded, SamplingConfig(), Hierarchy(), MOST)
     found = [verifier.check("a question", ids) for ids in asked(loaded)]
     differences = [difference for one in found for difference in one.differences]
@@ -115,7 +115,7 @@ def test_a_quantised_checkpoint(torchao: Any) -> None:
 
 
 def test_conversations_side_by_side(bitsandbytes: Any, tmp_path: Path) -> None:
-    """One process, one model: what was decoded before leaves nothing behind in its layers."""
+    """Earlier answers leave no state in the layers of a model."""
     loaded = load(saved(tmp_path, BitsAndBytesConfig(load_in_8bit=True)))
     (ids, _) = asked(loaded)
     first = said(run(loaded.target, ids, SamplingConfig(), MOST, drafter=NoDraft()))

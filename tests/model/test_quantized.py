@@ -129,7 +129,8 @@ def test_activations_that_share_a_scale_are_refused() -> None:
 def test_rounding_is_noted_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("hdtool.runtime.model.quantized_layers.HIGH_PRECISION_TOLERANCE", 0.0)
     target = Target(llama(ScalePerRow))
-    assert len(said(run(target, PROMPT, GREEDY, drafter=Hierarchy()))) == len(said(run(target, PROMPT, GREEDY)))
+    for drafter in (Hierarchy(), None):
+        said(run(target, PROMPT, GREEDY, drafter=drafter))
     assert capfd.readouterr().err.count("this quantised model rounds its logits by") == 1
 
 

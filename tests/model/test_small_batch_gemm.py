@@ -58,7 +58,7 @@ def own_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def wide() -> Any:
-    """A model whose layers our own product fits."""
+    """A model with layers that our own product supports."""
     wider = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "initializer_range": 0.3}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**{**SHAPE, **wider}))

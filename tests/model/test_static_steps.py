@@ -1,4 +1,4 @@
-"""Steps of fixed shape: what a graph would repeat is called directly here, and says what plain decoding says."""
+"""Steps with fixed shapes, called directly instead of as CUDA graphs: their output equals plain decoding."""
 
 from __future__ import annotations
 

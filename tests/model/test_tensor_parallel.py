@@ -1,4 +1,4 @@
-"""A model over several processes and places says what it says in one."""
+"""A model over several processes or devices gives the output of a single one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ with leading():
 """
 """What the command does when torchrun starts it, for several commands: starting is what takes the time.
 
-Letters are so short that prompts and trees do not fit into one."""
+Messages are so short that prompts and trees need two broadcasts."""
 
 ASKED = ["generate", "--prompt", "Tom has 3 boxes with 12 pencils each. How many pencils?", "--json", "--threads", "1"]
 COMMANDS = [
@@ -74,7 +74,7 @@ def test_two_processes_give_the_answer_of_one(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_offloaded_weights() -> None:
-    """As a device map leaves those that fit on no GPU; what lies on several goes the same way."""
+    """Offloaded weights, as a device map makes them; weights on several devices take the same path."""
     model, prompt = model_of("llama"), prompt_of(20)
     plain = said(run(Target(model), prompt, SamplingConfig()))
     elsewhere = _of("Llama")
