@@ -30,7 +30,7 @@ from tests.support.oracle import prompt_of
 from tests.support.stores import build, index_of
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "opt", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "mixtral"]
-PEERS = ["hd-paper", "hd-paper with discarded", "hd-paper without lookahead", "lade", "pld", "rest", "logitspec"]
+PEERS = ["hd-paper", "hd-paper without lookahead", "lade", "pld", "rest", "logitspec"]
 DRAFTERS = ["hd", "hd of the context alone", "hd at the largest budget", "hd+logitspec", *PEERS]
 PROMPT = prompt_of(20) * 2  # says something twice, for those that look into the prompt
 
@@ -51,9 +51,9 @@ def drafter_of(name: str, store: ModelStore, index: CorpusIndex) -> Drafter:
     if name in ("hd", "hd at the largest budget"):
         return Hierarchy(store, index, budget=FixedBudget(12 if name == "hd" else LARGEST_TREE))
     if name == "hd+logitspec":
-        return Hierarchy(store, index, budget=FixedBudget(24), last=True, copied=True, recycled=True)
+        return Hierarchy(store, index, budget=FixedBudget(24), last=True, recycled=True)
     if name.startswith("hd-paper"):
-        config = PaperConfig(lookahead="without" not in name, discarded="with discarded" in name)
+        config = PaperConfig(lookahead="without" not in name)
         return PaperDrafter(config, model_store=store, corpus_index=index)
     others: dict[str, Drafter] = {
         "lade": lookahead_decoding(),

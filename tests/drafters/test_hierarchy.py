@@ -72,7 +72,7 @@ def check(tree: DraftTree, probs: Probs, vocabulary: int, most: int) -> None:
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 700])
 @pytest.mark.parametrize("vocabulary", [50, 70_000])
-@pytest.mark.parametrize("used", ["C", "M", "CM", "S", "CMS", "L", "K", "R", "CL", "CMR", "CMSLKR"])
+@pytest.mark.parametrize("used", ["C", "M", "CM", "S", "CMS", "L", "R", "CL", "CMR", "CMSLR"])
 def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard_bytes: int, tmp_path: Path) -> None:
     """In one shard and in many; ranges are read whole and in samples; before learning and after."""
     documents = random_documents(vocabulary, vocabulary)
@@ -118,7 +118,6 @@ SOURCES = {
     "M": SourceName.MODEL,
     "S": SourceName.CORPUS,
     "L": SourceName.LAST,
-    "K": SourceName.COPIED,
     "R": SourceName.RECYCLED,
 }
 
@@ -131,7 +130,6 @@ def drafting(used: str, model: ModelStore | None, corpus: CorpusIndex | None, mo
         context="C" in used,
         budget=FixedBudget(most),
         last="L" in used,
-        copied="K" in used,
         recycled="R" in used,
     )
 
@@ -188,7 +186,7 @@ def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
         def nodes(self, probs: Probs) -> int:
             return len(probs)
 
-        def hear_of_draft(self, seconds: float) -> None:
+        def set_draft_seconds(self, seconds: float) -> None:
             pass
 
     context = [1, 2, 3, 4, 5] * 3
@@ -251,22 +249,6 @@ def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
     below = after.tokens[after.parents == -1].tolist()
     assert set(below) - {2} <= set(logits[verified].float().topk(8).indices.tolist())
     assert SourceName.RECYCLED in after.sources
-
-
-def test_only_accepted_nodes_are_copied() -> None:
-    """The root's logits and those of nodes on the path; a node that was turned down has no say."""
-    hierarchy = Hierarchy(copied=True, context=False)
-    hierarchy.begin([8, 9])
-    assert len(hierarchy.draft([9])) == 0
-    hierarchy.observe(Accepted([], [3]), one_hot([3]))
-    for root, truth in ((9, [3]), (9, [3, 5])):
-        hierarchy.begin([8, root])
-        tree = hierarchy.draft([root])
-        assert tree.tokens.tolist()[0] == 3
-        rows = one_hot([3, 5, *[6] * (len(tree) - 1)])
-        hierarchy.observe(Accepted([0] if len(truth) > 1 else [], truth), rows)
-        hierarchy.begin([7, 3])
-        assert (5 in hierarchy.draft([3]).tokens) == (len(truth) > 1)
 
 
 def one_hot(tokens: list[int]) -> torch.Tensor:
@@ -363,7 +345,7 @@ def test_every_combination_of_sources_says_the_same(sampling: SamplingConfig, tm
                 assert said(steps) == expected, letters
                 drafted |= {source for step in steps for source in step.tree.sources.tolist()}
             assert drafted <= {SOURCES[letter] for letter in letters}
-            assert not {"M", "S", "L", "K", "R"} & set(letters) or drafted
+            assert not {"M", "S", "L", "R"} & set(letters) or drafted
 
 
 @pytest.mark.parametrize("part", ["slots", "keys", "rows", "documents", "suffixes", "heads", "signposts", "shards"])
@@ -402,7 +384,7 @@ def test_what_is_said_stays_the_same(
     plain = [said(run(target, prompt, sampling)) for prompt in prompts]
     documents = [[*prompts[0], *plain[0]], plain[1]]
     stores = stores_of(tmp_path_factory.mktemp("stores"), documents, VOCABULARY, 1 << 20)
-    hierarchy = Hierarchy(*stores, last=True, copied=True, recycled=True)
+    hierarchy = Hierarchy(*stores, last=True, recycled=True)
     steps = [run(target, prompt, sampling, drafter=hierarchy) for prompt in prompts]
     assert [said(of) for of in steps] == plain
     assert sum(map(len, steps)) < 0.7 * sum(map(len, plain)), "what was never right tests nothing"

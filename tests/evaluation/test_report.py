@@ -32,7 +32,7 @@ from hdtool.runtime.evaluation.report.tables import (
 )
 from hdtool.runtime.evaluation.report.theme import DOTS, THEMES, WIDTH, Theme
 from hdtool.runtime.evaluation.report.write import PICTURE, prepare, write
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import registered
 
 EVIL = "<script>alert('&')</script>"
 DATA = ReportData(
@@ -224,5 +224,5 @@ def test_durations_fit_a_line_through_the_answers() -> None:
 
 @pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
 def test_no_two_methods_and_no_two_sources_look_alike(theme: Theme) -> None:
-    for colours in ([*map(theme.method, {**PEERS, **METHODS})], [theme.source(str(name)) for name in SourceName]):
+    for colours in ([*map(theme.method, {**PEERS, **METHODS})], [theme.source(str(name)) for name in registered()]):
         assert len({*colours, theme.foreground, theme.background}) == len(colours) + 2

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.drafters.hierarchy import backoff_weights as weights
 from hdtool.runtime.drafters.hierarchy import estimator as mixture
-from hdtool.runtime.drafters.hierarchy import level_weights as weights
 from hdtool.runtime.drafters.hierarchy import ranking_agreement as agreement
 from hdtool.runtime.drafters.hierarchy import tree_builder as growth
 from hdtool.runtime.drafters.hierarchy.sources import neighbor_rankings as neighbours
@@ -66,14 +66,14 @@ class SlowHierarchy:
     def __init__(self, model: ModelStore | None, corpus: CorpusIndex | None, letters: str) -> None:
         learned = weights.new_weights()[0]
         self.rates, self.rate_credit, self.rate_asked = (
-            learned[name].copy() for name in ("rates", "rate_credit", "rate_asked")
+            learned[name].copy() for name in ("rates", "rate_credit", "rate_used")
         )
         self.last: dict[int, int] = {}  # the kind of each candidate
         self.gains = learned["gains"].copy()
         self.near: list[dict[int, int]] = []  # the kind of each token that is named at a place
-        self.kept: dict[SourceName, dict[Row, Ranking]] = {SourceName.COPIED: {}, SourceName.RECYCLED: {}}
+        self.kept: dict[Row, Ranking] = {}
         self.letters, use_context = letters, "C" in letters
-        self.weight, self.credit, self.asked = (learned[name].copy() for name in ("weight", "credit", "asked"))
+        self.weight, self.credit, self.asked = (learned[name].copy() for name in ("weight", "credit", "used"))
         self.model, self.use_context = model, use_context
         self.context: list[int] = []
         self.last_parts: dict[int, float] = {}
@@ -96,7 +96,7 @@ class SlowHierarchy:
         places.sort(key=lambda at: -min(longest, alike[at]))
         counts = Counter(self.context[at] for at in places if alike[at] >= order)
         total = sum(counts.values())
-        level = weights.CONTEXT_LEVELS + order - 1
+        level = weights.CONTEXT_ORDERS + order - 1
         return Evidence(level, SourceName.CONTEXT, counts, total, bucket(total, len(counts))) if total else None
 
     def _alike(self, context: list[int], at: int) -> int:
@@ -115,7 +115,7 @@ class SlowHierarchy:
         node.known = max(node.known, order)
         _, total, distinct, tokens, found = entries[0]
         counts = dict(zip(tokens.tolist(), found.tolist(), strict=True))
-        return Evidence(weights.MODEL_LEVELS + order - 1, SourceName.MODEL, counts, total, bucket(total, distinct))
+        return Evidence(weights.MODEL_ORDERS + order - 1, SourceName.MODEL, counts, total, bucket(total, distinct))
 
     def ask_corpus(self, node: Node, order: int, most: int) -> Evidence | None:
         """Followers of all places that the last tokens have, or of as many as are read, evenly spread."""
@@ -132,7 +132,7 @@ class SlowHierarchy:
         step = (len(places) << 16) // read
         followers = [self._follower(*places[turn * step >> 16], order) for turn in range(read)]
         counts = Counter(token for token in followers if token != self.end)
-        level = weights.CORPUS_LEVELS + order - 1
+        level = weights.CORPUS_ORDERS + order - 1
         return Evidence(level, SourceName.CORPUS, counts, read, bucket(len(places), len(counts))) if counts else None
 
     def _range(self, tail: list[int], order: int) -> list[tuple[int, int]]:
@@ -145,15 +145,15 @@ class SlowHierarchy:
     def _follower(self, shard: int, at: int, order: int) -> int:
         return self.shards[shard][at + order]
 
-    def ask_kept(self, source: SourceName, node: Node, order: int) -> Evidence | None:
+    def ask_recycled(self, node: Node, order: int) -> Evidence | None:
         tail = tail_of(node.context, order)
-        owner, counts, run = self.kept[source].get(row_of(tail), NO_RANKING)
+        owner, counts, run = self.kept.get(row_of(tail), NO_RANKING)
         if order > LONGEST_NODE or owner != tail:
             return None
         sure = min(weights.SIZES - 1, weights.SIZES * max(counts.values()) // WHOLE)
-        level = weights.COPIED_LEVELS if source == SourceName.COPIED else weights.RECYCLED_LEVELS
         spread = 0 if run >= LONG_RUN else 1 if run else 2
-        return Evidence(level + order - 1, source, counts, WHOLE, 3 * sure + spread)
+        level = weights.RECYCLED_ORDERS + order - 1
+        return Evidence(level, SourceName.RECYCLED, counts, WHOLE, 3 * sure + spread)
 
     def listen(self, nodes: list[Node], accepted: Accepted, logits: torch.Tensor) -> None:
         """What stands in the rows of logits, each behind the root or a node."""
@@ -168,17 +168,16 @@ class SlowHierarchy:
             found = zip(best.indices.tolist(), (-np.log2(chances)).tolist(), strict=True)
             kinds = {token: min(KINDS - 1, int(bits)) for token, bits in found if token != accepted.tokens[-1]}
             self.last = dict(list(kinds.items())[:MOST_CANDIDATES])
-        for letter, source, heard in (("K", SourceName.COPIED, rows), ("R", SourceName.RECYCLED, range(len(logits)))):
-            for row in reversed(heard if letter in self.letters else []):
-                best = logits[row].topk(BEST)
-                shares = np.exp(SHARPNESS * (best.values - best.values[0]).double().numpy())
-                whole = (shares * (WHOLE / shares.sum())).astype(int).tolist()
-                said = dict(zip(best.indices.tolist(), whole, strict=True))
-                for order in range(1, LONGEST_NODE + 1):
-                    tail = tail_of(nodes[row].context, order)
-                    owner, before, run = self.kept[source].get(row_of(tail), NO_RANKING)
-                    again = owner == tail and next(iter(before)) == next(iter(said))
-                    self.kept[source][row_of(tail)] = tail, said, run + 1 if again else 0
+        for row in reversed(range(len(logits)) if "R" in self.letters else []):
+            best = logits[row].topk(BEST)
+            shares = np.exp(SHARPNESS * (best.values - best.values[0]).double().numpy())
+            whole = (shares * (WHOLE / shares.sum())).astype(int).tolist()
+            said = dict(zip(best.indices.tolist(), whole, strict=True))
+            for order in range(1, LONGEST_NODE + 1):
+                tail = tail_of(nodes[row].context, order)
+                owner, before, run = self.kept.get(row_of(tail), NO_RANKING)
+                again = owner == tail and next(iter(before)) == next(iter(said))
+                self.kept[row_of(tail)] = tail, said, run + 1 if again else 0
 
     def _learn_gains(self, nodes: list[Node], accepted: Accepted) -> None:
         came = {id(nodes[node + 1]) for node in accepted.path}
@@ -187,7 +186,7 @@ class SlowHierarchy:
             alike = [node for node in reached if node.agreed == kind]
             surprise = sum((id(node) in came) - node.probs / node.above.probs for node in alike if node.above)
             self.gains[kind] = np.clip(
-                self.gains[kind] * np.exp(agreement.PACE * surprise), agreement.LEAST_GAIN, agreement.MOST_GAIN
+                self.gains[kind] * np.exp(agreement.LEARNING_RATE * surprise), agreement.LEAST_GAIN, agreement.MOST_GAIN
             )
 
     def _look_round(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
@@ -240,10 +239,7 @@ class SlowHierarchy:
             weigh(self.ask_context(node.context, order))
             if left_open < least:
                 break
-            weigh(self.ask_kept(SourceName.COPIED, node, order))
-            if left_open < least:
-                break
-            weigh(self.ask_kept(SourceName.RECYCLED, node, order))
+            weigh(self.ask_recycled(node, order))
             if left_open < least:
                 break
             weigh(self.ask_model(node, order))
@@ -273,7 +269,7 @@ class SlowHierarchy:
         nodes, waiting, bar, node = [root], list[Node](), 0.0, root
         while True:
             if node.depth < growth.DEEPEST and node.probs > growth.WORTH_EXPANDING * bar:
-                least = max(growth.WORTH_EXPANDING * bar / node.probs, growth.LEAST_OPEN)
+                least = max(growth.WORTH_EXPANDING * bar / node.probs, growth.LEAST_LEFT)
                 floor = max(growth.WORTH_ADDING * bar / node.probs, growth.LEAST_PART)
                 parts = self.expand(node, least, floor)[0]
                 chances, named = self._agree(node, parts)
@@ -298,23 +294,23 @@ class SlowHierarchy:
     def hear(self, token: int) -> None:
         """One step of expectation maximisation, and the token is part of the context."""
         self.last_parts, self.last_open = {}, 0.0
-        said = self.expand(Node(self.context), growth.OPEN_TO_LEARN, 0.0)[1]
+        said = self.expand(Node(self.context), growth.LEFT_TO_LEARN, 0.0)[1]
         explained, left_open = [], 1.0
         for evidence in said:
             weight = self.weight[evidence.level, evidence.bucket]
             explained.append(left_open * weight * evidence.counts.get(token, 0) / evidence.read)
             left_open *= 1 - weight
         guessed = self.last_parts.get(token, 0.0)
-        heard = sum(explained) + guessed + left_open * weights.UNHEARD
+        heard = sum(explained) + guessed + left_open * weights.UNSEEN
         left = 1.0
         for evidence, part in zip(said, explained, strict=True):
             at = evidence.level, evidence.bucket
-            fading = min(1.0, weights.MEMORY / self.asked[at])
+            fading = min(1.0, weights.EMA_WINDOW / self.asked[at])
             self.credit[at] = self.credit[at] * fading + part / heard
             self.asked[at] = self.asked[at] * fading + left
             self.weight[at] = self.credit[at] / self.asked[at]
             left -= part / heard
-            if left < weights.NOTHING_LEFT:
+            if left < weights.NEGLIGIBLE:
                 break
         if self.last_open:
             self._learn_last(token, guessed / heard)
@@ -323,7 +319,7 @@ class SlowHierarchy:
 
     def _learn_last(self, token: int, credit: float) -> None:
         for kind in self.last.values():
-            fading = min(1.0, weights.MEMORY / self.rate_asked[kind])
+            fading = min(1.0, weights.EMA_WINDOW / self.rate_asked[kind])
             self.rate_asked[kind] = self.rate_asked[kind] * fading + self.last_open
             self.rate_credit[kind] *= fading
         if token in self.last:

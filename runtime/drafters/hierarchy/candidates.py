@@ -1,4 +1,4 @@
-"""What may follow a node: tokens and their chances, found by a hash table."""
+"""The candidates after a node: tokens and their probabilities, in a hash table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hdtool.runtime.drafters.hierarchy.workspace import CANDIDATES, SLOTS
 
 @njit(cache=True, nogil=True)
 def put(work: Any, source: int, token: Any, part: float) -> None:
-    """Add to the chance of a candidate."""
+    """Add to the probability of a candidate."""
     slot = _slot_of(work, token)
     if _is_taken(work, slot):
         at = work.slots[slot] & (CANDIDATES - 1)
@@ -29,14 +29,14 @@ def put(work: Any, source: int, token: Any, part: float) -> None:
 
 @njit(cache=True, nogil=True)
 def find(work: Any, token: Any) -> int:
-    """Where a candidate is, or -1."""
+    """The index of a candidate, or -1."""
     slot = _slot_of(work, token)
     return int(work.slots[slot] & (CANDIDATES - 1)) if _is_taken(work, slot) else -1
 
 
 @njit(cache=True, nogil=True)
 def _slot_of(work: Any, token: Any) -> Any:
-    """The slot that a candidate has, or would have."""
+    """The slot of a candidate, or the free one where it would go."""
     slot = (token * 40503) & (SLOTS - 1)
     while _is_taken(work, slot) and work.candidates[work.slots[slot] & (CANDIDATES - 1)] != token:
         slot = (slot + 1) & (SLOTS - 1)

@@ -1,9 +1,9 @@
-"""The default drafter: all sources in one estimate, the likeliest paths in one tree."""
+"""The default drafter: one estimate from the evidence of all sources, one tree of the most probable paths."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,40 +14,41 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
-from hdtool.runtime.drafters.hierarchy.level_weights import new_weights
+from hdtool.runtime.drafters.hierarchy.backoff_weights import new_weights
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import learn_gains
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import no_shards, range_record
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS, note
 from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import RankedNodes, Rankings
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import model_record
+from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
+from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import note as note_plugin
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow, restart
 from hdtool.runtime.drafters.hierarchy.workspace import WORK, Memory
 from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.kernels.no_copy import Pinned
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 TIMED_EVERY = 32
-"""Reading the clock at every turn makes a draft a fifth slower."""
+"""Reading the clock in every draft makes it a fifth slower."""
 ANY_TOKEN = 2**31 - 1
-FAITH, FADING = 10.0, 0.995
-"""Tokens that the odds are believed before they are held against what came, and what a step leaves of the past."""
-IN_DOUBT = 1.1
-"""Odds are lowered only if they promise so many times what comes: most of less is chance."""
+CALIBRATION_PRIOR, DECAY = 10.0, 0.995
+"""Tokens that the calibration begins with, both expected and accepted, and the decay of both in each step."""
+TOLERANCE = 1.1
+"""Probabilities are scaled down only where they exceed acceptance by this factor: smaller differences are noise."""
 
 Array = npt.NDArray[Any]
 
 
 class Hierarchy(Pinned):
-    """Drafts from the context, the model store and the corpus index, as far as they are there.
+    """Drafts from the context table, the model store, the corpus index and plug-ins, as far as they are given.
 
-    And from what the target thought likely: ``last`` in place of the root, ``copied`` where it last said the
-    same tokens, ``recycled`` at nodes of earlier trees, whether it took them or not. What is learned of the
-    sources' worth, and what is copied and recycled, is kept from one generation to the next. Trained ``heads``
-    are one source more, which is asked as long as it brings more than its own pass takes.
+    It also drafts from the target's logits: ``last`` from the ranking that the root was chosen from, ``recycled``
+    from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings are kept from
+    one generation to the next. Trained ``heads`` are used while they bring more than their own pass costs.
     """
 
     def __init__(
@@ -58,30 +59,40 @@ class Hierarchy(Pinned):
         context: bool = True,
         budget: Budget | None = None,
         last: bool = False,
-        copied: bool = False,
         recycled: bool = False,
         heads: HeadsState | None = None,
+        plugins: Mapping[SourceName, Evidence] | None = None,
         vocabulary: int = ANY_TOKEN,
     ) -> None:
-        """No token from ``vocabulary`` on is ever drafted."""
+        """No token outside the first ``vocabulary`` ones is drafted."""
         self.budget = budget or FixedBudget()
         self._heads = heads
-        self._asking = None if isinstance(self.budget, FixedBudget) else HeadsGate()
+        self._gate = None if isinstance(self.budget, FixedBudget) else HeadsGate()
+        self._plugins = dict(plugins or {})
+        self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
         self._began = time.perf_counter()
         self.table = ContextTable()
-        self._stores = model, corpus  # their arrays must outlive the addresses
+        self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
         self._corpus = self._shards.tokens
         ranges, self._places = range_record(self._shards)
-        self._rankings = Rankings(last=last, copied=copied, recycled=recycled)
+        self._rankings = Rankings(last=last, recycled=recycled)
         work, learned = np.zeros(1, WORK), new_weights()
-        said = np.zeros(1, HEADS)
+        heads_record, plugin_records = np.zeros(1, HEADS), np.zeros(MOST_PLUGINS, PLUGIN)
+        plugin_records["source"][: len(self._plugins)] = list(self._plugins)
         self._memory = Memory(
-            work, learned, self.table.memory, model_record(model), ranges, *self._rankings.memories, said
+            work,
+            learned,
+            self.table.memory,
+            model_record(model),
+            ranges,
+            *self._rankings.memories,
+            heads_record,
+            plugin_records,
         )
         self._at = self._memory.addresses()
         self._fill_in(work, context, vocabulary)
-        # Fields of a record cost a tenth of a microsecond each time they are asked for.
+        # Each access to a field of a record costs a tenth of a microsecond.
         nodes = (work[field][0, 1:] for field in ("tokens", "parents", "sources", "probs"))
         self._tokens, self._parents, self._sources, self._probs = nodes
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
@@ -90,11 +101,11 @@ class Hierarchy(Pinned):
         self._pending: list[int] = []
         self._drafts = 0
         self._spent = 0.0
-        self._came = self._promised = FAITH
-        """Tokens of late that nodes of trees brought, and what their odds had promised."""
+        self._accepted = self._expected = CALIBRATION_PRIOR
+        """Draft tokens that were accepted lately, and how many their probabilities predicted."""
         self._clocked = np.zeros(len(SourceName))
         self.probs: Probs = self._probs[:0]
-        """Of the nodes of the last tree: the chance that the target takes the path down to each."""
+        """The probability of each node of the last tree that the target accepts the path down to it."""
         self._compile()
 
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
@@ -104,10 +115,11 @@ class Hierarchy(Pinned):
         )
         for source, there in ((SourceName.CONTEXT, context), (SourceName.MODEL, model), (SourceName.CORPUS, corpus)):
             work["has"][0, source] = bool(there)
+        work["plugins"] = len(self._plugins)
         work["instant_at"] = work["instant"].ctypes.data
 
     def _compile(self) -> None:
-        """Have everything compiled, or loaded, before the first step waits for it."""
+        """Compile everything, or load it from the cache, before the first step."""
         self.begin(())
         feed(self._corpus, self._at, np.empty(0, np.int64))
         grow(self._corpus, self._at, 1)
@@ -116,46 +128,47 @@ class Hierarchy(Pinned):
 
     @property
     def addresses(self) -> Array:
-        """Where its memory is, which must outlive them: for compiled code that drafts for many."""
+        """The addresses of its memory, which must outlive them: for compiled code that drafts for many."""
         return self._at
 
     @property
     def shards(self) -> int:
-        """Of the corpus index."""
+        """Number of shards of the corpus index."""
         return len(self._shards.places)
 
     @property
     def corpus(self) -> Array:
-        """The tokens of the corpus index, which compiled code takes beside the addresses."""
+        """The tokens of the corpus index, which compiled code takes with the addresses."""
         return self._corpus
 
     @property
     def weights(self) -> Any:
-        """How far each level is trusted by now, by kind of evidence; see ``level_weights.py``."""
+        """The learned weight of each n-gram order, by kind of evidence; see ``backoff_weights.py``."""
         return self._memory.weights["weight"][0]
 
     @property
     def rates(self) -> Any:
-        """What each kind of candidate of the last logit is worth by now."""
+        """The learned share of each kind of candidate of the last logit."""
         return self._memory.weights["rates"][0]
 
     @property
     def gains(self) -> Any:
-        """What agreement with neighbouring rankings is worth by now, by kind."""
+        """The learned gain of candidates in neighboring rankings, by kind."""
         return self._memory.weights["gains"][0]
 
     @property
     def seconds(self) -> dict[SourceName, float]:
-        """The time that drafting took so far, by source; NONE is what the tree itself took.
+        """The time that drafting took so far, by source; NONE is the tree itself.
 
-        The whole is measured; how it is shared out was measured at every 32nd draft. Empty where
-        compiled code has no clock.
+        The total is measured; the shares come from every 32nd draft. Empty where compiled code has no clock.
         """
         whole = self._clocked.sum()
         if not whole:
             return {}
         parts = (self._spent * self._clocked / whole).tolist()
         parts[SourceName.HEADS] += self._heads.seconds if self._heads else 0.0
+        for number, seconds in self._plugin_seconds.items():
+            parts[number] += seconds
         return {SourceName(source): part for source, part in enumerate(parts) if part}
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -173,9 +186,13 @@ class Hierarchy(Pinned):
             self.probs = self._probs[:0]
             return DraftTree.bare(context[-1])
         self._catch_up()
-        if self._heads and (not self._asking or self._asking.now):
-            self._heads.look_ahead()
+        if self._heads and (not self._gate or self._gate.now):
+            self._heads.run_heads()
             note(self._memory.heads, self._heads.tokens, self._heads.probs)
+        for slot, (number, evidence) in enumerate(self._plugins.items()):
+            started = time.perf_counter()
+            note_plugin(self._memory.plugins[slot], evidence, context)
+            self._plugin_seconds[number] += time.perf_counter() - started
         timed = HAS_CLOCK and self._drafts % TIMED_EVERY == 0
         self._timed[0] = timed
         started = time.perf_counter()
@@ -186,37 +203,37 @@ class Hierarchy(Pinned):
             self._timed[0] = 0
             self._clocked += self._laps
         probs = self._probs[:grown]
-        doubt = IN_DOUBT * self._came / self._promised
-        size = self.budget.nodes(probs * doubt if doubt < 1.0 else probs)
+        correction = TOLERANCE * self._accepted / self._expected
+        size = self.budget.nodes(probs * correction if correction < 1.0 else probs)
         self.probs = probs[:size].copy()
         # The workspace counts the root as row 0.
         return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         if self._heads:
-            self._heads.hear(accepted)
-        current = not self._pending  # else nobody knows what the rows of the tree stand behind
-        behind = self._behind(len(logits)) if current and len(logits) == len(self.probs) + 1 else None
-        promised = float(self.probs.sum()) if len(logits) else 0.0
-        if behind and promised:
+            self._heads.observe(accepted)
+        current = not self._pending  # else the rows of logits belong to an earlier context
+        ranked = self._ranked_nodes(len(logits)) if current and len(logits) == len(self.probs) + 1 else None
+        expected = float(self.probs.sum()) if len(logits) else 0.0
+        if ranked and expected:
             if self._recycles:
                 learn_gains(self._at, np.array(accepted.path, np.int64), len(self.probs))
-            self._came = FADING * self._came + len(accepted.path)
-            self._promised = FADING * self._promised + promised
+            self._accepted = DECAY * self._accepted + len(accepted.path)
+            self._expected = DECAY * self._expected + expected
         self._pending += accepted.tokens
         if self.budget.most:
             self._catch_up()
-            # Only now: what is learned of these sources must not come from what they heard a moment ago.
-            self._rankings.hear(accepted, logits, behind)
-            if self._heads and self._asking and current and promised:
-                self._asking.hear(1 + promised, time.perf_counter() - self._began)
+            # After the weights have learned, so that they do not learn from these very logits.
+            self._rankings.observe(accepted, logits, ranked)
+            if self._heads and self._gate and current and expected:
+                self._gate.observe(1 + expected, time.perf_counter() - self._began)
 
-    def _behind(self, rows: int) -> RankedNodes:
-        """What so many rows of logits stand behind; the root's will have moved on when they are heard."""
+    def _ranked_nodes(self, rows: int) -> RankedNodes:
+        """The nodes of so many rows of logits; the tail of the root is copied, as the root moves on."""
         return RankedNodes(self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows])
 
     def _catch_up(self) -> None:
-        """Take in what was emitted; while drafting is not worth its time, this is put off."""
+        """Learn from the emitted tokens; this is deferred while drafting does not pay."""
         if self._pending:
             feed(self._corpus, self._at, np.array(self._pending, np.int64))
             self._pending.clear()

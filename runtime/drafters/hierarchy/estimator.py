@@ -1,4 +1,4 @@
-"""What may follow a node, and how likely: the evidence of all sources in one estimate."""
+"""The probability of each continuation of a node: back-off n-gram interpolation over the evidence of all sources."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.drafters.hierarchy.candidates import put
-from hdtool.runtime.drafters.hierarchy.level_weights import (
-    CONTEXT_LEVELS,
-    COPIED_LEVELS,
-    CORPUS_LEVELS,
+from hdtool.runtime.drafters.hierarchy.backoff_weights import (
+    CONTEXT_ORDERS,
+    CORPUS_ORDERS,
     FEW,
-    HEADS_LEVELS,
+    HEADS_ORDERS,
     MANY,
-    MODEL_LEVELS,
+    MODEL_ORDERS,
     ONE,
-    RECYCLED_LEVELS,
+    PLUGIN_ORDERS,
+    RECYCLED_ORDERS,
     SIZES,
     bucket_of,
 )
+from hdtool.runtime.drafters.hierarchy.candidates import put
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import agree
 from hdtool.runtime.drafters.hierarchy.sources.context_table import CHAINS, LONG, LONGEST_MATCH, SHORT, recent
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
@@ -35,7 +35,9 @@ from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
 )
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import WHOLE as ALL_OF_HEADS
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import fetch, known_as, rows_of
-from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_behind
+from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, node_of_chain
+from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import WHOLE as ALL_OF_PLUGIN
+from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_after
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
     LONG_RUN,
     WHOLE,
@@ -51,28 +53,29 @@ from hdtool.runtime.stores.model_store import LONGEST_PREFIX, mixed
 
 TREE, CONTEXT, MODEL = SourceName.NONE.value, SourceName.CONTEXT.value, SourceName.MODEL.value
 CORPUS, RECYCLED = SourceName.CORPUS.value, SourceName.RECYCLED.value
-COPIED, LAST, TRAINED = SourceName.COPIED.value, SourceName.LAST.value, SourceName.HEADS.value
-NO_TRUTH = -1
+LAST, TRAINED = SourceName.LAST.value, SourceName.HEADS.value
+DRAFTING = -1
+"""In place of an emitted token to learn from."""
 WORTH_A_SEARCH = 5.0
-"""The corpus costs the most, and is asked only where so many times the least that matters is open."""
+"""The corpus costs the most, so it is searched only where so many times the least relevant probability is left."""
 BEFORE_ORDER = 3
-"""Trained heads are asked before the levels that know so many tokens."""
+"""Trained heads and plug-ins come before the evidence of this n-gram order."""
 MOST_OF_THE_REST = 0.9
-"""Of what no level has explained, the candidates of the last logit get at most this part."""
+"""The candidates of the last logit get at most this part of the probability that is left in the end."""
 
 Ints = npt.NDArray[Any]
 
 
 @njit(cache=True, nogil=True)
 def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth: int) -> None:
-    """Ask the levels, the longest first, until less than ``least`` is open to those behind.
+    """Interpolate from the longest n-gram order down, until less than ``least`` is left to shorter ones.
 
-    Fills the candidates, leaving out contributions below ``floor``. With a ``truth``, the token that came,
-    notes instead what each level said about it.
+    Fills the candidates, without contributions below ``floor``. With a ``truth``, the emitted token, it notes
+    the share that each order gives to it instead.
     """
     memory = memory_at(at)
     work, weights, table, model = memory.work[0], memory.weights[0], memory.table[0], memory.model[0]
-    recycled, copied, last = memory.recycled[0], memory.copied[0], memory.last[0]
+    recycled, last = memory.recycled[0], memory.last[0]
     _start(work, node)
     deepest = LONGEST_PREFIX if node == 0 else min(LONGEST_PREFIX, work.known[work.parents[node]] + 1)
     lap(work, TREE)
@@ -81,61 +84,58 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
         lap(work, MODEL)
     else:
         deepest = 0
-    if copied.longest > 0:
-        fetch_rankings(copied, work.tails[node, LONGEST_MATCH - 1], work.marks)
-        lap(work, COPIED)
     if recycled.longest > 0:
         fetch_rankings(recycled, work.tails[node, LONGEST_MATCH - 1], work.marks)
         lap(work, RECYCLED)
-    left_open = 1.0
+    left = 1.0
     lowest = LONGEST_RANGE + 1
     for order in range(LONGEST_MATCH, 0, -1):
-        if order == BEFORE_ORDER and memory.heads[0].count > 0:
-            left_open = _ask_heads(work, weights, memory.heads[0], node, left_open, floor, truth)
-            lap(work, TRAINED)
-            if left_open < least:
-                break
+        if order == BEFORE_ORDER:
+            if memory.heads[0].count > 0:
+                left = _add_heads(work, weights, memory.heads[0], node, left, floor, truth)
+                lap(work, TRAINED)
+                if left < least:
+                    break
+            if work.plugins > 0:
+                left = _add_plugins(work, weights, memory.plugins, node, left, floor, truth)
+                if left < least:
+                    break
         if work.has[CONTEXT]:
-            left_open = _ask_context(work, weights, table, node, order, left_open, floor, truth)
+            left = _add_context(work, weights, table, node, order, left, floor, truth)
             lap(work, CONTEXT)
-            if left_open < least:
-                break
-        if order <= copied.longest:
-            left_open = _ask_kept(work, weights, copied, COPIED, node, order, left_open, floor, truth)
-            lap(work, COPIED)
-            if left_open < least:
+            if left < least:
                 break
         if order <= recycled.longest:
-            left_open = _ask_kept(work, weights, recycled, RECYCLED, node, order, left_open, floor, truth)
+            left = _add_recycled(work, weights, recycled, node, order, left, floor, truth)
             lap(work, RECYCLED)
-            if left_open < least:
+            if left < least:
                 break
         if order <= deepest:
-            left_open = _ask_model(work, weights, model, node, order, left_open, floor, truth)
+            left = _add_model(work, weights, model, node, order, left, floor, truth)
             lap(work, MODEL)
-            if left_open < least:
+            if left < least:
                 break
-        if work.has[CORPUS] and order <= LONGEST_RANGE and left_open >= WORTH_A_SEARCH * least:
+        if work.has[CORPUS] and order <= LONGEST_RANGE and left >= WORTH_A_SEARCH * least:
             lowest = order
-            left_open = _ask_corpus(corpus, at, node, order, left_open, least, floor, truth)
+            left = _add_corpus(corpus, at, node, order, left, least, floor, truth)
             lap(work, CORPUS)
-            if left_open < least:
+            if left < least:
                 break
-    if node == 0 and last.count > 0 and left_open >= least:
-        _ask_last(work, weights, last, left_open, floor, truth)
+    if node == 0 and last.count > 0 and left >= least:
+        _add_last(work, weights, last, left, floor, truth)
         lap(work, LAST)
-    if truth == NO_TRUTH and memory.near[0].count > 0:
+    if truth == DRAFTING and memory.near[0].count > 0:
         agree(work, weights.gains, memory.near[0], node)
         lap(work, RECYCLED)
     if node > 0:
         memory.ranges[0].lowest[node] = lowest
-    if work.known[node] == 0 and left_open < least:
-        work.known[node] = LONGEST_PREFIX  # it was not asked
+    if work.known[node] == 0 and left < least:
+        work.known[node] = LONGEST_PREFIX  # no look-up was made
 
 
 @njit(cache=True, nogil=True)
 def _start(work: Any, node: int) -> None:
-    work.size = work.asked = work.known[node] = 0
+    work.size = work.used = work.known[node] = 0
     work.last_open = work.last_part = 0.0
     work.round += 1
     mark = np.uint64(0)
@@ -145,27 +145,27 @@ def _start(work: Any, node: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _ask_context(
-    work: Any, weights: Any, table: Any, node: int, order: int, left_open: float, floor: float, truth: int
+def _add_context(
+    work: Any, weights: Any, table: Any, node: int, order: int, left: float, floor: float, truth: int
 ) -> float:
-    """What remains open behind a level of the context."""
+    """Add the matches of this order in the conversation; return what is left."""
     if order == LONGEST_MATCH or order == CHAINS[LONG] - 1:
-        # The places that share three tokens, and then all that share one.
+        # The places that share three tokens, and then those that share one.
         chain = LONG if order == LONGEST_MATCH else SHORT
         mark = work.marks[CHAINS[chain]]
         work.places = recent(table, work.tails[node], mark, chain, order, work.followers, work.lengths)
         work.total = work.distinct = 0
     _count(work, order)
     if work.total == 0:
-        return left_open
-    said = work.evidence[: work.distinct], work.counts[: work.distinct]
-    level, bucket = CONTEXT_LEVELS + order - 1, bucket_of(work.total, work.distinct)
-    return _weigh(work, weights, CONTEXT, level, said, work.total, bucket, left_open, floor, truth)
+        return left
+    evidence = work.evidence[: work.distinct], work.counts[: work.distinct]
+    bucket = bucket_of(work.total, work.distinct)
+    return _weigh(work, weights, CONTEXT, CONTEXT_ORDERS + order - 1, evidence, work.total, bucket, left, floor, truth)
 
 
 @njit(cache=True, nogil=True)
 def _count(work: Any, order: int) -> None:
-    """Add to the evidence what followed the places that match exactly ``order`` tokens."""
+    """Add the followers of the places that match exactly ``order`` tokens to the evidence."""
     for place in range(work.places):
         if work.lengths[place] == order:
             token = work.followers[place]
@@ -180,57 +180,64 @@ def _count(work: Any, order: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _ask_kept(
-    work: Any,
-    weights: Any,
-    table: Any,
-    source: int,
-    node: int,
-    order: int,
-    left_open: float,
-    floor: float,
-    truth: int,
+def _add_recycled(
+    work: Any, weights: Any, table: Any, node: int, order: int, left: float, floor: float, truth: int
 ) -> float:
-    """What remains open behind what the target once thought after the same tokens."""
+    """Add the ranking that the target last gave after the same tokens; return what is left."""
     row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
-        return left_open
+        return left
     kept = rankings_of(table)[row]
     if kept.shares[0] == 0 or kept.tag != tag_of(work.marks[order]):
-        return left_open
-    said = kept.tokens, kept.shares
-    level = (COPIED_LEVELS if source == COPIED else RECYCLED_LEVELS) + order - 1
-    # How sure it was, and how often it would have said the same, take the place of how much evidence there is.
-    sure: Any = SIZES * np.int64(kept.shares[0]) // WHOLE
+        return left
+    evidence = kept.tokens, kept.shares
+    # The share of the best token, and how often it was the best, take the place of the amount of evidence.
+    certainty: Any = SIZES * np.int64(kept.shares[0]) // WHOLE
     spread = ONE if kept.run >= LONG_RUN else FEW if kept.run > 0 else MANY
-    bucket = 3 * min(SIZES - 1, sure) + spread
-    return _weigh(work, weights, source, level, said, WHOLE, bucket, left_open, floor, truth)
+    bucket = 3 * min(SIZES - 1, certainty) + spread
+    return _weigh(work, weights, RECYCLED, RECYCLED_ORDERS + order - 1, evidence, WHOLE, bucket, left, floor, truth)
 
 
 @njit(cache=True, nogil=True)
-def _ask_heads(work: Any, weights: Any, heads: Any, node: int, left_open: float, floor: float, truth: int) -> float:
-    """What remains open behind the trained head that speaks of this depth."""
-    head = place_behind(heads, work.depths[node])
+def _add_heads(work: Any, weights: Any, heads: Any, node: int, left: float, floor: float, truth: int) -> float:
+    """Add the predictions of the trained head for this depth; return what is left."""
+    head = place_after(heads, work.depths[node])
     if head < 0:
-        return left_open
-    said = heads.tokens[head], heads.shares[head]
-    sure: Any = SIZES * heads.shares[head, 0] // ALL_OF_HEADS
-    bucket = 3 * min(SIZES - 1, sure) + ONE
-    return _weigh(work, weights, TRAINED, HEADS_LEVELS + head, said, ALL_OF_HEADS, bucket, left_open, floor, truth)
+        return left
+    evidence = heads.tokens[head], heads.shares[head]
+    certainty: Any = SIZES * heads.shares[head, 0] // ALL_OF_HEADS
+    bucket = 3 * min(SIZES - 1, certainty) + ONE
+    return _weigh(work, weights, TRAINED, HEADS_ORDERS + head, evidence, ALL_OF_HEADS, bucket, left, floor, truth)
 
 
 @njit(cache=True, nogil=True)
-def _ask_last(work: Any, weights: Any, last: Any, left_open: float, floor: float, truth: int) -> None:
-    """Give each candidate of the last logit its part of what no level has explained."""
+def _add_plugins(work: Any, weights: Any, plugins: Any, node: int, left: float, floor: float, truth: int) -> float:
+    """Add the evidence of each plug-in, if the node is on its chain; return what is left."""
+    for slot in range(MOST_PLUGINS):
+        plugin = plugins[slot]
+        found = node_of_chain(plugin, work.tails[node], work.depths[node])
+        if found >= 0:
+            evidence = plugin.tokens[found], plugin.shares[found]
+            certainty: Any = SIZES * plugin.shares[found, 0] // ALL_OF_PLUGIN
+            bucket = 3 * min(SIZES - 1, certainty) + ONE
+            order = PLUGIN_ORDERS + slot
+            left = _weigh(work, weights, plugin.source, order, evidence, ALL_OF_PLUGIN, bucket, left, floor, truth)
+            lap(work, plugin.source)
+    return left
+
+
+@njit(cache=True, nogil=True)
+def _add_last(work: Any, weights: Any, last: Any, left: float, floor: float, truth: int) -> None:
+    """Give each candidate of the last logit its part of what is left."""
     whole = 0.0
     for place in range(last.count):
         whole += weights.rates[last.kinds[place]]
-    unit = left_open / max(1.0, whole / MOST_OF_THE_REST)
-    work.last_open = left_open
+    unit = left / max(1.0, whole / MOST_OF_THE_REST)
+    work.last_open = left
     for place in range(last.count):
         token, kind = last.tokens[place], last.kinds[place]
         part = unit * weights.rates[kind]
-        if truth == NO_TRUTH:
+        if truth == DRAFTING:
             if part >= floor and 0 <= token < work.vocabulary:
                 put(work, LAST, token, part)
         elif token == truth:
@@ -238,42 +245,41 @@ def _ask_last(work: Any, weights: Any, last: Any, left_open: float, floor: float
 
 
 @njit(cache=True, nogil=True)
-def _ask_model(
-    work: Any, weights: Any, model: Any, node: int, order: int, left_open: float, floor: float, truth: int
+def _add_model(
+    work: Any, weights: Any, model: Any, node: int, order: int, left: float, floor: float, truth: int
 ) -> float:
-    """What remains open behind a level of the model store."""
+    """Add the entry of this order in the model store; return what is left."""
     first, stop, total, distinct = known_as(model, work.marks[order])
     if total == 0:
-        return left_open
+        return left
     work.known[node] = max(work.known[node], order)
     rows = rows_of(model)[first:stop]
-    said = rows[:, 0], rows[:, 1]
-    level = MODEL_LEVELS + order - 1
-    return _weigh(work, weights, MODEL, level, said, total, bucket_of(total, distinct), left_open, floor, truth)
+    evidence, bucket = (rows[:, 0], rows[:, 1]), bucket_of(total, distinct)
+    return _weigh(work, weights, MODEL, MODEL_ORDERS + order - 1, evidence, total, bucket, left, floor, truth)
 
 
 @njit(cache=True, nogil=True)
-def _ask_corpus(
-    corpus: Ints, at: Ints, node: int, order: int, left_open: float, least: float, floor: float, truth: int
+def _add_corpus(
+    corpus: Ints, at: Ints, node: int, order: int, left: float, least: float, floor: float, truth: int
 ) -> float:
-    """What remains open behind a level of the corpus."""
+    """Add a sample of the matches of this order in the corpus; return what is left."""
     memory = memory_at(at)
     work, ranges = memory.work[0], memory.ranges[0]
     if node > 0:
         narrow(corpus, ranges, work.tails[node], node, work.parents[node], order)
     found = size_of(ranges, node, order)
     if found == 0:
-        return left_open
+        return left
     if ranges.read[node, order] == 0:
-        # Where little more is open than matters, only the commonest followers do.
-        read_samples(corpus, ranges, node, order, found, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least))))
+        # Where little more is left than is relevant, only the commonest followers are.
+        read_samples(corpus, ranges, node, order, found, max(FEWEST_SAMPLES, min(SAMPLES, int(left / least))))
     distinct = tally(ranges, node, order, work.corpus_evidence, work.corpus_counts)
     if distinct == 0:
-        return left_open
-    said = work.corpus_evidence[:distinct], work.corpus_counts[:distinct]
-    read, level = ranges.read[node, order], CORPUS_LEVELS + order - 1
+        return left
+    evidence = work.corpus_evidence[:distinct], work.corpus_counts[:distinct]
+    read, row = ranges.read[node, order], CORPUS_ORDERS + order - 1
     bucket = bucket_of(found, distinct)
-    return _weigh(work, memory.weights[0], CORPUS, level, said, read, bucket, left_open, floor, truth)
+    return _weigh(work, memory.weights[0], CORPUS, row, evidence, read, bucket, left, floor, truth)
 
 
 @njit(cache=True, nogil=True)
@@ -281,25 +287,25 @@ def _weigh(
     work: Any,
     weights: Any,
     source: int,
-    level: int,
-    said: tuple[Ints, Ints],
+    row: int,
+    evidence: tuple[Ints, Ints],
     read: int,
     bucket: int,
-    left_open: float,
+    left: float,
     floor: float,
     truth: int,
 ) -> float:
-    """Give each token of a level its part of what is open, and return what stays open.
+    """Give each token of an order its part of what is left, and return what is left then.
 
-    ``said`` are tokens and counts, of ``read`` places in all; ``bucket`` is the kind of evidence.
+    ``row`` and ``bucket`` select the weight; ``evidence`` is tokens and their counts, out of ``read``.
     """
-    tokens, counts = said
-    weight = weights.weight[level, bucket]
-    if truth == NO_TRUTH:
-        unit = left_open * weight / read
+    tokens, counts = evidence
+    weight = weights.weight[row, bucket]
+    if truth == DRAFTING:
+        unit = left * weight / read
         for at in range(len(tokens)):
             part = unit * min(np.int64(counts[at]), read)
-            # A damaged file must not give a token that no model has.
+            # A damaged file may hold tokens outside the vocabulary.
             if part >= floor and 0 <= tokens[at] < work.vocabulary:
                 put(work, source, np.int64(tokens[at]), part)
     else:
@@ -308,6 +314,6 @@ def _weigh(
             if tokens[at] == truth:
                 count: Any = np.int64(counts[at])
                 share = max(0, min(count, read)) / read
-        work.levels[work.asked], work.buckets[work.asked], work.shares[work.asked] = level, bucket, share
-        work.asked += 1
-    return left_open * (1 - weight)  # type: ignore[no-any-return]
+        work.orders[work.used], work.buckets[work.used], work.shares[work.used] = row, bucket, share
+        work.used += 1
+    return left * (1 - weight)  # type: ignore[no-any-return]

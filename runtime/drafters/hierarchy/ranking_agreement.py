@@ -1,7 +1,8 @@
-"""Agreement: candidates count more where rankings at the same place name them too.
+"""Agreement of candidates with the neighboring rankings of the same position.
 
-Sources give parts of a chance, which add up; this multiplies. How much a token gains depends on its share of the
-place, and is learned from the nodes that were sent: it grows where more of them came than their odds had promised.
+Sources contribute parts of a probability, which add up; agreement multiplies it. The gain of a candidate depends on
+its share of the position and is learned from the nodes of each tree: it grows where more of them are accepted than
+their probabilities predict.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from numba import njit
 from hdtool.runtime.drafters.hierarchy.candidates import find
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import ROWS
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS
-from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_behind
+from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_after
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 
-PACE = 0.03
-"""How much of a surprise a gain takes in, as a part of its logarithm."""
+LEARNING_RATE = 0.03
+"""Of the logarithm of a gain."""
 LEAST_GAIN, MOST_GAIN = 1 / 16, 64.0
 
 Array = npt.NDArray[Any]
@@ -27,8 +28,8 @@ Array = npt.NDArray[Any]
 
 @njit(cache=True, nogil=True)
 def agree(work: Any, gains: Any, near: Any, node: int) -> None:
-    """Multiply the chances of what is named at the place behind a node; their sum stays as it is."""
-    place = place_behind(near, work.depths[node])
+    """Multiply the probabilities of candidates that a ranking of their position holds, and keep the sum."""
+    place = place_after(near, work.depths[node])
     if place < 0 or work.size == 0:
         return
     before = work.chances[: work.size].sum()
@@ -42,7 +43,7 @@ def agree(work: Any, gains: Any, near: Any, node: int) -> None:
 
 @njit(cache=True, nogil=True)
 def learn_gains(at: Array, path: Array, size: int) -> None:
-    """Hold what came, the nodes of ``path``, against what was promised behind it, of a tree of this size."""
+    """Compare the accepted ``path`` with the probabilities of all nodes after it, in a tree of this size."""
     memory = memory_at(at)
     work, gains = memory.work[0], memory.weights[0].gains
     reached, surprise = np.zeros(ROWS, np.bool_), np.zeros(KINDS + 1)
@@ -53,4 +54,4 @@ def learn_gains(at: Array, path: Array, size: int) -> None:
         if reached[work.parents[node]]:
             surprise[work.agreements[node]] += reached[node] - work.probs[node] / work.probs[work.parents[node]]
     for kind in range(KINDS):
-        gains[kind] = min(MOST_GAIN, max(LEAST_GAIN, gains[kind] * np.exp(PACE * surprise[kind])))
+        gains[kind] = min(MOST_GAIN, max(LEAST_GAIN, gains[kind] * np.exp(LEARNING_RATE * surprise[kind])))

@@ -1,8 +1,8 @@
-"""How a tree grows: the likeliest paths of all, in one sorted list.
+"""Best-first search for the most probable paths, in one sorted list.
 
-Each path in its turn becomes a node, what may follow it is estimated, and the paths that this gives
-are put into the list behind it: a path is never likelier than its start. So parents stand before their
-children and nodes are sorted by their odds, and a smaller tree is a prefix of a larger one.
+Each path in turn becomes a node, its continuations are estimated, and their paths enter the list after it, as a path
+is never more probable than its start. So parents come before their children, nodes are sorted by probability, and a
+smaller tree is a prefix of a larger one.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.drafters.hierarchy.estimator import CORPUS, NO_TRUTH, TREE, expand
-from hdtool.runtime.drafters.hierarchy.level_weights import learn
+from hdtool.runtime.drafters.hierarchy.backoff_weights import learn
+from hdtool.runtime.drafters.hierarchy.estimator import CORPUS, DRAFTING, TREE, expand
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, add
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE, narrow, places_of
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import forget
-from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import fall_silent, pass_by
+from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import end_chains, follow
+from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import clear, pass_by
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap, start_clock
 from hdtool.runtime.source_names import SourceName
 
 DEEPEST = 32
 WORTH_EXPANDING = 1.6
-"""A node is worth it if its path is so many times as likely as the last one of a full list."""
+"""A node is expanded if its path is so many times as probable as the last one of a full list."""
 WORTH_ADDING = 0.1
-"""A contribution is left out below this share of the last path's odds."""
-LEAST_OPEN = 0.002
+"""A contribution below this share of the last path's probability is left out."""
+LEAST_LEFT = 0.002
 LEAST_PART = 1e-4
-OPEN_TO_LEARN = 0.02
-"""Levels behind this much are not asked about a token that has come."""
+LEFT_TO_LEARN = 0.02
+"""Below so much that is left, shorter orders learn nothing from an emitted token."""
 SOURCES = len(SourceName)
 
 Ints = npt.NDArray[Any]
@@ -39,7 +40,7 @@ Ints = npt.NDArray[Any]
 
 @njit(cache=True, nogil=True)
 def grow(corpus: Ints, at: Ints, most: int) -> int:
-    """Fill the workspace with the ``most`` likeliest nodes, and say how many there are."""
+    """Fill the workspace with the ``most`` most probable nodes, and return how many there are."""
     work = memory_at(at).work[0]
     start_clock(work)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
@@ -47,8 +48,8 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
     while True:
         probs = work.probs[node]
         if work.depths[node] < DEEPEST and probs > WORTH_EXPANDING * bar:
-            least = max(WORTH_EXPANDING * bar / probs, LEAST_OPEN)
-            expand(corpus, at, node, least, max(WORTH_ADDING * bar / probs, LEAST_PART), NO_TRUTH)
+            least = max(WORTH_EXPANDING * bar / probs, LEAST_LEFT)
+            expand(corpus, at, node, least, max(WORTH_ADDING * bar / probs, LEAST_PART), DRAFTING)
             size, bar = _enlist(work, node, size, most, bar)
         if node == size:
             break
@@ -62,9 +63,9 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int, float]:
-    """Put the paths on from a node into the list; its new size, and the odds to beat once it is full."""
+    """Put the continuations of a node into the list; its new size, and the probability to exceed once it is full."""
     for at in range(work.size):
-        # A damaged store may give shares of more than the whole.
+        # The shares of a damaged store may exceed the whole.
         probs = min(1.0, work.chances[at]) * work.probs[node]
         if size < most:
             place = size
@@ -86,7 +87,7 @@ def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int
 
 @njit(cache=True, nogil=True)
 def _settle(work: Any, node: int) -> None:
-    """Make a node of the path whose turn it is."""
+    """Make a node of the next path of the list."""
     key = work.best_keys[node - 1]
     parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
     work.probs[node] = work.best_probs[node - 1]
@@ -98,7 +99,7 @@ def _settle(work: Any, node: int) -> None:
 
 @njit(cache=True, nogil=True)
 def extend(work: Any, above: int, node: int, token: int) -> None:
-    """Give a node the last tokens of the one above, and one more."""
+    """Give a node the last tokens of its parent and its own token."""
     for place in range(LONGEST_MATCH - 1):
         work.tails[node, place] = work.tails[above, place + 1]
     work.tails[node, LONGEST_MATCH - 1] = token
@@ -106,12 +107,13 @@ def extend(work: Any, above: int, node: int, token: int) -> None:
 
 @njit(cache=True, nogil=True)
 def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
-    """Move the root to the end of another context, of which ``tail`` is the last part."""
+    """Move the root to the end of another context, which ends with ``tail``."""
     memory = memory_at(at)
     memory.work[0].tails[0] = -1
     forget(memory.last[0])
-    fall_silent(memory.heads[0])
-    fall_silent(memory.near[0])
+    clear(memory.heads[0])
+    clear(memory.near[0])
+    end_chains(memory.plugins)
     ranges = memory.ranges[0]
     places_of(ranges)[0] = 0
     ranges.read[0] = 0
@@ -121,10 +123,10 @@ def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
 
 @njit(cache=True, nogil=True)
 def feed(corpus: Ints, at: Ints, tokens: Ints) -> None:
-    """Learn from emitted tokens, one after the other, remember them and move the root on."""
+    """Learn from emitted tokens one by one, add them to the context table and move the root on."""
     memory = memory_at(at)
     for token in tokens:
-        expand(corpus, at, 0, OPEN_TO_LEARN, 0.0, token)
+        expand(corpus, at, 0, LEFT_TO_LEARN, 0.0, token)
         learn(memory.weights[0], memory.work[0], memory.last[0])
         add(memory.table[0], token)
         _advance(corpus, at, token)
@@ -138,7 +140,8 @@ def _advance(corpus: Ints, at: Ints, token: int) -> None:
     forget(memory.last[0])
     pass_by(memory.heads[0])
     pass_by(memory.near[0])
+    follow(memory.plugins, token)
     if work.has[CORPUS]:
-        # In place: the longest first, as each comes from the next shorter one of before.
+        # In place, and the longest first: each comes from the next shorter one of the previous root.
         for order in range(LONGEST_RANGE, 0, -1):
             narrow(corpus, ranges, work.tails[0], 0, 0, order)

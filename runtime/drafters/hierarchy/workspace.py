@@ -1,8 +1,7 @@
-"""The memory that a tree grows in: nodes, the best paths so far, and the candidates behind one node.
+"""The working memory of the tree builder: nodes, the best paths so far, and the candidates after one node.
 
-All of it is one record of fixed size, so that compiled code takes it as one pointer: each array that
-Python hands over costs a fifth of a microsecond, each one that a compiled function passes on costs a
-dozen words.
+It is one record of fixed size, which compiled code takes as one pointer: each array that Python passes costs a fifth
+of a microsecond, and each one that a compiled function passes on costs a dozen words of the stack.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.drafters.hierarchy.level_weights import LEVELS, WEIGHTS
+from hdtool.runtime.drafters.hierarchy.backoff_weights import ORDERS, WEIGHTS
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, PLACES, TABLE
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import RANGES, ROWS, SAMPLES
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import MODEL
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import NEIGHBOURS
+from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import RECYCLED
 from hdtool.runtime.kernels.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
@@ -37,21 +37,21 @@ WORK = np.dtype(
         ("probs", np.float64, ROWS),  # that the target takes the whole path
         ("depths", np.int64, ROWS),
         ("tails", np.int64, (ROWS, LONGEST_MATCH)),  # the last tokens down to the node
-        ("agreements", np.int64, ROWS),  # what kind of neighbouring ranking named it
-        ("known", np.int64, ROWS),  # the most last tokens that the model store knows
-        # The best paths, likeliest first: those that are nodes already, and those that may become nodes.
+        ("agreements", np.int64, ROWS),  # the kind of neighboring ranking that holds it
+        ("known", np.int64, ROWS),  # the longest match in the model store
+        # The best paths, most probable first: those that are nodes already, and those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
         ("best_keys", np.int64, LARGEST_TREE),  # agreement, source, parent and token in one number
         # What may follow one node.
         ("size", np.int64),
         ("candidates", np.int64, CANDIDATES),
         ("chances", np.float64, CANDIDATES),
-        ("agreed", np.int64, CANDIDATES),  # what kind of neighbouring ranking names it
+        ("agreed", np.int64, CANDIDATES),  # the kind of neighboring ranking that holds it
         ("parts", np.float64, (CANDIDATES, len(SourceName))),  # of each chance, by source
         ("round", np.int64),  # slots of earlier rounds are empty
         ("slots", np.int64, SLOTS),  # a hash table of candidates
         ("marks", np.uint64, LONGEST_MATCH + 1),  # hashes of so many last tokens
-        # Evidence of the level that is asked.
+        # Evidence of the order in use.
         ("places", np.int64),  # of the context
         ("total", np.int64),
         ("distinct", np.int64),
@@ -61,18 +61,19 @@ WORK = np.dtype(
         ("counts", np.int64, PLACES),
         ("corpus_evidence", np.int64, SAMPLES),
         ("corpus_counts", np.int64, SAMPLES),
-        # What the levels said about a token that has come.
-        ("asked", np.int64),
-        ("levels", np.int64, LEVELS),
-        ("buckets", np.int64, LEVELS),
-        ("shares", np.float64, LEVELS),
-        ("explained", np.float64, LEVELS),
-        ("last_open", np.float64),  # to the candidates of the last logit; 0 if they were not asked
+        # The evidence of each order for an emitted token.
+        ("used", np.int64),
+        ("orders", np.int64, ORDERS),
+        ("buckets", np.int64, ORDERS),
+        ("shares", np.float64, ORDERS),
+        ("explained", np.float64, ORDERS),
+        ("last_open", np.float64),  # left to the candidates of the last logit; 0 if they were not used
         ("last_part", np.float64),  # of it, the token's
         ("last_kind", np.int64),
-        # Which sources there are.
-        ("vocabulary", np.int64),  # no source may give a token that is not in it
+        # The sources in use.
+        ("vocabulary", np.int64),  # no source may draft a token outside it
         ("has", np.int64, len(SourceName)),
+        ("plugins", np.int64),  # how many of them are in use
         # The time of a draft that is timed, in nanoseconds by source; NONE is the tree itself.
         ("timed", np.int64),
         ("laps", np.int64, len(SourceName)),
@@ -87,7 +88,7 @@ Array = npt.NDArray[Any]
 
 
 class Memory(NamedTuple):
-    """The records, each an array of one, that compiled code reads and writes while it drafts."""
+    """The records that compiled code reads and writes while it drafts: arrays of one, but for the plug-ins."""
 
     work: Array
     weights: Array
@@ -95,13 +96,13 @@ class Memory(NamedTuple):
     model: Array
     ranges: Array
     last: Array
-    copied: Array
     recycled: Array
     near: Array
     heads: Array
+    plugins: Array
 
     def addresses(self) -> Array:
-        """Where the records are, for ``memory_at``; they must outlive it."""
+        """The addresses of the records, for ``memory_at``; the records must outlive them."""
         assert all(array.flags.aligned for array in self)
         return np.array([array.ctypes.data for array in self], np.int64)
 
@@ -117,7 +118,7 @@ def memory_at(at: Array) -> Memory:
         array_at(at[4], 1, RANGES),
         array_at(at[5], 1, LAST),
         array_at(at[6], 1, RECYCLED),
-        array_at(at[7], 1, RECYCLED),
-        array_at(at[8], 1, NEIGHBOURS),
-        array_at(at[9], 1, HEADS),
+        array_at(at[7], 1, NEIGHBOURS),
+        array_at(at[8], 1, HEADS),
+        array_at(at[9], MOST_PLUGINS, PLUGIN),
     )

@@ -1,8 +1,7 @@
-"""Recycled logits: the tokens that the target ranked highest when it last stood behind the same tokens.
+"""Recycled logits: the tokens that the target ranked highest when it last read the same tokens.
 
-One table is fed from all nodes that it verified, another from those that it took, which copies what it
-thought when a token was really said. Rankings are kept by the last token and, hashed, by more of them.
-Nothing is kept, and no memory taken, before the first is heard.
+The table is filled from all nodes of a tree, accepted or not (as Token Recycling does). Rankings are kept by the last
+token and, hashed, by more of them. Memory is allocated when the first ranking arrives.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from hdtool.runtime.stores.model_store import mixed
 BEST = 8
 """Tokens of a ranking."""
 LONGEST_NODE = 5
-"""Last tokens that rankings are kept by."""
+"""The most last tokens that rankings are kept by."""
 HASHED_ROWS = 1 << 15
 """For each of the longer lengths."""
 WHOLE = 1000
 """Shares are in thousandths."""
 SHARPNESS = 1.5
-"""Shares are of chances raised to this power: the choice falls on the likeliest more often than that is likely."""
+"""Shares are of probabilities raised to this power: the best token is chosen more often than its probability."""
 LONG_RUN = 4
-"""Rankings whose best token was the same so many times in a row are trusted the most."""
+"""Rankings with the same best token so many times in a row have a weight of their own."""
 
 RANKING = np.dtype(
     [
         ("tokens", np.int32, BEST),  # best first
         ("shares", np.int16, BEST),  # in thousandths
-        ("tag", np.uint32),  # the other half of the hash
-        ("run", np.uint8),  # how often in a row the best token was the same
+        ("tag", np.uint32),  # the other half of the hash, which detects collisions
+        ("run", np.uint8),  # how many times in a row the best token was the same
         ("unused", np.uint8, 11),
     ]
 )
-"""A row of the table. It fills one line of the processor's cache, so that it takes one wait for memory."""
+"""A row of the table. It fills one cache line, so that it costs one cache miss."""
 LINE = RANKING.itemsize
 
 RECYCLED = np.dtype(
@@ -60,19 +59,19 @@ class Recycled(Pinned):
     def __init__(self) -> None:
         self.memory = np.zeros(1, RECYCLED)
         self._lines: Array | None = None
-        # Compiled, or loaded, before a step waits for it.
+        # Compiled, or loaded from the cache, before a step needs it.
         tokens, scores = np.zeros((0, BEST), np.int64), np.zeros((0, BEST), np.float32)
         _keep(self.memory, tokens, tokens, scores)
 
     def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
-        """Keep the rankings of nodes whose last tokens are the rows of ``tails``; the likeliest node comes first."""
+        """Keep the rankings of nodes with these last tokens, a row each; the most probable node comes first."""
         if self._lines is None:
             self._allocate(vocabulary)
         _keep(self.memory, tails, tokens, scores)
 
     def _allocate(self, vocabulary: int) -> None:
         rows = vocabulary + (LONGEST_NODE - 1) * HASHED_ROWS
-        self._lines = np.zeros((rows + 1) * LINE, np.uint8)  # one more, as they begin where a line does
+        self._lines = np.zeros((rows + 1) * LINE, np.uint8)  # one more, for alignment
         self.memory["rankings"] = -(-self._lines.ctypes.data // LINE) * LINE
         self.memory["vocabulary"], self.memory["longest"] = vocabulary, LONGEST_NODE
 
@@ -83,7 +82,7 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
     rankings = rankings_of(table)
     shares = np.empty(BEST)
     marks = np.zeros(LONGEST_NODE + 1, np.uint64)
-    for node in range(len(tails) - 1, -1, -1):  # the likeliest last: its ranking is the one that stays
+    for node in range(len(tails) - 1, -1, -1):  # the most probable node last: its ranking stays
         if not np.isfinite(scores[node, 0]):
             continue
         for length in range(1, table.longest + 1):
@@ -104,7 +103,7 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def fetch_rankings(table: Any, last: Any, marks: Array) -> None:
-    """Have the rankings behind so many last tokens, of these hashes, on their way all at once."""
+    """Prefetch the rankings after the last tokens with these hashes, all at once."""
     rankings = rankings_of(table)
     for length in range(1, table.longest + 1):
         row = row_of(table, last, marks[length], length)
@@ -114,13 +113,13 @@ def fetch_rankings(table: Any, last: Any, marks: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def tag_of(mark: np.uint64) -> Any:
-    """The half of a hash that does not choose the row, to know strangers by."""
+    """The half of a hash that does not select the row, to detect collisions."""
     return np.uint32(mark >> np.uint64(32))
 
 
 @njit(cache=True, nogil=True)
 def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
-    """Where the table keeps what followed ``length`` tokens of this hash, the ``last`` of them included; or -1."""
+    """The row of the table after ``length`` tokens of this hash, which end with ``last``; or -1."""
     if length > table.longest or not 0 <= last < table.vocabulary:
         return -1
     if length == 1:
