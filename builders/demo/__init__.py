@@ -1,4 +1,4 @@
-"""The embedded demo: how its text, tokenizer, model, prompts and stores were made.
+"""Scripts that made the embedded demo: its text, tokenizer, model, prompts and stores.
 
 Imports `data`, `runtime` and the other builders.
 """

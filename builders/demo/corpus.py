@@ -1,4 +1,4 @@
-"""The text the demo model learns from: worked problems, Python's documentation, Python's library.
+"""The training text of the demo model: worked problems, Python's documentation, Python's library.
 
 All of it is openly licensed (GSM8K: MIT; Python's documentation and standard library: PSF-2.0).
 A document is a conversation or a stretch of plain text; a stable hash of its name decides whether
@@ -20,7 +20,7 @@ from pathlib import Path
 DEFAULT_DOCS = Path(f"/usr/share/doc/python3.{sys.version_info.minor}/html/_sources")
 DOC_FOLDERS = ("tutorial", "library", "howto", "faq", "reference", "using", "installing", "extending")
 LONGEST_ANSWER = 2000
-"""Characters; longer answers would be cut by the training window anyway."""
+"""Characters; the training window would cut longer answers."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Document:
 
     @property
     def page(self) -> str:
-        """The page, source file or split that it was made of."""
+        """The page, source file or split that it comes from."""
         return self.name.partition("#")[0]
 
     @property
     def held_out(self) -> bool:
-        """GSM8K's test split, and one page or source file in forty with all that was made of it."""
+        """True for GSM8K's test split, and for one page or source file in forty with all its documents."""
         return self.page == "gsm8k/test" if self.kind == "math" else stable_hash(self.page) % 40 == 0
 
 
 def documents(gsm8k: Path, docs: Path, library: Path | None = None) -> Iterator[Document]:
-    """Everything the demo model may read, each document once."""
+    """All documents, each once."""
     yield from worked_problems(gsm8k)
     yield from documentation(docs)
     yield from library_code(library or Path(sysconfig.get_path("stdlib")))
@@ -62,12 +62,12 @@ def worked_problems(folder: Path) -> Iterator[Document]:
 
 ENTRY = re.compile(r"^( *)\.\. (?:function|method|class|classmethod|staticmethod|attribute|data|exception)::\s+(.+)$")
 TITLE = re.compile(r"^(\S[^\n]*)\n([=\-*~^\"#.])\2{2,} *$", re.MULTILINE)
-SILENT_DIRECTIVES = re.compile(
+DROPPED_DIRECTIVES = re.compile(
     r"^\.\. (?:index|module|moduleauthor|sectionauthor|testsetup|testcleanup|only|highlight|toctree|image|figure"
     r"|include|literalinclude|audit-event|availability|currentmodule|productionlist|versionadded|versionchanged"
     r"|deprecated|deprecated-removed|impl-detail|raw|contents|tabularcolumns|rubric|cmdoption|option|_|\|)"
 )
-SPOKEN_DIRECTIVES = {"note": "Note:", "warning": "Warning:", "seealso": "See also:", "tip": "Tip:"}
+LABELLED_DIRECTIVES = {"note": "Note:", "warning": "Warning:", "seealso": "See also:", "tip": "Tip:"}
 ROLE = re.compile(r":[a-zA-Z][\w+:.-]*:`[~!]?([^`<]*?)\s*(?:<[^`>]*>)?`")
 LINK = re.compile(r"`([^`<]+?)\s*<[^`>]*>`__?")
 
@@ -84,7 +84,7 @@ def documentation(folder: Path) -> Iterator[Document]:
 
 
 def entries(page: str, text: str) -> Iterator[Document]:
-    """``.. function::`` and its kin become a question about the name, answered by the description."""
+    """A directive such as ``.. function::`` becomes a question about the name; its description is the answer."""
     lines = text.splitlines()
     module = next((line.split("::")[1].strip() for line in lines if line.startswith(".. module::")), "")
     for number, line in enumerate(lines):
@@ -102,7 +102,7 @@ def entries(page: str, text: str) -> Iterator[Document]:
 
 
 def sections(page: str, text: str, *, is_faq: bool) -> Iterator[Document]:
-    """Each titled section as prose; in the FAQ a title that asks makes a conversation."""
+    """Each titled section as prose; in the FAQ, a title that is a question becomes a conversation."""
     marks = list(TITLE.finditer(text))
     for mark, following in zip(marks, [*marks[1:], None], strict=False):
         title = plain_text(mark[1])
@@ -137,21 +137,21 @@ def indented_block(lines: list[str], start: int, indent: int) -> str:
 
 
 def plain_text(text: str) -> str:
-    """reStructuredText without its machinery, as a person would quote it."""
+    """reStructuredText without its markup."""
     kept: list[str] = []
-    silent_below: int | None = None
+    dropped_below: int | None = None
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
-        if silent_below is not None and line.strip() and indent <= silent_below:
-            silent_below = None
-        if silent_below is not None:
+        if dropped_below is not None and line.strip() and indent <= dropped_below:
+            dropped_below = None
+        if dropped_below is not None:
             continue
         stripped = line.lstrip()
-        if ENTRY.match(line) or SILENT_DIRECTIVES.match(stripped) or stripped == "..":
-            silent_below = indent
+        if ENTRY.match(line) or DROPPED_DIRECTIVES.match(stripped) or stripped == "..":
+            dropped_below = indent
         elif directive := re.match(r"\.\. ([\w-]+)::\s*(.*)", stripped):
-            spoken = SPOKEN_DIRECTIVES.get(directive[1], "")
-            kept.append(" " * indent + f"{spoken} {directive[2] if spoken else ''}".strip())
+            label = LABELLED_DIRECTIVES.get(directive[1], "")
+            kept.append(" " * indent + f"{label} {directive[2] if label else ''}".strip())
         elif not re.match(r":[\w -]+:( |$)", stripped):
             kept.append(line)
     joined = ROLE.sub(r"`\1`", "\n".join(kept)).replace("``", "`")
@@ -189,7 +189,7 @@ def functions(body: Iterable[ast.stmt]) -> Iterator[ast.FunctionDef]:
 
 
 def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterator[Document]:
-    """A documented function asks to be written; and, shown bare, to be given its docstring."""
+    """Two tasks from a documented function: write it, and add its docstring."""
     doc = ast.get_docstring(node)
     first = node.body[0]
     if not doc or len(node.body) < 2 or first.end_lineno is None or node.end_lineno is None:

@@ -31,11 +31,11 @@ from hdtool.data.files.ownership import json_object
 Tokens = npt.NDArray[np.uint16]
 
 PASSES = {"math": 3.0, "explain": 2.0, "prose": 1.0, "write": 1.0, "edit": 0.7, "code": 0.6}
-"""How often a document of each kind is read in one round over the data."""
+"""Passes over the documents of each kind in one epoch."""
 
 
 RESCUE_EVERY = 50
-"""Steps between checkpoints: what a kill can cost at most."""
+"""Steps between checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, group: Iterable[Document]) -> dic
 
 
 def stream(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
-    """One round over the data: documents of all kinds shuffled and packed one after another."""
+    """One epoch: documents of all kinds, shuffled and concatenated."""
     order = np.random.default_rng(seed)
     pieces = [
         document
@@ -84,7 +84,7 @@ def stream(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
 def batch_at(step: int, tokens: Tokens, recipe: Recipe) -> torch.Tensor:
     """Windows of ``window + 1`` tokens; the last steps read windows as long as the context instead.
 
-    Drawn from (seed, step) alone, so that a resumed run reads what the killed one would have.
+    Drawn from (seed, step) alone, so that a resumed run reads the same batches.
     """
     is_long = step >= recipe.steps * (1 - recipe.long_share)
     length = recipe.context if is_long else recipe.window
@@ -128,7 +128,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
 
 
 def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices (it learns in about half the steps), AdamW for all the rest."""
+    """Muon for the layers' matrices, which needs about half the steps, and AdamW for the others."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -137,8 +137,8 @@ def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
     ]
 
 
-def pace(step: int, steps: int) -> float:
-    """Share of the full rate: up over 50 steps, level, down to nothing over the last 45 % of the run."""
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Share of the full learning rate: warm-up over 50 steps, constant, then linear to zero over the last 45 %."""
     return min(1.0, (step + 1) / 50, (steps - step) / (steps * 0.45))
 
 
@@ -152,10 +152,10 @@ def loss_of(model: Callable[..., Any], batch: torch.Tensor) -> torch.Tensor:
 def train(
     model: LlamaForCausalLM, tokens: Tokens, recipe: Recipe, rescue: Path, device: str, *, compiled: bool = True
 ) -> float:
-    """Run all steps, or what a killed run left to do; returns the seconds spent in all."""
+    """Run all steps, or those that a killed run left; returns the seconds over all runs."""
     model.train()
     torch.nn.Module.to(model, device)
-    # A graph of its own for each of the two lengths: one for any length is three times as slow.
+    # One graph per length (there are two): a graph for dynamic lengths is three times as slow.
     stepped = torch.compile(model, dynamic=False) if compiled else model
     tools = optimizers(model, recipe)
     done, spent = restore(rescue, model, tools)
@@ -166,7 +166,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for tool, rate in zip(tools, (recipe.matrix_rate, recipe.vector_rate), strict=True):
             for group in tool.param_groups:
-                group["lr"] = rate * pace(step, recipe.steps)
+                group["lr"] = rate * learning_rate_factor(step, recipe.steps)
             tool.step()
             tool.zero_grad()
         spent = time.monotonic() - started
@@ -210,7 +210,7 @@ def restore(path: Path, model: LlamaForCausalLM, tools: list[torch.optim.Optimiz
     return state["step"], state["spent"]
 
 
-# Judging and saving ----------------------------------------------------------------------------
+# Evaluation and saving ----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -229,7 +229,7 @@ def held_out_loss(model: LlamaForCausalLM, group: list[Tokens], recipe: Recipe) 
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Weights in half precision to spare every user's download; the configuration asks for float32."""
+    """Save weights in half precision for a smaller download; the configuration sets float32."""
     torch.nn.Module.to(model, "cpu", torch.float16)
     with TemporaryDirectory() as scratch:
         model.save_pretrained(scratch)
@@ -244,7 +244,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def report_file(out: Path) -> OutputFile:
-    """The report on a training, by which the folder of a model is recognised."""
+    """The report on a training, which identifies the folder of a model."""
 
     def is_ours(path: Path) -> bool:
         return {"recipe", "training_tokens", "tokens_seen", "held_out"} <= json_object(path).keys()
@@ -269,13 +269,13 @@ def build(
     library: Path | None = None,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """Train a tokenizer and a model and save them; the report says with what and how well."""
+    """Train a tokenizer and a model and save them; returns the report on the training."""
     rescue = out.with_suffix(".rescue")
     refuse_foreign_folder(out, rescue)
     out.mkdir(parents=True, exist_ok=True)
     everything = list(documents(gsm8k, docs, library))
     learned = [document for document in everything if not document.held_out]
-    judged = [document for document in everything if document.held_out]
+    validation = [document for document in everything if document.held_out]
     tokenizer = train_tokenizer((as_text(document) for document in learned), recipe.vocabulary, recipe.context)
     encoded = encode(tokenizer, learned)
     sizes = {kind: sum(map(len, group)) for kind, group in encoded.items()}
@@ -292,7 +292,9 @@ def build(
         "tokens_seen": recipe.steps * recipe.batch * recipe.window,
         "seconds": round(seconds),
         "device": device,
-        "held_out": {kind: held_out_loss(model, group, recipe) for kind, group in encode(tokenizer, judged).items()},
+        "held_out": {
+            kind: held_out_loss(model, group, recipe) for kind, group in encode(tokenizer, validation).items()
+        },
     }
     report_file(out).write(json.dumps(report, indent=2) + "\n")
     rescue_file(rescue).remove()

@@ -1,8 +1,8 @@
 """The demo's held-out prompts: ``python -m hdtool.builders.demo.prompts --gsm8k DIR --out FILE``.
 
 Questions from pages and source files that the demo model never read, as many of each kind, in an
-order that a hash decides. ``reference`` is the text that was held out. With ``--learned N``, N questions
-of each kind that it did learn from, and of which none is held out: to collect its own answers to.
+order given by a hash. ``reference`` is the text that was held out. With ``--learned N``, N questions of each kind
+from the training data instead, none of which is held out: to collect the model's answers to them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hdtool.data.prompts import Prompt
 KINDS = ("math", "explain", "write", "edit")
 OF_EACH = 50
 KEYS = ("id", "category", "messages", "reference", "from")
-"""Of a line; those of questions that the model learned from have the first three."""
+"""The keys of a line; lines of training questions have the first three."""
 
 
 def prompts(everything: Iterable[Document], of_each: int = OF_EACH) -> Iterator[dict[str, Any]]:
-    """Prompts of all kinds in turn, so that any number of them from the top holds every kind."""
+    """Prompts alternating between kinds, so that the first ones cover every kind."""
     held_out = sorted((d for d in everything if d.held_out and d.question), key=lambda d: stable_hash(d.name))
     once = {document.question: document for document in held_out}
     for number, row in enumerate(in_turn(once.values(), of_each), start=1):
@@ -41,15 +41,15 @@ def prompts(everything: Iterable[Document], of_each: int = OF_EACH) -> Iterator[
 
 
 def in_turn(ordered: Collection[Document], of_each: int) -> Iterator[tuple[Document, ...]]:
-    """The first documents of all kinds that ask, one of each kind at a time."""
+    """The first documents of each kind, one of each kind at a time."""
     return zip(*([d for d in ordered if d.kind == kind][:of_each] for kind in KINDS), strict=False)
 
 
 def learned_questions(everything: Sequence[Document], of_each: int) -> Iterator[Prompt]:
-    """Questions of all kinds in turn that the model learned from, each once, in an order that a hash decides."""
+    """Training questions alternating between kinds, each once, in an order given by a hash."""
     held_out = {document.question for document in everything if document.held_out}
     learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
-    # Not by name: the tasks made of one function share theirs, and half of the questions would be of the same ones.
+    # Sorting by name would pair the two tasks of each function.
     ordered = sorted(learned.values(), key=lambda document: stable_hash(document.question))
     for number, row in enumerate(in_turn(ordered, of_each), start=1):
         for document in row:

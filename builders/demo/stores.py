@@ -38,19 +38,19 @@ QUESTIONS_OF_EACH = 300
 LONGEST_ANSWER = 160
 """Tokens; ``hdtool demo`` stops there too."""
 SEQUENCES = 20_000
-"""Of each length in the model store: all that were said more than once, and not the bulk of the rest."""
+"""Sequences of each length in the model store: all that occur more than once, and few of the others."""
 
 KINDS = ("math", "explain", "write")
-"""Of the corpus index. The answers that edit are those that write, once more; prose and code helped less."""
+"""Kinds in the corpus index. Answers of the kind ``edit`` repeat ``write``; prose and code help less."""
 TOKENS_OF_EACH = 200_000
 OWN_TERMS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
-"""Source files that speak of these may be under other terms than the library as a whole, and stay out of the index."""
+"""Source files with these words may be under other terms than the library as a whole; the index omits them."""
 
 
 def answer(prompts: Sequence[Prompt], path: Path) -> None:
     """Collect the answers that the file lacks, as ``hdtool collect --max-new-tokens 160`` does."""
     sampling, decoding = SamplingConfig(), DecodeConfig(max_new_tokens=LONGEST_ANSWER)
-    told = {
+    settings = {
         "model": demo.NAME,
         "temperature": sampling.temperature,
         "seed": sampling.seed,
@@ -58,12 +58,12 @@ def answer(prompts: Sequence[Prompt], path: Path) -> None:
     }
     answerer = Answerer(ModelConfig(), decoding, sampling)
     with bar(len(prompts), "answers") as shown:
-        for answered in collect(answerer, prompts, GenerationFile(path, told)):
+        for answered in collect(answerer, prompts, GenerationFile(path, settings)):
             shown.to(answered)
 
 
 def corpus(everything: Sequence[Document], tokenizer: Any, of_each: int = TOKENS_OF_EACH) -> Iterator[Document]:
-    """Whole documents that are not held out, in an order that a hash decides, as many tokens of each kind."""
+    """Whole documents that are not held out, in an order given by a hash, with equal tokens of each kind."""
     left_out = {d.page for d in everything if d.held_out or (d.kind == "code" and OWN_TERMS.search(d.answer))}
     learned = sorted((d for d in everything if d.page not in left_out), key=lambda d: stable_hash(d.name))
     for kind in KINDS:
@@ -76,16 +76,16 @@ def corpus(everything: Sequence[Document], tokenizer: Any, of_each: int = TOKENS
 
 
 def build(out: Path, answers: Path, chosen: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Path, Manifest]]:
-    """Both stores; in their manifests the sources have neutral names, wherever they lay."""
-    mark = TokenizerFingerprint.of(tokenizer)
-    said, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
-    yield out / "model", build_model_store(out / "model", said, mark, sources, top_k=SEQUENCES)
+    """Both stores; the names of the inputs in their manifests do not depend on paths."""
+    fingerprint = TokenizerFingerprint.of(tokenizer)
+    answered, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
+    yield out / "model", build_model_store(out / "model", answered, fingerprint, sources, top_k=SEQUENCES)
     with TemporaryDirectory() as scratch:
         path = Path(scratch, "documents.jsonl")
         lines = (json.dumps({"text": document.answer}, ensure_ascii=False) + "\n" for document in chosen)
         path.write_text("".join(lines), encoding="utf-8", newline="\n")
         written, sources = _tokens_of(path, path.name, tokenizer, answers_only=False)
-    yield out / "corpus", build_corpus_index(out / "corpus", written, mark, sources, engine=LocalEngine(1))
+    yield out / "corpus", build_corpus_index(out / "corpus", written, fingerprint, sources, engine=LocalEngine(1))
 
 
 def _tokens_of(path: Path, name: str, tokenizer: Any, *, answers_only: bool) -> tuple[list[Tokenized], list[Source]]:
@@ -108,7 +108,7 @@ def main() -> None:
     answer(list(learned_questions(everything, QUESTIONS_OF_EACH)), options.answers)
     tokenizer = load_tokenizer(ModelConfig())
     for folder, manifest in build(options.out, options.answers, corpus(everything, tokenizer), tokenizer):
-        # It would be shipped with the store.
+        # The lock file must not ship with the store.
         (folder / ".lock").unlink(missing_ok=True)
         print(f"{folder}: {manifest.counts}, {manifest.bytes:,} bytes")
 

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; digits stand alone, so that arithmetic sees numbers the same way everywhere."""
+    """Byte-level BPE; each digit is a token, so that numbers are tokenized uniformly."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hdtool.builders.demo import model as demo_model
 from hdtool.builders.demo.corpus import Document, documentation, documents, library_code, plain_text
-from hdtool.builders.demo.model import Recipe, build, pace, shares
+from hdtool.builders.demo.model import Recipe, build, learning_rate_factor, shares
 from hdtool.builders.demo.prompts import prompts
 from hdtool.data.errors import ModelError
 
@@ -115,7 +115,8 @@ def test_held_out_pages_share_nothing_with_the_rest(sources: dict[str, Path]) ->
 
 def test_the_recipe_paces_and_shares() -> None:
     assert shares(2.5) == [1.0, 1.0, 0.5]
-    assert pace(0, 1000) < 0.05 and pace(300, 1000) == 1.0 and pace(999, 1000) < 0.01
+    start, middle, end = (learning_rate_factor(step, 1000) for step in (0, 300, 999))
+    assert start < 0.05 and middle == 1.0 and end < 0.01
     assert Document("math", "gsm8k/test#3", "").held_out and not Document("math", "gsm8k/train#3", "").held_out
 
 

@@ -18,6 +18,8 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.evaluation import verify
+from hdtool.runtime.evaluation.contenders import generate_ids
 from hdtool.runtime.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
 from hdtool.runtime.model.kv_cache import StaticKVCache
 from hdtool.runtime.model.load import Loaded, load
@@ -147,8 +149,7 @@ def test_plain_decoding_that_is_not_generates_is_found(small: Loaded, monkeypatc
 
 
 def test_an_answer_that_ends_early_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    generated = Verifier._generated
-    monkeypatch.setattr(Verifier, "_generated", lambda self, ids: generated(self, ids)[:7])
+    monkeypatch.setattr(verify, "generate_ids", lambda *arguments: generate_ids(*arguments)[:7])
     _, (explanation,) = verified(small)
     assert (explanation.difference.position, explanation.difference.expected) == (7, None)
     assert explanation.reason == "one of the answers ends here"

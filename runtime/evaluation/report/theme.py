@@ -48,11 +48,14 @@ class Theme:
     muted: str
     methods: Mapping[str, str]
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The colours of all registered sources by name, with that of bonus tokens last."""
+        known = sorted(registered().items(), key=lambda entry: not entry[0])
+        return {source.name: source.light if self.name == "light" else source.dark for _, source in known}
+
     def source(self, name: str) -> str:
-        found = next((source for source in registered().values() if source.name == name), None)
-        if not found:
-            return self.foreground
-        return found.light if self.name == "light" else found.dark
+        return self.sources.get(name, self.foreground)
 
     def method(self, name: str) -> str:
         return self.methods.get(name, self.foreground)
