@@ -89,7 +89,7 @@ class VerifyConfig:
     """Most tokens of each answer."""
 
     def __post_init__(self) -> None:
-        require(self.limit >= 1, "limit", self.limit, "1 or more")
+        require(self.limit >= 1, "num-prompts", self.limit, "1 or more")
         require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
 
 

@@ -74,7 +74,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.epochs > 0, "epochs", self.epochs, "above 0")
-        require(self.batch >= 1, "batch", self.batch, "1 or more")
+        require(self.batch >= 1, "batch-size", self.batch, "1 or more")
         require(
             self.micro_batch_size is None or self.micro_batch_size >= 1,
             "micro-batch-size",
