@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.evaluation.verify import Verifier
     from hdtool.runtime.integrations.hf_generate import Generator
     from hdtool.runtime.model.load import load
+    from hdtool.runtime.source_names import Source, register
     from hdtool.runtime.stats import Stats
     from hdtool.runtime.stores.open_store import open_store
     from hdtool.runtime.stores.store_set import StoreSet
@@ -33,6 +34,7 @@ __all__ = [
     "ModelConfig",
     "Request",
     "SamplingConfig",
+    "Source",
     "Stats",
     "StoreSet",
     "StoresConfig",
@@ -44,6 +46,7 @@ __all__ = [
     "drafter_for",
     "load",
     "open_store",
+    "register",
 ]
 
 _PLACES = {
@@ -53,6 +56,7 @@ _PLACES = {
     "ModelConfig": "hdtool.runtime.config",
     "Request": "hdtool.runtime.batch",
     "SamplingConfig": "hdtool.runtime.config",
+    "Source": "hdtool.runtime.source_names",
     "Stats": "hdtool.runtime.stats",
     "StoreSet": "hdtool.runtime.stores.store_set",
     "StoresConfig": "hdtool.runtime.config",
@@ -62,6 +66,7 @@ _PLACES = {
     "drafter_for": "hdtool.runtime.drafters.methods",
     "load": "hdtool.runtime.model.load",
     "open_store": "hdtool.runtime.stores.open_store",
+    "register": "hdtool.runtime.source_names",
 }
 """The module of each public name."""
 

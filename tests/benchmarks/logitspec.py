@@ -162,10 +162,10 @@ def settings(budgets: Sequence[int]) -> Iterator[tuple[str, str, dict[str, objec
     yield from (("pld", "pld", {}), ("logitspec", "logitspec", {}))
     for budget in budgets:
         yield f"hd, {budget} nodes", "hd", {"draft_tokens": budget}
-        for letters in ("L", "K", "R", "LR", "LKR"):
+        for letters in ("L", "R", "LR"):
             use = SOURCE_LETTERS + letters
             yield f"hd+logitspec of {use}, {budget} nodes", "hd+logitspec", {"draft_tokens": budget, "use": use}
-    for letters in ("L", "K", "R", "LKR"):
+    for letters in ("L", "R", "LR"):
         name = f"hd+logitspec of {letters} alone, {LARGEST_BUDGET} nodes"
         yield name, "hd+logitspec", {"draft_tokens": LARGEST_BUDGET, "use": letters}
 

@@ -301,7 +301,7 @@ def test_verify_fails_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str
         (["--device", "cuda:99"], "device 'cuda:99' is not there: torch"),
         (["--method", "magic"], "--method must be one of ar, pld"),
         (["--method", "hd-paper", "--sources", ""], "--sources must be names from context, model, corpus"),
-        (["--sources", "CC"], "or letters of CMSLKR, each once at most, got CC"),
+        (["--sources", "CC"], "or letters of CMSLR, each once at most, got CC"),
         (["--prompts", "x"], "--prompt and --prompts exclude each other"),
         (["--no-such-option"], "No such option"),
     ],
