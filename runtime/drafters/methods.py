@@ -27,7 +27,7 @@ from hdtool.runtime.source_names import plugins
 from hdtool.runtime.stores.store_set import StoreSet
 
 PATIENCE = 2.0
-"""Seconds after which a user is told what takes so long."""
+"""Seconds after which a message explains the delay."""
 
 BudgetMaker = Callable[[], Budget]
 Maker = Callable[[DecodeConfig, StoreSet, BudgetMaker, Target | None], Drafter]
@@ -39,7 +39,7 @@ def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Dr
 
 
 def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> list[Drafter]:
-    """One for each of the conversations that are answered at once; passes are timed once for all of them."""
+    """One for each conversation of a batch; passes are timed once for all of them."""
     batch = config.batch_size
     together: dict[int, Probs] = {}
 
@@ -58,14 +58,13 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
 def drafter_within(
     budget: BudgetMaker, config: DecodeConfig, store_set: StoreSet, target: Target | None = None
 ) -> Drafter:
-    """The drafter of a method with a budget of somebody's own, which is made only if the method takes one.
+    """The drafter of a method with the budget of ``budget``, which is called only if the method takes one.
 
-    Without a target there are no drafts from what it computes.
-
-    Drafters compile themselves when they are made, so that no answer waits for it.
+    Without a target, nothing is drafted from hidden states or logits. Drafters compile their code when they are
+    created, so that no answer waits for it.
     """
-    told = "preparing the drafter for this machine; the first time it is compiled, which takes a while"
-    note = Timer(PATIENCE, print, [told], {"file": sys.stderr})
+    message = "preparing the drafter for this machine; the first time it is compiled, which takes a while"
+    note = Timer(PATIENCE, print, [message], {"file": sys.stderr})
     note.start()
     try:
         return MAKERS[config.method](config, store_set, budget, target)

@@ -13,7 +13,7 @@ from hdtool.runtime.drafters.hierarchy import backoff_weights as weights
 from hdtool.runtime.drafters.hierarchy import estimator as mixture
 from hdtool.runtime.drafters.hierarchy import ranking_agreement as agreement
 from hdtool.runtime.drafters.hierarchy import tree_builder as growth
-from hdtool.runtime.drafters.hierarchy.sources import neighbor_rankings as neighbours
+from hdtool.runtime.drafters.hierarchy.sources import neighbor_rankings as neighbors
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, PLACES
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import FEWEST_SAMPLES, LONGEST_RANGE, SAMPLES
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import KINDS, MOST_CANDIDATES
@@ -32,7 +32,7 @@ from hdtool.runtime.stores.model_store import LONGEST_PREFIX, ModelStore, mixed
 Counts = dict[int, int]
 Row = tuple[int, int]
 Ranking = tuple[tuple[int, ...], Counts, int]
-"""Whose it is, its tokens and shares, and how often in a row the first was the same."""
+"""The last tokens it follows, its tokens and shares, and how often in a row the first was the same."""
 NO_RANKING: Ranking = ((), {}, 0)
 
 
@@ -53,8 +53,8 @@ class Node:
     probs: float = 1.0
     depth: int = 0
     source: int = 0
-    agreed: int = neighbours.UNNAMED
-    """How much the neighbouring rankings thought of it."""
+    agreed: int = neighbors.UNNAMED
+    """How much the neighboring rankings thought of it."""
     known: int = 0
     searched: set[int] = field(default_factory=set)
     """Orders at which the corpus was asked; those of a child are searched for within these."""
@@ -182,7 +182,7 @@ class SlowHierarchy:
     def _learn_gains(self, nodes: list[Node], accepted: Accepted) -> None:
         came = {id(nodes[node + 1]) for node in accepted.path}
         reached = [node for node in nodes[1:] if node.above and (not node.above.above or id(node.above) in came)]
-        for kind in range(neighbours.KINDS):
+        for kind in range(neighbors.KINDS):
             alike = [node for node in reached if node.agreed == kind]
             surprise = sum((id(node) in came) - node.probs / node.above.probs for node in alike if node.above)
             self.gains[kind] = np.clip(
@@ -191,22 +191,22 @@ class SlowHierarchy:
 
     def _look_round(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
         """What was thought at the places behind the new root, each node heard as far as it was likely."""
-        shares = [Counter[int]() for _ in range(neighbours.PLACES)]
+        shares = [Counter[int]() for _ in range(neighbors.PLACES)]
         for node, row in zip(nodes, logits, strict=True):
-            if 0 <= (place := node.depth - passed - 1) < neighbours.PLACES:
+            if 0 <= (place := node.depth - passed - 1) < neighbors.PLACES:
                 best = row.topk(BEST)
-                chances = np.exp(neighbours.SHARPNESS * (best.values - best.values[0]).double().numpy())
+                chances = np.exp(neighbors.SHARPNESS * (best.values - best.values[0]).double().numpy())
                 for token, chance in zip(best.indices.tolist(), chances / chances.sum(), strict=True):
-                    if token in shares[place] or len(shares[place]) < neighbours.NAMED:
+                    if token in shares[place] or len(shares[place]) < neighbors.NAMED:
                         shares[place][token] += node.probs * chance
         wholes = [sum(node.probs for node in nodes if node.depth - passed - 1 == place) for place in range(len(shares))]
         self.near = [
-            {token: min(neighbours.KINDS - 1, int(-np.log2(share / whole))) for token, share in of.items()}
+            {token: min(neighbors.KINDS - 1, int(-np.log2(share / whole))) for token, share in of.items()}
             for of, whole in zip(shares, wholes, strict=True)
         ]
 
     def _agree(self, node: Node, parts: dict[int, dict[int, float]]) -> tuple[dict[int, float], dict[int, int]]:
-        """The chance of each candidate, which is more where a neighbouring ranking names it; and what they thought."""
+        """The chance of each candidate, which is more where a neighboring ranking names it; and what they thought."""
         chances = {token: sum(part.values()) for token, part in parts.items()}
         named = self.near[node.depth] if node.depth < len(self.near) else {}
         if not chances:
@@ -282,7 +282,7 @@ class SlowHierarchy:
                         waiting.pop()
                     place = next((at for at, other in enumerate(waiting) if other.probs < probs), len(waiting))
                     context = [*node.context, token]
-                    agreed = named.get(token, neighbours.UNNAMED)
+                    agreed = named.get(token, neighbors.UNNAMED)
                     waiting.insert(place, Node(context, node, token, probs, node.depth + 1, source, agreed))
                     if len(nodes) - 1 + len(waiting) == most:
                         bar = waiting[-1].probs

@@ -1,4 +1,4 @@
-"""The default drafter: evidence of all sources is combined into one estimate, from which the tree is built.
+"""The default drafter: back-off interpolation over the evidence of all sources, and a tree of the best paths.
 
 Imports what `runtime/drafters` may import, and its own `sources/`.
 """

@@ -1,4 +1,4 @@
-"""The context table: this conversation, found again by its last few words.
+"""The context table: matches of the last tokens in the conversation.
 
 A ring of the latest tokens and two chains through it, as compressors of the LZ family keep them: from
 each place back to the one before with the same last token, and to the one with the same last three.
@@ -24,9 +24,9 @@ CHAINS = (1, 3)
 """How many last tokens the places of each chain share."""
 SHORT, LONG = range(2)
 PLACES = 16
-"""Read of a chain: older ones say little that these do not."""
+"""Places that are read of a chain; older ones add little."""
 STEPS = 4 * PLACES
-"""Walked of a chain, strangers of the same hash included."""
+"""Places that are visited of a chain, hash collisions included."""
 STRETCH = 256
 """Tokens that are compared at once; a power of two."""
 
@@ -61,9 +61,9 @@ class ContextTable:
         clear(self.memory[0])
 
     def read(self, prompt: Sequence[int] | Ints) -> int:
-        """Make ``prompt`` what the table holds; how many of its tokens had to be added.
+        """Make ``prompt`` the content of the table; returns how many of its tokens were added.
 
-        The next turn of a conversation starts with all that was said before, and only its rest is new.
+        The next turn of a conversation starts with the earlier ones, so that only its rest is new.
         """
         tokens = np.asarray(prompt, np.int64)
         known = len(self)
@@ -109,7 +109,7 @@ def _add_all(memory: Ints, tokens: Ints) -> None:
 
 @njit(cache=True, nogil=True)
 def add(table: Any, token: Any) -> None:
-    """Remember what followed the tokens so far."""
+    """Add the token that follows the tokens so far."""
     place = table.end
     mark = np.uint64(0)
     for length in range(1, min(CHAINS[LONG], place) + 1):
@@ -131,7 +131,7 @@ def head_of(mark: np.uint64) -> np.int64:
 
 @njit(cache=True, nogil=True)
 def recent(table: Any, tail: Ints, mark: np.uint64, chain: int, longest: int, tokens: Ints, lengths: Ints) -> int:
-    """What followed the latest places of a chain, and how much of ``tail`` stands before each, at most ``longest``.
+    """The tokens after the latest places of a chain, and how long each place matches ``tail``, at most ``longest``.
 
     ``mark`` is the hash of as many last tokens of ``tail`` as the chain shares. Returns how many places were found.
     """

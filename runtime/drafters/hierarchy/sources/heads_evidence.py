@@ -1,4 +1,4 @@
-"""What trained heads say of the tokens behind the root, as levels of evidence: one for each head."""
+"""The predictions of trained heads for the tokens after the root; each head counts as an n-gram order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy.typing as npt
 from hdtool.runtime.config import MOST_HEADS
 
 BEST = 10
-"""Tokens of each head that are looked at."""
+"""Tokens of each head."""
 WHOLE = 1_000_000
 """Shares are in millionths."""
 
 HEADS = np.dtype(
     [
-        ("count", np.int64),  # of heads; 0 where they have not been asked
-        ("ahead", np.int64),  # tokens that were emitted since they were
-        ("tokens", np.int64, (MOST_HEADS, BEST)),  # likeliest first
+        ("count", np.int64),  # of heads; 0 where there are no predictions
+        ("ahead", np.int64),  # tokens that were emitted since
+        ("tokens", np.int64, (MOST_HEADS, BEST)),  # most probable first
         ("shares", np.int64, (MOST_HEADS, BEST)),
     ],
     align=True,
@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 
 def note(memory: Array, tokens: Array, probs: Array) -> None:
-    """Take each head's best tokens ``[heads, best]`` behind the root, and how likely each of them is."""
+    """Store the best tokens ``[heads, best]`` of each head after the root, and their probabilities."""
     heads, best = tokens.shape
     memory["count"], memory["ahead"] = heads, 0
     memory["tokens"][0, :heads, :best] = tokens

@@ -1,4 +1,4 @@
-"""The last logit: what the target might have said instead of the root is what it may well say next."""
+"""The last logit: tokens that the target ranked high in place of the root are often the next ones (LogitSpec)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from numba import njit
 
 MOST_CANDIDATES = 60
 KINDS = 8
-"""Candidates are told apart by their probability: a half or more, a quarter or more, and so on."""
+"""The kind of a candidate is its probability: a half or more, a quarter or more, and so on."""
 
 LAST = np.dtype(
     [
-        ("count", np.int64),  # of candidates; 0 where nothing is known of the root
-        ("tokens", np.int64, MOST_CANDIDATES),  # likeliest first
+        ("count", np.int64),  # of candidates; 0 where the ranking of the root is missing
+        ("tokens", np.int64, MOST_CANDIDATES),  # most probable first
         ("kinds", np.int64, MOST_CANDIDATES),
     ],
     align=True,
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 @njit(cache=True, nogil=True)
 def remember(memory: Array, root: int, tokens: Array, scores: Array) -> None:
-    """Take the likeliest tokens that the root was chosen from, and their logits; the root itself is left out."""
+    """Store the top tokens that the root was chosen from, and their logits, without the root itself."""
     last = memory[0]
     last.count = 0
     if not np.isfinite(scores[0]):

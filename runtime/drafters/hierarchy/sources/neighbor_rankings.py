@@ -1,9 +1,8 @@
-"""Neighbouring rankings: what the target thought would stand at a place, had other tokens come before it.
+"""Neighboring rankings: the target's rankings for the same position after other tokens.
 
-The nodes of a tree that lie as deep as its path is long, or deeper, were all turned down. But a wrong word seldom
-changes all that comes behind it: what the target ranks high there is often what it says at the same place in the end.
-This is worth most in the very next tree. It names no tokens of its own: those that others name count more where
-it agrees.
+All nodes at the depth of the bonus token or deeper were rejected. But a wrong token seldom changes everything after
+it: tokens that the target ranks high at such a node are often right at the same position of the output. The next tree
+uses them most. They add no candidates: the probability of a candidate of other sources rises where they hold it.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ import numpy.typing as npt
 from numba import njit
 
 PLACES = 8
-"""Behind the root."""
+"""Positions after the root."""
 NAMED = 32
-"""Tokens at a place at most; those of likely nodes come first."""
+"""The most tokens of a position; those of probable nodes come first."""
 SHARPNESS = 0.7
-"""Shares are of chances raised to this power."""
+"""Shares are of probabilities raised to this power."""
 KINDS = 8
-"""Tokens are told apart by their share of a place: a half or more, a quarter or more, and so on."""
+"""The kind of a token is its share of a position: a half or more, a quarter or more, and so on."""
 UNNAMED = KINDS
 """The kind of all others."""
 
 NEIGHBOURS = np.dtype(
     [
-        ("count", np.int64),  # of places; 0 where nothing is known
+        ("count", np.int64),  # of positions; 0 where there are none
         ("ahead", np.int64),  # tokens that were emitted since
-        ("named", np.int64, PLACES),  # how many tokens are
-        ("whole", np.float64, PLACES),  # the odds of all nodes there
+        ("named", np.int64, PLACES),  # the number of tokens
+        ("whole", np.float64, PLACES),  # the sum of the probabilities of all nodes there
         ("tokens", np.int64, (PLACES, NAMED)),
         ("shares", np.float64, (PLACES, NAMED)),
         ("kinds", np.int64, (PLACES, NAMED)),
@@ -43,7 +42,7 @@ Array = npt.NDArray[Any]
 
 @njit(cache=True, nogil=True)
 def look_round(memory: Array, depths: Array, probs: Array, tokens: Array, scores: Array, passed: int) -> None:
-    """Take the rankings of nodes of such depths and odds, the root first, of which so many were passed by."""
+    """Store the rankings of nodes with these depths and probabilities, the root first; ``passed`` were accepted."""
     near = memory[0]
     near.count = near.ahead = 0
     near.named[:], near.whole[:] = 0, 0.0
