@@ -168,7 +168,7 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
         model.generation_config = generation_settings(config.generation_config, model.generation_config)
     if quantised and config.dtype != "auto" and model.dtype != dtype:
         computed_in = str(model.dtype).removeprefix("torch.")
-        print(f"note: {name} is quantised and computes in {computed_in}: --dtype has no effect", file=sys.stderr)
+        print(f"note: {name} is quantized and computes in {computed_in}: --dtype has no effect", file=sys.stderr)
     return model
 
 

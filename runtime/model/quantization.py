@@ -35,7 +35,7 @@ def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
     library = LIBRARIES[scheme] if scheme else saved
     needed = [library, "accelerate"] if library in LIBRARIES.values() else ["accelerate"]
     if lacking := [each for each in needed if not find_spec(each)]:
-        what = f"--quantization {scheme}" if scheme else f"{name}, which is quantised with {saved},"
+        what = f"--quantization {scheme}" if scheme else f"{name}, which is quantized with {saved},"
         raise ModelError(f'{what} needs {" and ".join(lacking)}, not installed here: pip install "hdtool[quantised]"')
 
 

@@ -58,8 +58,8 @@ def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
     for name, layer in quantised_layers(model).items():
         if (dependence := _dependence(layer, model.dtype, device)) > DEPENDENCE_TOLERANCE:
             raise FamilyError(
-                f"models of type {model.config.model_type!r} cannot be used as this one is quantised: {name} scales "
-                f"its input over all tokens of a pass, so drafts would change the answer (by {dependence:.0%} place): "
+                f"models of type {model.config.model_type!r} cannot be used as this one is quantized: {name} scales "
+                f"its input over all tokens of a pass, so drafts would change the answer (by {dependence:.0%} here): "
                 "quantise activations row by row (torchao: granularity=PerRow()), or the weights alone"
             )
 
@@ -90,7 +90,7 @@ def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch
     rounding = distances(torch.stack(found, dim=1), at_once).max().item()
     if rounding > HIGH_PRECISION_TOLERANCE:
         print(
-            f"note: this quantised model rounds its logits by {rounding:.2g} standard deviations: drafts may change "
+            f"note: this quantized model rounds its logits by {rounding:.2g} standard deviations: drafts may change "
             "the choice between two tokens as close as that; hdtool verify counts such near ties",
             file=sys.stderr,
         )

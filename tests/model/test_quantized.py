@@ -82,7 +82,7 @@ def test_a_missing_library(
     line = capfd.readouterr().err
     assert line.count("\n") == 1
     assert f'needs {lacking}, not installed here: pip install "hdtool[quantised]"' in line
-    with pytest.raises(HdtoolError, match=f"is quantised with .* needs {lacking},"):
+    with pytest.raises(HdtoolError, match=f"is quantized with .* needs {lacking},"):
         load_stock(ModelConfig(folder))
 
 
@@ -99,7 +99,7 @@ def test_quantization_on_loading_is_refused_where_it_is_impossible(
     with pytest.raises(OptionError, match="--quantization must be one of int8, nf4, got int9"):
         ModelConfig(quantization="int9")
     folder = checkpoint(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
-    with pytest.raises(OptionError, match="quantised already, with bitsandbytes: leave it out"):
+    with pytest.raises(OptionError, match="quantized already, with bitsandbytes: leave out --quantization int8"):
         load(ModelConfig(folder, quantization="int8"))
     with pytest.raises(OptionError, match="--quantization nf4 has no effect on a shape"):
         load_shape("llama-7b", ModelConfig(quantization="nf4"))
@@ -131,7 +131,7 @@ def test_rounding_is_noted_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     target = Target(llama(ScalePerRow))
     for drafter in (Hierarchy(), None):
         said(run(target, PROMPT, GREEDY, drafter=drafter))
-    assert capfd.readouterr().err.count("this quantised model rounds its logits by") == 1
+    assert capfd.readouterr().err.count("this quantized model rounds its logits by") == 1
 
 
 @pytest.mark.usefixtures("outliers_count")

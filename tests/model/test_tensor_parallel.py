@@ -146,7 +146,7 @@ def test_methods_that_need_the_whole_model_are_refused(
     asked: DecodeConfig, said_so: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_decoding(asked)
-    monkeypatch.setattr(ranks, "_ranks", object())
+    monkeypatch.setattr(ranks, "_group", object())
     with pytest.raises(OptionError, match=said_so):
         check_decoding(asked)
 
