@@ -96,7 +96,7 @@ def table(curve: CostCurve) -> str:
         for column, nodes in enumerate(curve.nodes):
             name = f"{nodes} node" + "s" * (nodes != 1)
             rows.append([name, *(f"{curve.milliseconds[place][column]:.2f}" for place in shown)])
-        blocks.append(tables.table(rows, widths=(8, *[7] * len(shown))))
+        blocks.append(tables.table(rows, widths=[8] * (len(shown) + 1), gap=1))
     return "\n\n".join(blocks)
 
 

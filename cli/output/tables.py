@@ -8,15 +8,18 @@ from itertools import zip_longest
 Row = Sequence[str]
 
 
-def table(rows: Sequence[Row], *, left: int = 1, widths: Sequence[int] = ()) -> str:
-    """Rows in columns, the first ``left`` of them aligned to the left; ``widths`` are the least ones."""
+def table(rows: Sequence[Row], *, left: int = 1, widths: Sequence[int] = (), gap: int = 2) -> str:
+    """Rows in columns, the first ``left`` of them aligned to the left; ``widths`` are the least ones,
+    ``gap`` is the space between columns."""
     columns = zip_longest(*rows, fillvalue="")
     least = [*widths, *[0] * max(map(len, rows))]
     fitted = [max(size, *map(len, column)) for size, column in zip(least, columns, strict=False)]
     return "\n".join(
-        "  ".join(
+        (" " * gap)
+        .join(
             cell.ljust(width) if place < left else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, fitted, strict=False))
-        ).rstrip()
+        )
+        .rstrip()
         for row in rows
     )

@@ -354,7 +354,7 @@ def test_steps_replace_no_other_file(
         (["--methods", "pld,lade"], "method lade cannot be replayed: it drafts from the model's logits"),
         (["--draft-tokens", "65"], "--draft-tokens must be between 0 and 64, got 65"),
         (["--sources", "X"], "--sources must be names from context, model, corpus"),
-        (["--order", "CM"], "order is CM"),
+        (["--order", "CM"], "--order must be all of CMS, in any order, got CM"),
         (["--workers", "0"], "--workers must be 1 or more, got 0"),
         (["--limit", "0"], "--limit must be 1 or more, got 0"),
     ],
