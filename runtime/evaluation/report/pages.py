@@ -40,8 +40,8 @@ def page_of_replay(
     return _page("Replay", lead, command, facts, replace(data, tables=tables))
 
 
-def page_of_bench(command: str, measured: Measured, study: Study, data: ReportData, reresults: str) -> Page:
-    """``reresults`` is the method whose answers were reresults."""
+def page_of_bench(command: str, measured: Measured, study: Study, data: ReportData, replayed: str) -> Page:
+    """``replayed`` is the method that gave the replayed answers."""
     run, scores = measured.results.run, measured.scores
     about, options = run.surroundings, run.options
     whole = scores.tasks[OVERALL]
@@ -53,7 +53,7 @@ def page_of_bench(command: str, measured: Measured, study: Study, data: ReportDa
         "temperature": f"{temperature_of(measured.results):g}",
         "rounds": f"{options['rounds']}",
         "stores": _stores(study),
-        "replays": f"of the answers of {reresults}, at most {study.nodes} draft nodes a step",
+        "replays": f"of the answers of {replayed}, at most {study.nodes} draft nodes a step",
         "hdtool": about["hdtool"],
         "machine": about["machine"],
         "begun": run.started,
