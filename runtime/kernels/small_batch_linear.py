@@ -16,7 +16,6 @@ from hdtool.data.stores.home import product_choice_at_home
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.gemm_choice import saved_choice
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, multiply
-from hdtool.runtime.model.quantized_layers import has_plain_weight
 
 TIMED_ROWS = (1, 4, 16, 64)
 """Numbers of rows at which both products are timed; other numbers of rows use the next larger one."""
@@ -136,6 +135,14 @@ def _choice_file(shape: torch.Size, threads: int) -> Path | None:
         return product_choice_at_home(words)
     except (OSError, RuntimeError, ImportError):  # an account without a home folder, a copy that was not installed
         return None
+
+
+def has_plain_weight(layer: torch.nn.Module) -> bool:
+    """Whether the weight of a layer is a plain floating-point tensor; quantisation libraries use other classes."""
+    weight: object = getattr(layer, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return False
+    return type(weight).__module__.startswith("torch.") and weight.is_floating_point() and weight.itemsize > 1
 
 
 def _fits(layer: Linear) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 
 from hdtool.data.errors import FamilyError
+from hdtool.runtime.kernels.small_batch_linear import has_plain_weight
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, distances
 
 if TYPE_CHECKING:
@@ -20,14 +21,6 @@ NEIGHBOR_SCALE = 100.0
 DEPENDENCE_TOLERANCE = 1e-2
 """Relative change of a row that another row may cause: several times the rounding of bfloat16, less than the 1.2 to
 1.9 % that shared outliers cause in LLM.int8(), and far less than a shared scale causes."""
-
-
-def has_plain_weight(layer: Module) -> bool:
-    """Whether the weight of a layer is a plain floating-point tensor; quantisation libraries use other classes."""
-    weight: Any = getattr(layer, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        return False
-    return type(weight).__module__.startswith("torch.") and weight.is_floating_point() and weight.itemsize > 1
 
 
 def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:

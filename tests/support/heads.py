@@ -10,7 +10,7 @@ import torch
 
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads
-from hdtool.runtime.drafters.heads.modules import EPSILON, TURNING, Heads, HeadsShape
+from hdtool.runtime.drafters.heads.modules import EPSILON, ROTARY_BASE, Heads, HeadsShape
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.target import Target
 
@@ -114,7 +114,7 @@ def _attended(weights: Any, name: str, states: Numbers, heads: int, *, turned: b
 def _turned(part: Numbers, place: int) -> Numbers:
     half, out = len(part) // 2, part.copy()
     for number in range(half):
-        angle = place * TURNING ** (-2 * number / len(part))
+        angle = place * ROTARY_BASE ** (-2 * number / len(part))
         first, second = part[number], part[number + half]
         out[number] = first * np.cos(angle) - second * np.sin(angle)
         out[number + half] = second * np.cos(angle) + first * np.sin(angle)
