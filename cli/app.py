@@ -27,8 +27,8 @@ from hdtool.cli import (
     train_heads,
     verify,
 )
-from hdtool.cli.command import Command, examples
-from hdtool.cli.options import INTERRUPTED
+from hdtool.cli.parameters.command import Command, examples
+from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.data.errors import HdtoolError, OptionError
 
 SEVERAL = "TORCHELASTIC_RUN_ID"

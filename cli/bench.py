@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli import options
-from hdtool.cli.command import INPUT, MEASUREMENT, MODEL, OUTPUT, option
-from hdtool.cli.unused_options import method_names
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import INPUT, MEASUREMENT, MODEL, OUTPUT, option
+from hdtool.cli.parameters.unused_options import method_names
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
 from hdtool.runtime.config import (

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli import options
-from hdtool.cli.command import MEASUREMENT, OUTPUT, option
 from hdtool.cli.output import tables
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import MEASUREMENT, OUTPUT, option
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import SHAPES, BenchConfig, CostConfig, ModelConfig
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hdtool.cli import options
-from hdtool.cli.command import INPUT, MEASUREMENT, MODEL, completion, option
 from hdtool.cli.output import tables
-from hdtool.cli.unused_options import method_names
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import INPUT, MEASUREMENT, MODEL, completion, option
+from hdtool.cli.parameters.unused_options import method_names
 from hdtool.data.errors import RecordError
 from hdtool.data.traces import read_traces
 from hdtool.runtime.config import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from hdtool.cli import options
-from hdtool.cli.command import BUILD, INPUT, option
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import BUILD, INPUT, option
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 

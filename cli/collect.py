@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from hdtool.cli import options
-from hdtool.cli.command import INPUT, OUTPUT, option
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig

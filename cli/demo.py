@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli import options
-from hdtool.cli.command import INPUT, option
-from hdtool.cli.options import INTERRUPTED
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import INPUT, option
+from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from hdtool.cli import options
-from hdtool.cli.command import INPUT, OUTPUT, option
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hdtool.cli import options
-from hdtool.cli.options import INTERRUPTED
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig

@@ -6,8 +6,8 @@ import json
 from heapq import nlargest
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hdtool.cli import options
-from hdtool.cli.command import INPUT, OUTPUT, option
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.config import ModelConfig
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli import options
-from hdtool.cli.command import DRAFTING, INPUT, MEASUREMENT, MODEL, OUTPUT, option
-from hdtool.cli.unused_options import method_names
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import DRAFTING, INPUT, MEASUREMENT, MODEL, OUTPUT, option
+from hdtool.cli.parameters.unused_options import method_names
 from hdtool.data.errors import RecordError
 from hdtool.runtime.config import (
     FIXED_BUDGET,

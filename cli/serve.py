@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli import options
-from hdtool.cli.command import DRAFTING, OUTPUT, option
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import DRAFTING, OUTPUT, option
 from hdtool.data.errors import OptionError, ServeError
 from hdtool.runtime.config import ServeConfig, StoresConfig
 

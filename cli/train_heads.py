@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from hdtool.cli import options
-from hdtool.cli.command import HEADS, INPUT, OUTPUT, TRAINING, option
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import HEADS, INPUT, OUTPUT, TRAINING, option
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hdtool.cli import options
-from hdtool.cli.command import INPUT, option
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import INPUT, option
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig, VerifyConfig

@@ -13,8 +13,8 @@ import pytest
 from typer.main import get_command
 
 from hdtool.cli.app import app, run
-from hdtool.cli.command import PANELS
-from hdtool.cli.unused_options import refuse_unused
+from hdtool.cli.parameters.command import PANELS
+from hdtool.cli.parameters.unused_options import refuse_unused
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import METHODS, NEED_LOGITS, OPTION_METHODS, DecodeConfig, StoresConfig
 from hdtool.runtime.drafters import methods as drafters

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hdtool.cli.command import BUILD, DRAFTING, INPUT, MODEL, OUTPUT, SAMPLING, option
+from hdtool.cli.parameters.command import BUILD, DRAFTING, INPUT, MODEL, OUTPUT, SAMPLING, option
 from hdtool.runtime.config import (
     DEVICE_MAPS,
     DEVICES,
