@@ -1,4 +1,4 @@
 """How commands show what they computed: answers, tables and reports.
 
-Imports `data`, `runtime` and `cli/options`.
+Imports `data`, `runtime` and `cli/parameters`.
 """
