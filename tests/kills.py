@@ -29,6 +29,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
+from threading import RLock
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ AGAIN = 0.3
 """The chance that a killed run is followed by another one that is killed, before one is let finish."""
 ADAPTED = 0.3
 """How far the duration of a job follows that of a run which ended before its kill."""
+HANGS = 120.0
+"""Seconds after which a run that nobody kills is taken to hang."""
+REPORTED = 100
+"""Kills between two lines on standard error."""
 TIMED = 3
 """Undisturbed runs, by which the duration of a job is measured."""
 
@@ -249,6 +254,8 @@ class Trial:
     def _finish(self) -> None:
         again = ["merge", str(self._folder), "--out", str(self._folder)]  # builds the store that is there once more
         code = run_once(again if self._is_done() else self._job.arguments(self._scratch, self._job.place(self._folder)))
+        if code == -signal.SIGKILL:
+            raise LossError(f"the command did not end within {HANGS:.0f} seconds")
         if code:
             raise LossError(f"the command ended with {code}: {Path(ERRORS).read_text().strip()}")
 
@@ -284,11 +291,10 @@ def run_once(arguments: Sequence[str], kill_after: float | None = None) -> int:
             traceback.print_exc()
         finally:
             os._exit(code)
-    if kill_after is not None:
-        watched = os.pidfd_open(child)
-        select.select([watched], [], [], kill_after)  # returns early if the child ends
-        os.close(watched)
-        os.kill(child, signal.SIGKILL)
+    watched = os.pidfd_open(child)
+    select.select([watched], [], [], HANGS if kill_after is None else kill_after)  # returns early if the child ends
+    os.close(watched)
+    os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -309,8 +315,12 @@ def kill_many(times: int, seed: int, root: Path) -> list[Trial]:
     scratch = prepare(root)
     chance = Random(seed)
     trials = [Trial(job, scratch, chance) for job in JOBS]
-    while sum(trial.counted.killed for trial in trials) < times:
+    killed = 0
+    while killed < times:
         min(trials, key=lambda trial: trial.counted.killed).kill()
+        before, killed = killed, sum(trial.counted.killed for trial in trials)
+        if killed // REPORTED > before // REPORTED:
+            print(f"{killed} kills, {sum(len(each.counted.losses) for each in trials)} losses", file=sys.stderr)
     return trials
 
 
@@ -323,6 +333,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tqdm.monitor_interval = 0  # its monitor is a thread
+    tqdm.set_lock(RLock())  # the default is shared with the children, and one that is killed may hold it
     with TemporaryDirectory() as root, chdir(root):
         os.environ["HDTOOL_HOME"] = str(Path(root, "home"))
         trials = kill_many(options.times, options.seed, Path(root, "scratch"))
