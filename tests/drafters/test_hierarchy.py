@@ -105,7 +105,7 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
                 for token in accepted.tokens:
                     slow.hear(token)
                 slow.listen([Node(text[:at]), *expected], accepted, logits)
-                np.testing.assert_allclose(hierarchy.weights, slow.weight, rtol=1e-9)
+                np.testing.assert_allclose(hierarchy.weights[: len(slow.weight)], slow.weight, rtol=1e-9)
                 np.testing.assert_allclose(hierarchy.rates, slow.rates, rtol=1e-9)
                 np.testing.assert_allclose(hierarchy.gains, slow.gains, rtol=1e-9)
                 at += len(accepted.tokens)

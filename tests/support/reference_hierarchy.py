@@ -4,30 +4,39 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.hierarchy import backoff_weights as weights
-from hdtool.runtime.drafters.hierarchy import estimator as mixture
-from hdtool.runtime.drafters.hierarchy import ranking_agreement as agreement
-from hdtool.runtime.drafters.hierarchy import tree_builder as growth
-from hdtool.runtime.drafters.hierarchy.sources import neighbor_rankings as neighbors
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, PLACES
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import FEWEST_SAMPLES, LONGEST_RANGE, SAMPLES
-from hdtool.runtime.drafters.hierarchy.sources.last_logits import KINDS, MOST_CANDIDATES
-from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
-    BEST,
-    HASHED_ROWS,
-    LONG_RUN,
-    LONGEST_NODE,
-    SHARPNESS,
-    WHOLE,
-)
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX, ModelStore, mixed
+from hdtool.runtime.stores.model_store import ModelStore
+
+# The policy in numbers, written down once more: a constant that changes in the compiled code fails the tests.
+LONGEST_MATCH, PLACES = 8, 16
+LONGEST_PREFIX = 4
+LONGEST_RANGE, SAMPLES, FEWEST_SAMPLES = 6, 64, 16
+LONGEST_NODE, BEST, HASHED_ROWS, LONG_RUN, SHARPNESS, WHOLE = 5, 8, 2**15, 4, 1.5, 1000
+MOST_CANDIDATES = 60
+CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, ORDERS = 0, 8, 12, 18, 23
+PRIORS = {
+    CONTEXT_ORDERS: (LONGEST_MATCH, 0.7, 0.62, 0.6, 0.25),
+    MODEL_ORDERS: (LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
+    CORPUS_ORDERS: (LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
+    RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.3, 0.3),
+}
+"""By the row of the shortest order: orders, remainder and its decay, weights of evidence that names few and many."""
+SIZES, STRENGTH, EMA_WINDOW, UNSEEN, NEGLIGIBLE = 8, 20.0, 100.0, 1 / 32_000, 1e-6
+RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
+KINDS = len(RATES)
+GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
+"""Of candidates that neighboring rankings name, by kind."""
+NEIGHBOR_KINDS, NEIGHBOR_PLACES, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS, UNNAMED = 8, 8, 32, 0.7, 8
+LEARNING_RATE, LEAST_GAIN, MOST_GAIN = 0.03, 1 / 16, 64.0
+DEEPEST, LEAST_LEFT, LEAST_PART, LEFT_TO_LEARN, WORTH_ADDING, WORTH_EXPANDING = 32, 0.002, 1e-4, 0.02, 0.1, 1.6
+MOST_OF_THE_REST, WORTH_A_SEARCH = 0.9, 5.0
 
 Counts = dict[int, int]
 Row = tuple[int, int]
@@ -53,7 +62,7 @@ class Node:
     probs: float = 1.0
     depth: int = 0
     source: int = 0
-    agreed: int = neighbors.UNNAMED
+    agreed: int = UNNAMED
     """How much the neighboring rankings thought of it."""
     known: int = 0
     searched: set[int] = field(default_factory=set)
@@ -64,16 +73,15 @@ class SlowHierarchy:
     """The same levels, weights and tree, by brute force over the context and the stores' own documents."""
 
     def __init__(self, model: ModelStore | None, corpus: CorpusIndex | None, letters: str) -> None:
-        learned = weights.new_weights()[0]
-        self.rates, self.rate_credit, self.rate_asked = (
-            learned[name].copy() for name in ("rates", "rate_credit", "rate_used")
-        )
+        self.rates = np.array(RATES)
+        self.rate_credit, self.rate_asked = STRENGTH * self.rates, np.full(KINDS, STRENGTH)
         self.last: dict[int, int] = {}  # the kind of each candidate
-        self.gains = learned["gains"].copy()
+        self.gains = np.array(GAINS)
         self.near: list[dict[int, int]] = []  # the kind of each token that is named at a place
         self.kept: dict[Row, Ranking] = {}
         self.letters, use_context = letters, "C" in letters
-        self.weight, self.credit, self.asked = (learned[name].copy() for name in ("weight", "credit", "used"))
+        self.weight = prior_weights()
+        self.credit, self.asked = STRENGTH * self.weight, np.full(self.weight.shape, STRENGTH)
         self.model, self.use_context = model, use_context
         self.context: list[int] = []
         self.last_parts: dict[int, float] = {}
@@ -96,7 +104,7 @@ class SlowHierarchy:
         places.sort(key=lambda at: -min(longest, alike[at]))
         counts = Counter(self.context[at] for at in places if alike[at] >= order)
         total = sum(counts.values())
-        level = weights.CONTEXT_ORDERS + order - 1
+        level = CONTEXT_ORDERS + order - 1
         return Evidence(level, SourceName.CONTEXT, counts, total, bucket(total, len(counts))) if total else None
 
     def _alike(self, context: list[int], at: int) -> int:
@@ -115,7 +123,7 @@ class SlowHierarchy:
         node.known = max(node.known, order)
         _, total, distinct, tokens, found = entries[0]
         counts = dict(zip(tokens.tolist(), found.tolist(), strict=True))
-        return Evidence(weights.MODEL_ORDERS + order - 1, SourceName.MODEL, counts, total, bucket(total, distinct))
+        return Evidence(MODEL_ORDERS + order - 1, SourceName.MODEL, counts, total, bucket(total, distinct))
 
     def ask_corpus(self, node: Node, order: int, most: int) -> Evidence | None:
         """Followers of all places that the last tokens have, or of as many as are read, evenly spread."""
@@ -132,7 +140,7 @@ class SlowHierarchy:
         step = (len(places) << 16) // read
         followers = [self._follower(*places[turn * step >> 16], order) for turn in range(read)]
         counts = Counter(token for token in followers if token != self.end)
-        level = weights.CORPUS_ORDERS + order - 1
+        level = CORPUS_ORDERS + order - 1
         return Evidence(level, SourceName.CORPUS, counts, read, bucket(len(places), len(counts))) if counts else None
 
     def _range(self, tail: list[int], order: int) -> list[tuple[int, int]]:
@@ -150,9 +158,9 @@ class SlowHierarchy:
         owner, counts, run = self.kept.get(row_of(tail), NO_RANKING)
         if order > LONGEST_NODE or owner != tail:
             return None
-        sure = min(weights.SIZES - 1, weights.SIZES * max(counts.values()) // WHOLE)
+        sure = min(SIZES - 1, SIZES * max(counts.values()) // WHOLE)
         spread = 0 if run >= LONG_RUN else 1 if run else 2
-        level = weights.RECYCLED_ORDERS + order - 1
+        level = RECYCLED_ORDERS + order - 1
         return Evidence(level, SourceName.RECYCLED, counts, WHOLE, 3 * sure + spread)
 
     def listen(self, nodes: list[Node], accepted: Accepted, logits: torch.Tensor) -> None:
@@ -182,26 +190,24 @@ class SlowHierarchy:
     def _learn_gains(self, nodes: list[Node], accepted: Accepted) -> None:
         came = {id(nodes[node + 1]) for node in accepted.path}
         reached = [node for node in nodes[1:] if node.above and (not node.above.above or id(node.above) in came)]
-        for kind in range(neighbors.KINDS):
+        for kind in range(NEIGHBOR_KINDS):
             alike = [node for node in reached if node.agreed == kind]
             surprise = sum((id(node) in came) - node.probs / node.above.probs for node in alike if node.above)
-            self.gains[kind] = np.clip(
-                self.gains[kind] * np.exp(agreement.LEARNING_RATE * surprise), agreement.LEAST_GAIN, agreement.MOST_GAIN
-            )
+            self.gains[kind] = np.clip(self.gains[kind] * np.exp(LEARNING_RATE * surprise), LEAST_GAIN, MOST_GAIN)
 
     def _look_round(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
         """What was thought at the places behind the new root, each node heard as far as it was likely."""
-        shares = [Counter[int]() for _ in range(neighbors.PLACES)]
+        shares = [Counter[int]() for _ in range(NEIGHBOR_PLACES)]
         for node, row in zip(nodes, logits, strict=True):
-            if 0 <= (place := node.depth - passed - 1) < neighbors.PLACES:
+            if 0 <= (place := node.depth - passed - 1) < NEIGHBOR_PLACES:
                 best = row.topk(BEST)
-                chances = np.exp(neighbors.SHARPNESS * (best.values - best.values[0]).double().numpy())
+                chances = np.exp(NEIGHBOR_SHARPNESS * (best.values - best.values[0]).double().numpy())
                 for token, chance in zip(best.indices.tolist(), chances / chances.sum(), strict=True):
-                    if token in shares[place] or len(shares[place]) < neighbors.NAMED:
+                    if token in shares[place] or len(shares[place]) < NEIGHBOR_TOKENS:
                         shares[place][token] += node.probs * chance
         wholes = [sum(node.probs for node in nodes if node.depth - passed - 1 == place) for place in range(len(shares))]
         self.near = [
-            {token: min(neighbors.KINDS - 1, int(-np.log2(share / whole))) for token, share in of.items()}
+            {token: min(NEIGHBOR_KINDS - 1, int(-np.log2(share / whole))) for token, share in of.items()}
             for of, whole in zip(shares, wholes, strict=True)
         ]
 
@@ -245,7 +251,7 @@ class SlowHierarchy:
             weigh(self.ask_model(node, order))
             if left_open < least:
                 break
-            if self.shards and order <= LONGEST_RANGE and left_open >= mixture.WORTH_A_SEARCH * least:
+            if self.shards and order <= LONGEST_RANGE and left_open >= WORTH_A_SEARCH * least:
                 weigh(self.ask_corpus(node, order, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least)))))
                 if left_open < least:
                     break
@@ -253,7 +259,7 @@ class SlowHierarchy:
             # Whoever learns from what was said takes the parts from here.
             whole = sum(self.rates[kind] for kind in self.last.values())
             self.last_parts = {
-                token: left_open / max(1.0, whole / mixture.MOST_OF_THE_REST) * self.rates[kind]
+                token: left_open / max(1.0, whole / MOST_OF_THE_REST) * self.rates[kind]
                 for token, kind in self.last.items()
             }
             self.last_open = left_open if self.last else 0.0
@@ -268,9 +274,9 @@ class SlowHierarchy:
         root = Node(self.context)
         nodes, waiting, bar, node = [root], list[Node](), 0.0, root
         while True:
-            if node.depth < growth.DEEPEST and node.probs > growth.WORTH_EXPANDING * bar:
-                least = max(growth.WORTH_EXPANDING * bar / node.probs, growth.LEAST_LEFT)
-                floor = max(growth.WORTH_ADDING * bar / node.probs, growth.LEAST_PART)
+            if node.depth < DEEPEST and node.probs > WORTH_EXPANDING * bar:
+                least = max(WORTH_EXPANDING * bar / node.probs, LEAST_LEFT)
+                floor = max(WORTH_ADDING * bar / node.probs, LEAST_PART)
                 parts = self.expand(node, least, floor)[0]
                 chances, named = self._agree(node, parts)
                 for token, part in parts.items():
@@ -282,7 +288,7 @@ class SlowHierarchy:
                         waiting.pop()
                     place = next((at for at, other in enumerate(waiting) if other.probs < probs), len(waiting))
                     context = [*node.context, token]
-                    agreed = named.get(token, neighbors.UNNAMED)
+                    agreed = named.get(token, UNNAMED)
                     waiting.insert(place, Node(context, node, token, probs, node.depth + 1, source, agreed))
                     if len(nodes) - 1 + len(waiting) == most:
                         bar = waiting[-1].probs
@@ -294,23 +300,23 @@ class SlowHierarchy:
     def hear(self, token: int) -> None:
         """One step of expectation maximisation, and the token is part of the context."""
         self.last_parts, self.last_open = {}, 0.0
-        said = self.expand(Node(self.context), growth.LEFT_TO_LEARN, 0.0)[1]
+        said = self.expand(Node(self.context), LEFT_TO_LEARN, 0.0)[1]
         explained, left_open = [], 1.0
         for evidence in said:
             weight = self.weight[evidence.level, evidence.bucket]
             explained.append(left_open * weight * evidence.counts.get(token, 0) / evidence.read)
             left_open *= 1 - weight
         guessed = self.last_parts.get(token, 0.0)
-        heard = sum(explained) + guessed + left_open * weights.UNSEEN
+        heard = sum(explained) + guessed + left_open * UNSEEN
         left = 1.0
         for evidence, part in zip(said, explained, strict=True):
             at = evidence.level, evidence.bucket
-            fading = min(1.0, weights.EMA_WINDOW / self.asked[at])
+            fading = min(1.0, EMA_WINDOW / self.asked[at])
             self.credit[at] = self.credit[at] * fading + part / heard
             self.asked[at] = self.asked[at] * fading + left
             self.weight[at] = self.credit[at] / self.asked[at]
             left -= part / heard
-            if left < weights.NEGLIGIBLE:
+            if left < NEGLIGIBLE:
                 break
         if self.last_open:
             self._learn_last(token, guessed / heard)
@@ -319,7 +325,7 @@ class SlowHierarchy:
 
     def _learn_last(self, token: int, credit: float) -> None:
         for kind in self.last.values():
-            fading = min(1.0, weights.EMA_WINDOW / self.rate_asked[kind])
+            fading = min(1.0, EMA_WINDOW / self.rate_asked[kind])
             self.rate_asked[kind] = self.rate_asked[kind] * fading + self.last_open
             self.rate_credit[kind] *= fading
         if token in self.last:
@@ -343,13 +349,23 @@ def tail_of(context: list[int], order: int) -> tuple[int, ...]:
 
 def row_of(tail: tuple[int, ...]) -> Row:
     """Strangers may share a row; then only the later one is kept."""
-    mark = np.uint64(0)
+    mixed = 0
     for token in reversed(tail):
-        mark = np.uint64(mixed(mark, np.int64(token)))
-    return len(tail), tail[-1] if len(tail) == 1 else int(mark) % HASHED_ROWS
+        mixed = (mixed ^ (token + 1) % 2**64) * 0x9E3779B97F4A7C15 % 2**64
+        mixed ^= mixed >> 29
+    return len(tail), tail[-1] if len(tail) == 1 else mixed % HASHED_ROWS
+
+
+def prior_weights() -> Any:
+    """The weights that a drafter begins with, by order and bucket."""
+    weight = np.zeros((ORDERS, 3 * SIZES))
+    for first, (orders, remainder, decay, few, many) in PRIORS.items():
+        for size in range(SIZES):
+            weight[first : first + orders, 3 * size : 3 * size + 3] = 1 - remainder * decay**size, few, many
+    return weight
 
 
 def bucket(total: int, distinct: int) -> int:
-    size = min(int(np.log2(total)), weights.SIZES - 1)
+    size = min(int(np.log2(total)), SIZES - 1)
     spread = 0 if distinct <= 1 else 1 if 4 * distinct <= total else 2
     return 3 * size + spread
