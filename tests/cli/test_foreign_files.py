@@ -110,7 +110,7 @@ def scratch(template: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(found.root)
     # Drawing takes seconds; only the names and the origin of pictures matter here.
-    monkeypatch.setattr("hdtool.runtime.evaluation.report.write.picture", lambda *_: PNG + PNG_ENTRY)
+    monkeypatch.setattr("hdtool.runtime.evaluation.report.write.render_png", lambda *_: PNG + PNG_ENTRY)
     return found
 
 
