@@ -12,7 +12,7 @@ from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores
 
 MISSING = "-"
 WIDTH = 80
-COLUMNS = (19, 7, 8, 8, 9, 8, 8)
+COLUMNS = (17, 7, 8, 8, 9, 8, 8)
 """Least widths, so that the blocks align."""
 
 

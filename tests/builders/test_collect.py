@@ -80,7 +80,7 @@ def test_answers_of_other_settings_or_prompts_are_not_mixed(
     said = complaint(capfd, [*asked, "--seed", "3"])
     assert "generations.jsonl:1 was answered with seed 0, not 3: choose another --out" in said
     Path(asked[2]).write_text(json.dumps({"prompt": "Something else?"}))
-    assert "answers another prompt" in complaint(capfd, asked)
+    assert "answers a different prompt" in complaint(capfd, asked)
     Path(asked[4]).write_text("a poem\n")
     assert "is not a line of collect" in complaint(capfd, asked)
     Path(asked[4]).write_bytes(before)

@@ -192,7 +192,7 @@ def test_the_command_line_names_faults_of_heads(tmp_path: Path, capsys: pytest.C
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "holds no heads" in error and error.count("\n") == 1
     assert hdtool(["generate", "--prompt", "x", "--method", "amphista", "--tree", "oak"]) == 2
-    assert "tree is oak" in capsys.readouterr().err
+    assert "--tree must be one of dynamic, static, got oak" in capsys.readouterr().err
 
 
 def test_heads_observe_an_answer_of_one_token() -> None:

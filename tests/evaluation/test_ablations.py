@@ -192,7 +192,7 @@ def test_what_cannot_be_told_is_not_verdicts() -> None:
     ]
     success = findings(unequal, [], [], None)[0]
     assert success.holds is False, "the verdict is about the paper's own policy"
-    assert success.evidence[0].startswith("hd-paper:") and success.evidence[1].endswith("(other than above)")
+    assert success.evidence[0].startswith("hd-paper:") and success.evidence[1].endswith("(differs from above)")
 
 
 # Repeats ---------------------------------------------------------------------------------------
@@ -248,8 +248,10 @@ def test_sizes_say_why_there_are_none(tmp_path: Path, monkeypatch: pytest.Monkey
     mark = TokenizerFingerprint("a", 100)
     build_corpus_index(tmp_path, [Document([1, 2])], mark, [Source("text", "")], engine=LocalEngine(1))
     assert "holds 1 documents" in str(sizes(Study([], StoreSet(None, CorpusIndex(tmp_path))), build_corpus_index))
-    monkeypatch.setattr(sizes_of_corpora, "LARGEST", 1)
-    assert "made of up to 1 only" in str(sizes(Study([], StoreSet(None, CorpusIndex(tmp_path))), build_corpus_index))
+    monkeypatch.setattr(sizes_of_corpora, "MAX_TOKENS", 1)
+    assert "at most 1 are supported here" in str(
+        sizes(Study([], StoreSet(None, CorpusIndex(tmp_path))), build_corpus_index)
+    )
 
 
 def test_smaller_corpora_are_parts_of_larger_ones(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ def test_files_of_another_origin_are_refused_before_the_model_is_loaded(
 ) -> None:
     (tmp_path / name).write_text("one line of a novel")
     monkeypatch.setattr("hdtool.runtime.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
-    assert f"{tmp_path / name} is " in complaint(capfd, "--methods", "ar", "--out", str(tmp_path), *QUICK)
+    assert f"error: {tmp_path / name} " in complaint(capfd, "--methods", "ar", "--out", str(tmp_path), *QUICK)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "one line of a novel"
 
@@ -363,7 +363,11 @@ def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture
         (["--methods", ""], "--methods must be names", 2),
         (["--methods", "ar,ar"], "each method at most once", 2),
         (["--methods", "generate-assisted"], "a draft model for generate-assisted", 2),
-        (["--methods", "ar", "--assistant", "x"], "left out without generate-assisted", 2),
+        (
+            ["--methods", "ar", "--assistant", "x"],
+            "--assistant must be left out without the method generate-assisted",
+            2,
+        ),
         (["--methods", "ar", "--baseline", "pld"], "--baseline must be one of ar, got pld", 2),
         (["--num-prompts", "0"], "--num-prompts must be 1 or more, got 0", 2),
         (["--rounds", "0"], "--rounds must be 1 or more, got 0", 2),
@@ -371,7 +375,7 @@ def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture
         (["--threads", "0"], "--threads must be 1 or more, got 0", 2),
         (["--temperature", "-1"], "--temperature must be 0 (greedy) or more, got -1", 2),
         (["--draft-tokens", "65"], "--draft-tokens must be between 0 and 64, got 65", 2),
-        (["--dtype", "float7"], "dtype is float7", 2),
+        (["--dtype", "float7"], "--dtype must be one of", 2),
         (["--model", "no/such/model"], "no/such/model does not exist", 1),
         (["--methods", "hd", "--corpus-db", "nowhere"], "nowhere holds no store", 1),
         (["--methods", "ar,rest", "--corpus-db", "none"], "method rest drafts from a corpus index", 1),

@@ -307,7 +307,7 @@ def test_a_cost_says_what_pays(command: list[str], tmp_path: Path, capfd: pytest
     assert run(arguments) == 0
     words = capfd.readouterr().out
     assert "(an abacus)" in words
-    assert re.search(r"^pld: 0\.\d\d times plain: do not draft with it here$", words, re.MULTILINE)
+    assert re.search(r"^pld: 0\.\d\d times plain decoding: do not use it here$", words, re.MULTILINE)
 
 
 def test_the_tables_fit_a_terminal(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -390,7 +390,7 @@ def test_conversations_without_answers_are_told(
     lonely = tmp_path / "lonely.jsonl"
     lonely.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     assert run([*command, "--traces", str(lonely), "--methods", "pld"]) == 0
-    assert "left out: 1 of 5 conversations, in which the model says nothing" in capfd.readouterr().err
+    assert "left out: 1 of 5 conversations, which hold no answer" in capfd.readouterr().err
 
 
 @pytest.fixture
