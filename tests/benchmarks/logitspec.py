@@ -50,7 +50,7 @@ LENGTHS = (30, 60)
 """Prompts are told apart below, between and above these numbers of tokens."""
 
 Ids = list[int]
-ProcessGroup = list[int]
+Ranks = list[int]
 
 
 class Bench:
@@ -77,7 +77,7 @@ class Bench:
 
 def coverage(bench: Bench, plot: Path) -> None:
     """Of the token after next, by the logits that the next was chosen from and by those of its last acceptance."""
-    ranks: dict[str, ProcessGroup] = defaultdict(list)
+    ranks: dict[str, Ranks] = defaultdict(list)
     drafter = bench.drafter("hd")
     everywhere: dict[int, np.ndarray] = {}
     for prompt in bench.prompts:
@@ -92,13 +92,13 @@ def coverage(bench: Bench, plot: Path) -> None:
     draw(shares, plot)
 
 
-def ranks_of(bench: Bench, prompt: Ids, said: Ids, everywhere: dict[int, np.ndarray]) -> dict[str, ProcessGroup]:
+def ranks_of(bench: Bench, prompt: Ids, said: Ids, everywhere: dict[int, np.ndarray]) -> dict[str, Ranks]:
     """Of each token of an answer but the first, among what the two kinds of logits rank; 0 is the best."""
     ids = [*prompt, *said]
     with torch.inference_mode():
         rows = bench.loaded.target.model(torch.tensor([ids])).logits[0].float().numpy()
     here: dict[int, np.ndarray] = {}
-    ranks: dict[str, ProcessGroup] = defaultdict(list)
+    ranks: dict[str, Ranks] = defaultdict(list)
     for at, (root, truth) in enumerate(pairwise(ids)):
         if at < len(prompt):
             continue
