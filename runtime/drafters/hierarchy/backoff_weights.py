@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.runtime.config import MOST_HEADS
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH
+from hdtool.runtime.drafters.hierarchy.sources.context_table import LEVELS
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import KINDS
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS as AGREEMENTS
@@ -44,7 +44,7 @@ class Prior(NamedTuple):
 
 
 PRIORS = {
-    SourceName.CONTEXT: Prior(LONGEST_MATCH, 0.7, 0.62, 0.6, 0.25),
+    SourceName.CONTEXT: Prior(LEVELS, 0.7, 0.62, 0.6, 0.25),
     SourceName.MODEL: Prior(LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
     SourceName.CORPUS: Prior(LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
     SourceName.RECYCLED: Prior(LONGEST_NODE, 0.9, 0.9, 0.3, 0.3),

@@ -23,7 +23,7 @@ from hdtool.runtime.drafters.hierarchy.backoff_weights import (
 )
 from hdtool.runtime.drafters.hierarchy.candidates import put
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import agree
-from hdtool.runtime.drafters.hierarchy.sources.context_table import CHAINS, LONG, LONGEST_MATCH, SHORT, recent
+from hdtool.runtime.drafters.hierarchy.sources.context_table import (CHAINS, LEVELS, LONG, LONGEST_HASH, LONGEST_MATCH, SHORT, recent)
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
     FEWEST_SAMPLES,
     LONGEST_RANGE,
@@ -89,7 +89,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
         lap(work, RECYCLED)
     left = 1.0
     lowest = LONGEST_RANGE + 1
-    for order in range(LONGEST_MATCH, 0, -1):
+    for order in range(LEVELS, 0, -1):
         if order == BEFORE_ORDER:
             if memory.heads[0].count > 0:
                 left = _add_heads(work, weights, memory.heads[0], node, left, floor, truth)
@@ -139,7 +139,7 @@ def _start(work: Any, node: int) -> None:
     work.last_open = work.last_part = 0.0
     work.round += 1
     mark = np.uint64(0)
-    for length in range(1, LONGEST_MATCH + 1):
+    for length in range(1, LONGEST_HASH + 1):
         mark = mixed(mark, work.tails[node, LONGEST_MATCH - length])
         work.marks[length] = mark
 
@@ -149,11 +149,11 @@ def _add_context(
     work: Any, weights: Any, table: Any, node: int, order: int, left: float, floor: float, truth: int
 ) -> float:
     """Add the matches of this order in the conversation; return what is left."""
-    if order == LONGEST_MATCH or order == CHAINS[LONG] - 1:
+    if order == LEVELS or order == CHAINS[LONG] - 1:
         # The places that share three tokens, and then those that share one.
-        chain = LONG if order == LONGEST_MATCH else SHORT
+        chain = LONG if order == LEVELS else SHORT
         mark = work.marks[CHAINS[chain]]
-        work.places = recent(table, work.tails[node], mark, chain, order, work.followers, work.lengths)
+        work.places = recent(table, work.tails[node], mark, chain, LONGEST_MATCH if chain == LONG else order, work.followers, work.lengths)
         work.total = work.distinct = 0
     _count(work, order)
     if work.total == 0:

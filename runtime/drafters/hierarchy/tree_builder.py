@@ -24,7 +24,7 @@ from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap, start_clock
 from hdtool.runtime.source_names import SourceName
 
-DEEPEST = 32
+DEEPEST = 64
 WORTH_EXPANDING = 1.6
 """A node is expanded if its path is so many times as probable as the last one of a full list."""
 WORTH_ADDING = 0.1

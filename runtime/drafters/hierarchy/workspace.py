@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import ORDERS, WEIGHTS
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, PLACES, TABLE
+from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_HASH, LONGEST_MATCH, PLACES, TABLE
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import RANGES, ROWS, SAMPLES
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST
@@ -50,7 +50,7 @@ WORK = np.dtype(
         ("parts", np.float64, (CANDIDATES, len(SourceName))),  # of each chance, by source
         ("round", np.int64),  # slots of earlier rounds are empty
         ("slots", np.int64, SLOTS),  # a hash table of candidates
-        ("marks", np.uint64, LONGEST_MATCH + 1),  # hashes of so many last tokens
+        ("marks", np.uint64, LONGEST_HASH + 1),  # hashes of so many last tokens
         # Evidence of the order in use.
         ("places", np.int64),  # of the context
         ("total", np.int64),

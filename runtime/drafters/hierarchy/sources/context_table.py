@@ -19,13 +19,18 @@ from hdtool.runtime.stores.model_store import mixed
 WINDOW = 1 << 15
 """Tokens that are remembered; a power of two."""
 HEADS = 1 << 15
-LONGEST_MATCH = 8
+LONGEST_MATCH = 32
+"""Tokens that a place is compared with."""
+LONGEST_HASH = 8
+"""Most last tokens of a node that are hashed."""
+LEVELS = LONGEST_HASH + 4
+"""The n-gram orders of matches: their length up to 8, and then up to 12, 16, 24 and 32 tokens."""
 CHAINS = (1, 3)
 """How many last tokens the places of each chain share."""
 SHORT, LONG = range(2)
-PLACES = 16
+PLACES = 64
 """Places that are read of a chain; older ones add little."""
-STEPS = 4 * PLACES
+STEPS = 2 * PLACES
 """Places that are visited of a chain, hash collisions included."""
 STRETCH = 256
 """Tokens that are compared at once; a power of two."""
@@ -148,7 +153,15 @@ def recent(table: Any, tail: Ints, mark: np.uint64, chain: int, longest: int, to
                 break
             length += 1
         if length >= CHAINS[chain]:
-            tokens[found], lengths[found] = table.ring[place & (WINDOW - 1)], length
+            tokens[found], lengths[found] = table.ring[place & (WINDOW - 1)], level_of(length)
             found += 1
         place = np.int64(table.before[chain, place & (WINDOW - 1)])
     return found
+
+
+@njit(cache=True, nogil=True)
+def level_of(length: int) -> int:
+    """The n-gram order of a match."""
+    if length <= LONGEST_HASH:
+        return length
+    return LONGEST_HASH + (1 if length <= 12 else 2 if length <= 16 else 3 if length <= 24 else 4)

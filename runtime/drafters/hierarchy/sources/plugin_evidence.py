@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH
 from hdtool.runtime.source_names import PLUGINS, Evidence
 
 MOST_PLUGINS = len(PLUGINS)
-LONGEST_CHAIN = LONGEST_MATCH
+LONGEST_CHAIN = 8
 """Nodes of a chain; a node keeps as many of its last tokens."""
 BEST = 32
 """Tokens of a node, the most probable ones."""
