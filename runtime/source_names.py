@@ -32,6 +32,8 @@ class SourceName(IntEnum):
     PLUGIN_2 = 9
     PLUGIN_3 = 10
     PLUGIN_4 = 11
+    HISTORY = 12
+    PREDICTION = 13
 
     def __str__(self) -> str:
         source = _SOURCES.get(self)
@@ -61,6 +63,8 @@ PLUGINS = (SourceName.PLUGIN_1, SourceName.PLUGIN_2, SourceName.PLUGIN_3, Source
 _SOURCES = {
     SourceName.NONE: Source("none", "", None, "#8a929d", "#7f8894"),
     SourceName.CONTEXT: Source("context", "C", 32, "#00856a", "#2ec4a0"),
+    SourceName.HISTORY: Source("history", "H", 92, "#3f7d20", "#8ed968"),
+    SourceName.PREDICTION: Source("prediction", "P", 94, "#5b5bd6", "#a3a3ff"),
     SourceName.MODEL: Source("model", "M", 34, "#0067b1", "#5ab0f2"),
     SourceName.CORPUS: Source("corpus", "S", 35, "#b8428c", "#ea8cc5"),
     SourceName.LOOKAHEAD: Source("lookahead", "", 36, "#2b95c9", "#8fd8fa"),

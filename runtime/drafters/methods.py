@@ -112,6 +112,7 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
         last="L" in config.sources,
         recycled="R" in config.sources,
         heads=heads,
+        history=HIST_SHARED(),
         plugins={
             number: source.evidence
             for number, source in plugins().items()
@@ -128,6 +129,12 @@ def _heads(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, targe
     assert target is not None
     saved = heads_for(config.method, config.heads, target.model)
     return HeadsDrafter(saved, target, budget(), static=config.tree == "static")
+
+
+def HIST_SHARED():
+    import os
+    from hdtool.runtime.stores.history import History
+    return None if os.environ.get('HIST')=='0' else History()
 
 
 MAKERS: dict[str, Maker] = {

@@ -49,6 +49,8 @@ PRIORS = {
     SourceName.CORPUS: Prior(LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
     SourceName.RECYCLED: Prior(LONGEST_NODE, 0.9, 0.9, 0.3, 0.3),
     SourceName.HEADS: Prior(MOST_HEADS, 0.5, 0.85, 0.5, 0.5),
+    SourceName.HISTORY: Prior(LEVELS, 0.93, 0.75, 0.4, 0.06),
+    SourceName.PREDICTION: Prior(LEVELS, 0.7, 0.62, 0.6, 0.25),
     SourceName.PLUGIN_1: Prior(MOST_PLUGINS, 0.5, 0.85, 0.5, 0.5),
 }
 """Measured on one model's answers, and soon outweighed."""
@@ -58,6 +60,7 @@ STARTS = {source: ENDS[source] - prior.orders for source, prior in PRIORS.items(
 CONTEXT_ORDERS, MODEL_ORDERS = STARTS[SourceName.CONTEXT], STARTS[SourceName.MODEL]
 CORPUS_ORDERS, RECYCLED_ORDERS = STARTS[SourceName.CORPUS], STARTS[SourceName.RECYCLED]
 HEADS_ORDERS, PLUGIN_ORDERS = STARTS[SourceName.HEADS], STARTS[SourceName.PLUGIN_1]
+HISTORY_ORDERS, PREDICTION_ORDERS = STARTS[SourceName.HISTORY], STARTS[SourceName.PREDICTION]
 ORDERS = max(ENDS.values())
 
 SIZES = 8

@@ -19,6 +19,8 @@ from hdtool.runtime.drafters.hierarchy.ranking_agreement import learn_gains
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import no_shards, range_record
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS, note
+from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS, LOG_MATCHES, LOGS, PREDICTION
 from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import RankedNodes, Rankings
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import model_record
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
@@ -29,7 +31,9 @@ from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.kernels.no_copy import Pinned
 from hdtool.runtime.source_names import Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.history import History, address_of
 from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.token_log import BLOCK, LANE, TokenLog
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 TIMED_EVERY = 32
@@ -62,9 +66,11 @@ class Hierarchy(Pinned):
         recycled: bool = False,
         heads: HeadsState | None = None,
         plugins: Mapping[SourceName, Evidence] | None = None,
+        history: History | None = None,
         vocabulary: int = ANY_TOKEN,
     ) -> None:
-        """No token outside the first ``vocabulary`` ones is drafted."""
+        """No token outside the first ``vocabulary`` ones is drafted. A ``history`` may be shared with other drafters."""
+        self._history, self._prediction = history, TokenLog(size=BLOCK)
         self.budget = budget or FixedBudget()
         self._heads = heads
         self._gate = None if isinstance(self.budget, FixedBudget) else HeadsGate()
@@ -89,6 +95,9 @@ class Hierarchy(Pinned):
             *self._rankings.memories,
             heads_record,
             plugin_records,
+            np.zeros(LOGS, FOLLOWERS),
+            np.zeros(LOGS, LOG_MATCHES),
+            np.zeros(1, LANE),
         )
         self._at = self._memory.addresses()
         self._fill_in(work, context, vocabulary)
@@ -115,6 +124,9 @@ class Hierarchy(Pinned):
         )
         for source, there in ((SourceName.CONTEXT, context), (SourceName.MODEL, model), (SourceName.CORPUS, corpus)):
             work["has"][0, source] = bool(there)
+        if self._history:
+            work["has"][0, SourceName.HISTORY] = True
+            self._memory.matches["log"][ANSWERS] = address_of(self._history.answers)
         work["plugins"] = len(self._plugins)
         work["instant_at"] = work["instant"].ctypes.data
 
@@ -171,13 +183,34 @@ class Hierarchy(Pinned):
             parts[number] += seconds
         return {SourceName(source): part for source, part in enumerate(parts) if part}
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._catch_up()
+    def begin(self, prompt: Sequence[int], prediction: Sequence[int] = ()) -> None:
+        self.end()
         self.probs = self._probs[:0]
         if self._heads:
             self._heads.begin(list(prompt))
-        self.table.read(prompt)
+        new = self.table.read(prompt)
+        if self._history and len(prompt):
+            self._history.start(self._memory.lane, prompt, new)
+            self._memory.matches["owner"][ANSWERS] = self._memory.lane["owner"][0]
+        self._predict(prompt, prediction)
         restart(self._corpus, self._at, np.array(prompt[-LONGEST_MATCH:], np.int64))
+
+    def end(self) -> None:
+        self._catch_up()
+        if self._history:
+            self._history.finish(self._memory.lane)
+
+    def _predict(self, prompt: Sequence[int], prediction: Sequence[int]) -> None:
+        """Draft this answer from a prediction, whose start is expected at the end of the prompt."""
+        self._memory.work["has"][0, SourceName.PREDICTION] = bool(len(prediction))
+        if not len(prediction):
+            self._memory.matches["log"][PREDICTION] = 0
+            return
+        self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * BLOCK).bit_length())
+        lane = log.lane()
+        log.start(lane, prompt)
+        log.append(lane, prediction)
+        self._memory.matches["log"][PREDICTION] = address_of(log)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         self._began = time.perf_counter()

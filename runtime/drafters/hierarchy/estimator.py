@@ -13,10 +13,12 @@ from hdtool.runtime.drafters.hierarchy.backoff_weights import (
     CORPUS_ORDERS,
     FEW,
     HEADS_ORDERS,
+    HISTORY_ORDERS,
     MANY,
     MODEL_ORDERS,
     ONE,
     PLUGIN_ORDERS,
+    PREDICTION_ORDERS,
     RECYCLED_ORDERS,
     SIZES,
     bucket_of,
@@ -34,6 +36,8 @@ from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
     tally,
 )
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import WHOLE as ALL_OF_HEADS
+from hdtool.runtime.drafters.hierarchy.sources.followers import clear, count_order
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS, PREDICTION as PREDICTED, STORED, find_matches
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import fetch, known_as, rows_of
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, node_of_chain
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import WHOLE as ALL_OF_PLUGIN
@@ -50,10 +54,14 @@ from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.model_store import LONGEST_PREFIX, mixed
+from hdtool.runtime.stores.token_log import CHAINED
 
 TREE, CONTEXT, MODEL = SourceName.NONE.value, SourceName.CONTEXT.value, SourceName.MODEL.value
 CORPUS, RECYCLED = SourceName.CORPUS.value, SourceName.RECYCLED.value
+HISTORY, PREDICTION = SourceName.HISTORY.value, SourceName.PREDICTION.value
 LAST, TRAINED = SourceName.LAST.value, SourceName.HEADS.value
+OF_CONTEXT, OF_HISTORY, OF_PREDICTION = range(3)
+"""Which followers a source counts."""
 DRAFTING = -1
 """In place of an emitted token to learn from."""
 WORTH_A_SEARCH = 5.0
@@ -101,8 +109,30 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
                 if left < least:
                     break
         if work.has[CONTEXT]:
-            left = _add_context(work, weights, table, node, order, left, floor, truth)
+            found = memory.followers[OF_CONTEXT]
+            if order == LEVELS or order == CHAINS[LONG] - 1:
+                _find_in_context(work, found, table, node, LONG if order == LEVELS else SHORT)
+            left = _add_followers(work, weights, CONTEXT, CONTEXT_ORDERS, found, order, left, floor, truth)
             lap(work, CONTEXT)
+            if left < least:
+                break
+        if work.has[PREDICTION] and order >= CHAINED:
+            found = memory.followers[OF_PREDICTION]
+            if order == LEVELS:
+                clear(found)
+                _find_in_log(work, found, memory.matches[PREDICTED], node)
+            left = _add_followers(work, weights, PREDICTION, PREDICTION_ORDERS, found, order, left, floor, truth)
+            lap(work, PREDICTION)
+            if left < least:
+                break
+        if work.has[HISTORY] and order >= CHAINED:
+            found = memory.followers[OF_HISTORY]
+            if order == LEVELS:
+                clear(found)
+                _find_in_log(work, found, memory.matches[ANSWERS], node)
+                _find_in_log(work, found, memory.matches[STORED], node)
+            left = _add_followers(work, weights, HISTORY, HISTORY_ORDERS, found, order, left, floor, truth)
+            lap(work, HISTORY)
             if left < least:
                 break
         if order <= recycled.longest:
@@ -145,38 +175,38 @@ def _start(work: Any, node: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _add_context(
-    work: Any, weights: Any, table: Any, node: int, order: int, left: float, floor: float, truth: int
-) -> float:
-    """Add the matches of this order in the conversation; return what is left."""
-    if order == LEVELS or order == CHAINS[LONG] - 1:
-        # The places that share three tokens, and then those that share one.
-        chain = LONG if order == LEVELS else SHORT
-        mark = work.marks[CHAINS[chain]]
-        work.places = recent(table, work.tails[node], mark, chain, LONGEST_MATCH if chain == LONG else order, work.followers, work.lengths)
-        work.total = work.distinct = 0
-    _count(work, order)
-    if work.total == 0:
-        return left
-    evidence = work.evidence[: work.distinct], work.counts[: work.distinct]
-    bucket = bucket_of(work.total, work.distinct)
-    return _weigh(work, weights, CONTEXT, CONTEXT_ORDERS + order - 1, evidence, work.total, bucket, left, floor, truth)
+def _find_in_context(work: Any, found: Any, table: Any, node: int, chain: int) -> None:
+    """Find the places in the conversation that share three tokens, and later those that share one."""
+    clear(found)
+    longest = LONGEST_MATCH if chain == LONG else CHAINS[LONG] - 1
+    mark = work.marks[CHAINS[chain]]
+    found.places = recent(table, work.tails[node], mark, chain, longest, found.followers, found.orders)
 
 
 @njit(cache=True, nogil=True)
-def _count(work: Any, order: int) -> None:
-    """Add the followers of the places that match exactly ``order`` tokens to the evidence."""
-    for place in range(work.places):
-        if work.lengths[place] == order:
-            token = work.followers[place]
-            at = 0
-            while at < work.distinct and work.evidence[at] != token:
-                at += 1
-            if at == work.distinct:
-                work.evidence[at], work.counts[at] = token, 0
-                work.distinct += 1
-            work.counts[at] += 1
-            work.total += 1
+def _find_in_log(work: Any, found: Any, matches: Any, node: int) -> None:
+    find_matches(matches, node, work.parents[node], work.tails[node], work.marks[CHAINED], found)
+
+
+@njit(cache=True, nogil=True)
+def _add_followers(
+    work: Any,
+    weights: Any,
+    source: int,
+    orders: int,
+    found: Any,
+    order: int,
+    left: float,
+    floor: float,
+    truth: int,
+) -> float:
+    """Add the tokens after matches of this order or a higher one; return what is left."""
+    count_order(found, order)
+    if found.total == 0:
+        return left
+    evidence = found.tokens[: found.distinct], found.counts[: found.distinct]
+    bucket = bucket_of(found.total, found.distinct)
+    return _weigh(work, weights, source, orders + order - 1, evidence, found.total, bucket, left, floor, truth)
 
 
 @njit(cache=True, nogil=True)

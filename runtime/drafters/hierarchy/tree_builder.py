@@ -17,12 +17,15 @@ from hdtool.runtime.drafters.hierarchy.backoff_weights import learn
 from hdtool.runtime.drafters.hierarchy.estimator import CORPUS, DRAFTING, TREE, expand
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, add
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE, narrow, places_of
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import forget
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import end_chains, follow
 from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import clear, pass_by
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap, start_clock
+from hdtool.runtime.kernels.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.token_log import LOG, append
 
 DEEPEST = 64
 WORTH_EXPANDING = 1.6
@@ -125,10 +128,13 @@ def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
 def feed(corpus: Ints, at: Ints, tokens: Ints) -> None:
     """Learn from emitted tokens one by one, add them to the context table and move the root on."""
     memory = memory_at(at)
+    lane = memory.lane[0]
     for token in tokens:
         expand(corpus, at, 0, LEFT_TO_LEARN, 0.0, token)
         learn(memory.weights[0], memory.work[0], memory.last[0])
         add(memory.table[0], token)
+        if lane.owner > 0:
+            append(array_at(memory.matches[ANSWERS].log, 1, LOG)[0], lane, token, True)
         _advance(corpus, at, token)
 
 

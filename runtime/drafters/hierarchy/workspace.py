@@ -13,9 +13,11 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import ORDERS, WEIGHTS
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_HASH, LONGEST_MATCH, PLACES, TABLE
+from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_HASH, LONGEST_MATCH, TABLE
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import RANGES, ROWS, SAMPLES
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS
+from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import LOG_MATCHES, LOGS
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import MODEL
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import NEIGHBOURS
@@ -23,6 +25,7 @@ from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGI
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import RECYCLED
 from hdtool.runtime.kernels.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.token_log import LANE
 from hdtool.runtime.tree import LARGEST_TREE
 
 CANDIDATES = 512
@@ -52,13 +55,6 @@ WORK = np.dtype(
         ("slots", np.int64, SLOTS),  # a hash table of candidates
         ("marks", np.uint64, LONGEST_HASH + 1),  # hashes of so many last tokens
         # Evidence of the order in use.
-        ("places", np.int64),  # of the context
-        ("total", np.int64),
-        ("distinct", np.int64),
-        ("followers", np.int64, PLACES),
-        ("lengths", np.int64, PLACES),
-        ("evidence", np.int64, PLACES),  # different tokens
-        ("counts", np.int64, PLACES),
         ("corpus_evidence", np.int64, SAMPLES),
         ("corpus_counts", np.int64, SAMPLES),
         # The evidence of each order for an emitted token.
@@ -88,7 +84,7 @@ Array = npt.NDArray[Any]
 
 
 class Memory(NamedTuple):
-    """The records that compiled code reads and writes while it drafts: arrays of one, but for the plug-ins."""
+    """The records that compiled code reads and writes while it drafts: arrays of one, but for plug-ins, followers and matches."""
 
     work: Array
     weights: Array
@@ -100,6 +96,9 @@ class Memory(NamedTuple):
     near: Array
     heads: Array
     plugins: Array
+    followers: Array
+    matches: Array
+    lane: Array
 
     def addresses(self) -> Array:
         """The addresses of the records, for ``memory_at``; the records must outlive them."""
@@ -121,4 +120,7 @@ def memory_at(at: Array) -> Memory:
         array_at(at[7], 1, NEIGHBOURS),
         array_at(at[8], 1, HEADS),
         array_at(at[9], MOST_PLUGINS, PLUGIN),
+        array_at(at[10], LOGS, FOLLOWERS),
+        array_at(at[11], LOGS, LOG_MATCHES),
+        array_at(at[12], 1, LANE),
     )

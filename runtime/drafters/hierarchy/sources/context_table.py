@@ -135,8 +135,8 @@ def head_of(mark: np.uint64) -> np.int64:
 
 
 @njit(cache=True, nogil=True)
-def recent(table: Any, tail: Ints, mark: np.uint64, chain: int, longest: int, tokens: Ints, lengths: Ints) -> int:
-    """The tokens after the latest places of a chain, and how long each place matches ``tail``, at most ``longest``.
+def recent(table: Any, tail: Ints, mark: np.uint64, chain: int, longest: int, tokens: Ints, orders: Ints) -> int:
+    """The tokens after the latest places of a chain, and the n-gram order of each match of at most ``longest`` tokens.
 
     ``mark`` is the hash of as many last tokens of ``tail`` as the chain shares. Returns how many places were found.
     """
@@ -153,7 +153,7 @@ def recent(table: Any, tail: Ints, mark: np.uint64, chain: int, longest: int, to
                 break
             length += 1
         if length >= CHAINS[chain]:
-            tokens[found], lengths[found] = table.ring[place & (WINDOW - 1)], level_of(length)
+            tokens[found], orders[found] = table.ring[place & (WINDOW - 1)], level_of(length)
             found += 1
         place = np.int64(table.before[chain, place & (WINDOW - 1)])
     return found

@@ -1,0 +1,236 @@
+"""A ring of tokens with an index of where each pair of tokens occurred last: the memory of the history.
+
+Each place holds a token and the place before it that follows the same two tokens, so that the places after a pair
+are a chain, latest first, as compressors of the LZ family keep them. Several answers are appended at once, each in
+blocks of its own; once the ring is full, the oldest tokens are overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.stores.model_store import mixed
+
+CHAINED = 2
+"""How many last tokens the places of a chain follow."""
+BLOCK = 64
+"""Places that an answer reserves at once; a power of two."""
+OVERLAP = 8
+"""Tokens before an answer, or before a block elsewhere, that are copied so that matches do not begin at its start."""
+SMALLEST, LARGEST = 1 << 16, 1 << 20
+"""Places of a ring when it is created, and after it has grown."""
+NO_TOKEN = -1
+"""Between answers."""
+NOBODY = -1
+"""The owner of blocks that are never matched."""
+TOKEN, BEFORE = range(2)
+STALE = 8
+"""Places of an append that was killed that a chain may hold in a row."""
+
+LOG = np.dtype(
+    [
+        ("end_at", np.int64),  # address of the number of places ever reserved
+        ("places", np.int64),  # address of the ring: a token, and the place before it on its chain
+        ("heads", np.int64),  # address of the latest place of each chain, by hash
+        ("owners", np.int64),  # address of the answer that each block belongs to, or 0
+        ("size", np.int64),  # places in the ring, and chains; a power of two
+    ],
+    align=True,
+)
+LANE = np.dtype(
+    [
+        ("owner", np.int64),  # the answer that is appended
+        ("place", np.int64),  # of its next token
+        ("stop", np.int64),  # of its block
+    ],
+    align=True,
+)
+
+Ints = npt.NDArray[Any]
+
+
+class TokenLog(Pinned):
+    """A ring in memory, which grows up to ``most`` places; 12 bytes for each."""
+
+    def __init__(self, most: int = LARGEST, size: int = SMALLEST) -> None:
+        self.most = most
+        self.memory = np.zeros(1, LOG)
+        self._end = np.zeros(1, np.int64)
+        self._answers = 0
+        self._allocate(min(size, most))
+
+    def __len__(self) -> int:
+        """Places in use."""
+        return min(int(self._end[0]), len(self._places))
+
+    @property
+    def nbytes(self) -> int:
+        return self._places.nbytes + self._heads.nbytes + self._owners.nbytes
+
+    def lane(self) -> Ints:
+        """A record with which one answer after another is appended."""
+        return np.zeros(1, LANE)
+
+    def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
+        """Begin an answer after these tokens, of which the last few are copied; if ``learned``, all are appended."""
+        self._grow()
+        self._answers += 1
+        ids = np.asarray(tokens if learned else tokens[-OVERLAP:], np.int64)
+        start(self.memory, lane, self._answers, ids, min(CHAINED, len(ids)) if learned else len(ids))
+
+    def append(self, lane: Ints, tokens: Sequence[int] | Ints) -> None:
+        append_all(self.memory, lane, np.asarray(tokens, np.int64))
+
+    def finish(self, lane: Ints) -> None:
+        """End an answer; what is left of its block is given back if nothing was reserved after it."""
+        finish(self.memory, lane)
+
+    def discard(self, owner: int) -> None:
+        """Match the blocks of an answer no more."""
+        self._owners[self._owners == owner] = NOBODY
+
+    def clear(self) -> None:
+        self._end[0] = 0
+        self._heads[:] = -1
+
+    def _allocate(self, size: int) -> None:
+        self._places = np.full((size, 2), NO_TOKEN, np.int32)
+        self._heads = np.full(size, -1, np.int32)
+        self._owners = np.full(size // BLOCK, NOBODY, np.int32)
+        self.memory["end_at"], self.memory["size"] = self._end.ctypes.data, size
+        self.memory["places"], self.memory["heads"] = self._places.ctypes.data, self._heads.ctypes.data
+        self.memory["owners"] = self._owners.ctypes.data
+
+    def _grow(self) -> None:
+        """Double the ring once it is half full; places keep their numbers."""
+        size, end = len(self._places), int(self._end[0])
+        if size >= self.most or 2 * end <= size:
+            return
+        places, owners = self._places, self._owners
+        self._allocate(2 * size)
+        self._places[:size], self._owners[: len(owners)] = places, owners
+        link_all(self.memory, end)
+
+
+@njit(cache=True, nogil=True)
+def places_of(log: Any) -> Ints:
+    return array_at(log.places, (log.size, 2), np.int32)
+
+
+@njit(cache=True, nogil=True)
+def heads_of(log: Any) -> Ints:
+    return array_at(log.heads, log.size, np.int32)
+
+
+@njit(cache=True, nogil=True)
+def owners_of(log: Any) -> Ints:
+    return array_at(log.owners, log.size // BLOCK, np.int32)
+
+
+@njit(cache=True, nogil=True)
+def end_of(log: Any) -> np.int64:
+    return array_at(log.end_at, 1, np.int64)[0]  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def chain_of(log: Any, pair_hash: np.uint64) -> np.int64:
+    """Which chain a pair of tokens has; the high bits of a hash are the well mixed ones."""
+    return np.int64((pair_hash >> np.uint64(30)) & np.uint64(log.size - 1))
+
+
+@njit(cache=True, nogil=True)
+def latest(log: Any, pair_hash: np.uint64, end: Any) -> np.int64:
+    """The latest place of a chain below ``end``."""
+    places, place = places_of(log), np.int64(heads_of(log)[chain_of(log, pair_hash)])
+    for _ in range(STALE):
+        if place < end:
+            return place
+        place = np.int64(places[place & (log.size - 1), BEFORE])
+    return np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def start(memory: Ints, lane: Ints, owner: int, tokens: Ints, unlinked: int) -> None:
+    """Reserve a block for an answer and append the tokens before it; the first ones are on no chain."""
+    lane[0].owner, lane[0].place, lane[0].stop = owner, 0, 0
+    for at in range(len(tokens)):
+        append(memory[0], lane[0], tokens[at], at >= unlinked)
+
+
+@njit(cache=True, nogil=True)
+def append_all(memory: Ints, lane: Ints, tokens: Ints) -> None:
+    for token in tokens:
+        append(memory[0], lane[0], token, True)
+
+
+@njit(cache=True, nogil=True)
+def finish(memory: Ints, lane: Ints) -> None:
+    log, end = memory[0], array_at(memory[0].end_at, 1, np.int64)
+    if lane[0].stop > 0 and lane[0].stop == end[0]:
+        end[0] = -(-(lane[0].place + 1) // BLOCK) * BLOCK  # owners are kept by whole blocks
+    lane[0].stop = lane[0].place = 0
+
+
+@njit(cache=True, nogil=True)
+def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
+    """Append a token to the answer of a lane."""
+    if lane.place + 1 >= lane.stop or lane.stop - BLOCK < end_of(log) - log.size:
+        _reserve(log, lane)
+    places, place = places_of(log), lane.place
+    if linked:
+        _link(log, place)
+    places[place & (log.size - 1), TOKEN] = token
+    lane.place = place + 1
+
+
+@njit(cache=True, nogil=True)
+def _reserve(log: Any, lane: Any) -> None:
+    """Reserve the next block; the last place of a block stays empty unless the next one continues it."""
+    places, owners, end = places_of(log), owners_of(log), array_at(log.end_at, 1, np.int64)
+    mask, first = log.size - 1, end[0]
+    for place in range(first, first + BLOCK):
+        places[place & mask, TOKEN], places[place & mask, BEFORE] = NO_TOKEN, -1
+    owners[(first & mask) // BLOCK] = lane.owner
+    end[0] = first + BLOCK
+    before, had, lane.place, lane.stop = lane.place, lane.stop, first, first + BLOCK
+    if had == 0:
+        return
+    if had == first:
+        lane.place = before
+        return
+    kept = max(before - OVERLAP, had - BLOCK, end[0] - log.size)
+    for place in range(kept, before):
+        places[lane.place & mask, TOKEN] = places[place & mask, TOKEN]
+        lane.place += 1
+
+
+@njit(cache=True, nogil=True)
+def _link(log: Any, place: Any) -> None:
+    """Put a place on the chain of the two tokens before it, if they are there."""
+    places, mask = places_of(log), log.size - 1
+    pair_hash = np.uint64(0)
+    for length in range(1, CHAINED + 1):
+        token = places[(place - length) & mask, TOKEN] if place >= length else np.int32(NO_TOKEN)
+        if token < 0:
+            return
+        pair_hash = mixed(pair_hash, token)
+    places[place & mask, BEFORE] = latest(log, pair_hash, place)
+    heads_of(log)[chain_of(log, pair_hash)] = place
+
+
+@njit(cache=True, nogil=True)
+def link_all(memory: Ints, end: int) -> None:
+    """Build the chains of a ring whose tokens are there already."""
+    log = memory[0]
+    places = places_of(log)
+    for place in range(end):
+        places[place, BEFORE] = -1
+        if places[place, TOKEN] >= 0:
+            _link(log, place)
