@@ -32,6 +32,8 @@ class Request(Generic[Key]):
     """Used by this request alone until it ends."""
     stops: Container[int] = ()
     """Tokens that end this answer; if empty, those of the whole batch are used."""
+    prediction: Sequence[int] = ()
+    """What the answer will probably look like: it is drafted from, and never read by the model."""
 
 
 class BatchSlots:
@@ -116,36 +118,44 @@ def decode_batch(
     """
     slots = BatchSlots(target, size)
     running: list[tuple[Request[Key], DecodeState]] = []
-    while True:
-        while len(running) < size and (request := next_request()) is not None:
-            state = DecodeState(
-                target,
-                request.prompt,
-                request.sampler,
-                max_new_tokens=max_new_tokens,
-                stops=request.stops or stops,
-                drafter=request.drafter,
-            )
-            logits = slots.prefill(len(running), state.begin(), state.room)
-            step = _accept_and_commit(slots, len(running), state, logits)
-            if not step.finish:
-                running.append((request, state))
-            yield request, step
-        if not running:
-            return
-        verified = slots.verify([state.draft() for _, state in running])
-        steps = []
-        for slot, (_, state) in enumerate(running):
-            target.select_slot(slot)
-            steps.append(_accept_and_commit(slots, slot, state, verified[slot]))
-        for (request, _), step in zip(running, steps, strict=True):
-            yield request, step
-        for slot in range(len(running) - 1, -1, -1):
-            if steps[slot].finish:
-                last = running.pop()
-                if slot < len(running):
-                    slots.move(len(running), to=slot)
-                    running[slot] = last
+    try:
+        while True:
+            while len(running) < size and (request := next_request()) is not None:
+                state = DecodeState(
+                    target,
+                    request.prompt,
+                    request.sampler,
+                    max_new_tokens=max_new_tokens,
+                    stops=request.stops or stops,
+                    drafter=request.drafter,
+                    prediction=request.prediction,
+                )
+                logits = slots.prefill(len(running), state.begin(), state.room)
+                step = _accept_and_commit(slots, len(running), state, logits)
+                if step.finish:
+                    state.end()
+                else:
+                    running.append((request, state))
+                yield request, step
+            if not running:
+                return
+            verified = slots.verify([state.draft() for _, state in running])
+            steps = []
+            for slot, (_, state) in enumerate(running):
+                target.select_slot(slot)
+                steps.append(_accept_and_commit(slots, slot, state, verified[slot]))
+            for (request, _), step in zip(running, steps, strict=True):
+                yield request, step
+            for slot in range(len(running) - 1, -1, -1):
+                if steps[slot].finish:
+                    running[slot][1].end()
+                    last = running.pop()
+                    if slot < len(running):
+                        slots.move(len(running), to=slot)
+                        running[slot] = last
+    finally:
+        for _, state in running:
+            state.end()
 
 
 def _accept_and_commit(slots: BatchSlots, slot: int, state: DecodeState, logits: torch.Tensor) -> Step:

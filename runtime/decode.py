@@ -11,7 +11,7 @@ import torch
 
 from hdtool.data.errors import PromptError
 from hdtool.runtime.accept import Accepted, accept
-from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
@@ -63,8 +63,10 @@ class DecodeState:
         max_new_tokens: int,
         stops: Container[int] = (),
         drafter: Drafter | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         self.prompt = prompt
+        self._prediction = prediction
         self.room, self._finish_at_limit = room_for(target, prompt, max_new_tokens)
         self._sampler, self._stops, self._drafter = sampler, stops, drafter or NoDraft()
         self._tree = DraftTree.bare(prompt[-1])
@@ -75,6 +77,8 @@ class DecodeState:
         """Start the first step, which prefills the prompt: it has no drafts and yields one token."""
         self._timer.start()
         self._drafter.begin(self.prompt)
+        if len(self._prediction) and isinstance(self._drafter, HistoryDrafter):
+            self._drafter.predict(self._prediction)
         self._timer.drafted()
         return self.prompt
 
@@ -86,6 +90,11 @@ class DecodeState:
         self._tree = drafted.embeddable(self._vocabulary)
         self._timer.drafted()
         return self._tree
+
+    def end(self) -> None:
+        """End the answer, complete or not."""
+        if isinstance(self._drafter, HistoryDrafter):
+            self._drafter.end()
 
     def accept(self, logits: torch.Tensor, recompute: Callable[[int], torch.Tensor]) -> tuple[Accepted, torch.Tensor]:
         """The accepted tokens, and the logits that decided.
@@ -120,20 +129,35 @@ def decode(
     max_new_tokens: int,
     stops: Container[int] = (),
     drafter: Drafter | None = None,
+    prediction: Sequence[int] = (),
 ) -> Iterator[Step]:
-    """Answer a prompt, one step after another."""
-    state = DecodeState(target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
+    """Answer a prompt, one step after another.
+
+    A ``prediction`` is what the answer will probably look like: it is drafted from, and never read by the model.
+    """
+    state = DecodeState(
+        target,
+        prompt,
+        sampler,
+        max_new_tokens=max_new_tokens,
+        stops=stops,
+        drafter=drafter,
+        prediction=prediction,
+    )
     is_first = True
-    while True:
-        with target.locked_for(state, is_first=is_first):
-            logits = target.prefill(state.begin(), state.room) if is_first else target.verify(state.draft())
-            accepted, logits = state.accept(logits, target.recompute)
-            target.commit(accepted.path)
-            step = state.observe(accepted, logits)
-        yield step
-        if step.finish:
-            return
-        is_first = False
+    try:
+        while True:
+            with target.locked_for(state, is_first=is_first):
+                logits = target.prefill(state.begin(), state.room) if is_first else target.verify(state.draft())
+                accepted, logits = state.accept(logits, target.recompute)
+                target.commit(accepted.path)
+                step = state.observe(accepted, logits)
+            yield step
+            if step.finish:
+                return
+            is_first = False
+    finally:
+        state.end()
 
 
 def room_for(target: Target, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:

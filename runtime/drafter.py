@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +30,19 @@ class Drafter(Protocol):
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         """Update with the outcome of the last tree; ``logits`` has a row for its root and for each node."""
+        ...
+
+
+@runtime_checkable
+class HistoryDrafter(Protocol):
+    """What a drafter may have besides: memory of whole answers, and predictions of one."""
+
+    def predict(self, prediction: Sequence[int]) -> None:
+        """Draft the answer that ``begin`` started from these tokens, too, which it will probably hold."""
+        ...
+
+    def end(self) -> None:
+        """The answer has ended: remember it."""
         ...
 
 

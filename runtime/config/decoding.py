@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config.checks import require
 from hdtool.runtime.config.methods import (
+    ALL_LETTERS,
     HIERARCHIES,
+    HISTORY_LETTER,
     LARGEST_BUDGET,
-    LOGIT_LETTERS,
     METHODS,
     NEED_LOGITS,
     SOURCE_LETTERS,
     SOURCE_NAMES,
+    STORE_LETTERS,
     source_letters,
 )
 
@@ -28,7 +30,7 @@ class DecodeConfig:
     max_new_tokens: int = 256
     draft_tokens: int | None = None
     """Most draft tokens per step. None chooses their number by the measured time of forward passes."""
-    use: str = SOURCE_LETTERS + LOGIT_LETTERS
+    use: str = ALL_LETTERS
     """Sources of ``hd``, ``hd-paper``, ``hd+logitspec`` and ``hd+amphista``: letters, or names with commas,
     kept as letters."""
     order: str = SOURCE_LETTERS
@@ -39,6 +41,8 @@ class DecodeConfig:
     """Prompts answered in one batch."""
     heads: tuple[str, ...] = ()
     """Folders of trained heads; empty means those shipped with the demo model."""
+    history_prompts: bool = False
+    """Whether the history holds prompts as well as answers."""
     tree: str = "dynamic"
     """Draft tree of heads: the most probable paths of each step, or the fixed tree chosen at training."""
 
@@ -48,8 +52,9 @@ class DecodeConfig:
         _require_draft_tokens(self.draft_tokens)
         require(self.batch_size >= 1, "batch-size", self.batch_size, "1 or more")
         require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
-        object.__setattr__(self, "use", source_letters("sources", self.use, SOURCE_LETTERS + LOGIT_LETTERS))
-        known = METHODS[self.method].databases + METHODS[self.method].logits
+        object.__setattr__(self, "use", source_letters("sources", self.use, ALL_LETTERS))
+        method = METHODS[self.method]
+        known = method.databases + HISTORY_LETTER * method.history + method.logits
         names = ", ".join(SOURCE_NAMES[letter] for letter in known)
         require(bool(self.sources) or not known, "sources", self.use, f"sources of method {self.method}: {names}")
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
@@ -64,9 +69,11 @@ class DecodeConfig:
     @property
     def sources(self) -> str:
         """Letters of all sources that are drafted from, logits and plug-ins included."""
-        logits = "".join(letter for letter in METHODS[self.method].logits if letter in self.use)
+        method = METHODS[self.method]
+        history = HISTORY_LETTER if method.history and HISTORY_LETTER in self.use else ""
+        logits = "".join(letter for letter in method.logits if letter in self.use)
         plugins = [letter for letter in self.use if letter not in SOURCE_NAMES and self.method in HIERARCHIES]
-        return self.databases + logits + "".join(plugins)
+        return self.databases + history + logits + "".join(plugins)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class ReplayConfig:
     """Empty means all that need no logits and find their stores."""
     draft_tokens: int | None = None
     """Most draft tokens per step of ``hd`` and ``rest``; None means 32, or by cost where that of passes is given."""
-    use: str = SOURCE_LETTERS
+    use: str = STORE_LETTERS
     order: str = DecodeConfig.order
     limit: int | None = None
     """Number of conversations, from the start of the recordings."""
@@ -119,7 +126,7 @@ class ReplayConfig:
                 raise OptionError(f"method {method} is given twice: name each method once")
             self.decoding(method)
         _require_draft_tokens(self.draft_tokens)
-        object.__setattr__(self, "use", source_letters("sources", self.use, SOURCE_LETTERS))
+        object.__setattr__(self, "use", source_letters("sources", self.use, STORE_LETTERS))
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
         require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
         require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")

@@ -11,14 +11,21 @@ SOURCE_LETTERS = "CMS"
 """Context table, model store and corpus index."""
 LOGIT_LETTERS = "LR"
 """Sources of the model's logits: last-token logits and recycled rankings."""
+HISTORY_LETTER = "H"
 SOURCE_NAMES = {
     "C": "context",
+    "H": "history",
     "M": "model",
     "S": "corpus",
     "L": "last-logits",
     "R": "recycled",
 }
 """Names of the sources in options, which take letters as well."""
+
+
+ALL_LETTERS = "".join(SOURCE_NAMES)
+STORE_LETTERS = SOURCE_LETTERS[0] + HISTORY_LETTER + SOURCE_LETTERS[1:]
+"""Sources that draft from tokens alone."""
 
 
 class Method(NamedTuple):
@@ -29,6 +36,8 @@ class Method(NamedTuple):
     """Letters of its stores; C is the conversation, whatever finds matches in it."""
     logits: str = ""
     """Letters of its sources among the model's logits."""
+    history: bool = False
+    """Whether it drafts from earlier answers."""
 
 
 METHODS = {
@@ -39,14 +48,15 @@ METHODS = {
     "hd-paper": Method("Hierarchy Drafting as in its paper", SOURCE_LETTERS),
     "medusa": Method("trained Medusa heads", ""),
     "amphista": Method("trained Amphista heads", ""),
-    "hd": Method("context table, model store and corpus index in one tree", SOURCE_LETTERS),
+    "hd": Method("context table, history, model store and corpus index in one tree", SOURCE_LETTERS, history=True),
     "logitspec": Method("LogitSpec: last-token logits extended by prompt lookup", "C", "L"),
     "hd+logitspec": Method(
         "hd with last-token logits and recycled rankings",
         SOURCE_LETTERS,
         LOGIT_LETTERS,
+        history=True,
     ),
-    "hd+amphista": Method("hd with trained heads", SOURCE_LETTERS),
+    "hd+amphista": Method("hd with trained heads", SOURCE_LETTERS, history=True),
 }
 HIERARCHIES = ("hd", "hd+logitspec", "hd+amphista")
 """Methods that draft from plug-ins as well."""

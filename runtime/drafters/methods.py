@@ -24,6 +24,7 @@ from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import plugins
+from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 
 PATIENCE = 2.0
@@ -52,7 +53,13 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
             return FixedBudget(config.draft_tokens)
         return MeasuredBudget(target, curve()) if batch == 1 else SharedBudget(target, curve(), together, batch)
 
-    return [drafter_within(budget, config, store_set, target) for _ in range(batch)]
+    stores = replace(store_set, history=store_set.history or history_for(config))
+    return [drafter_within(budget, config, stores, target) for _ in range(batch)]
+
+
+def history_for(config: DecodeConfig) -> History | None:
+    """The history that the drafters of a model share, if their method has one."""
+    return History(prompts=config.history_prompts) if "H" in config.sources else None
 
 
 def drafter_within(
@@ -112,7 +119,7 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
         last="L" in config.sources,
         recycled="R" in config.sources,
         heads=heads,
-        history=HIST_SHARED(),
+        history=store_set.history if "H" in config.sources else None,
         plugins={
             number: source.evidence
             for number, source in plugins().items()
@@ -129,12 +136,6 @@ def _heads(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, targe
     assert target is not None
     saved = heads_for(config.method, config.heads, target.model)
     return HeadsDrafter(saved, target, budget(), static=config.tree == "static")
-
-
-def HIST_SHARED():
-    import os
-    from hdtool.runtime.stores.history import History
-    return None if os.environ.get('HIST')=='0' else History()
 
 
 MAKERS: dict[str, Maker] = {

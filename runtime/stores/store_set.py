@@ -13,6 +13,7 @@ from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manife
 from hdtool.runtime.config import SOURCE_LETTERS, StoresConfig
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import ModelStore
 
@@ -34,6 +35,8 @@ class StoreSet:
     corpus: CorpusIndex | None = None
     databases: str = SOURCE_LETTERS
     """The letters of those that are drafted from; for others no store is opened."""
+    history: History | None = None
+    """Earlier answers; without it, the drafters of a model begin with an empty one."""
 
     @classmethod
     def for_tokenizer(

@@ -18,8 +18,8 @@ from hdtool.runtime.drafters.hierarchy.backoff_weights import new_weights
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import learn_gains
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import no_shards, range_record
-from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS, note
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
+from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS, note
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS, LOG_MATCHES, LOGS, PREDICTION
 from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import RankedNodes, Rankings
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import model_record
@@ -183,7 +183,7 @@ class Hierarchy(Pinned):
             parts[number] += seconds
         return {SourceName(source): part for source, part in enumerate(parts) if part}
 
-    def begin(self, prompt: Sequence[int], prediction: Sequence[int] = ()) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         self.end()
         self.probs = self._probs[:0]
         if self._heads:
@@ -192,25 +192,22 @@ class Hierarchy(Pinned):
         if self._history and len(prompt):
             self._history.start(self._memory.lane, prompt, new)
             self._memory.matches["owner"][ANSWERS] = self._memory.lane["owner"][0]
-        self._predict(prompt, prediction)
+        self._memory.work["has"][0, SourceName.PREDICTION] = False
         restart(self._corpus, self._at, np.array(prompt[-LONGEST_MATCH:], np.int64))
+
+    def predict(self, prediction: Sequence[int]) -> None:
+        """Draft this answer from a prediction, too, whose start is expected at the end of the prompt."""
+        self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * BLOCK).bit_length())
+        lane, before = log.lane(), self._tails[0]
+        log.start(lane, before[before >= 0])
+        log.append(lane, prediction)
+        self._memory.matches["log"][PREDICTION] = address_of(log)
+        self._memory.work["has"][0, SourceName.PREDICTION] = True
 
     def end(self) -> None:
         self._catch_up()
         if self._history:
             self._history.finish(self._memory.lane)
-
-    def _predict(self, prompt: Sequence[int], prediction: Sequence[int]) -> None:
-        """Draft this answer from a prediction, whose start is expected at the end of the prompt."""
-        self._memory.work["has"][0, SourceName.PREDICTION] = bool(len(prediction))
-        if not len(prediction):
-            self._memory.matches["log"][PREDICTION] = 0
-            return
-        self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * BLOCK).bit_length())
-        lane = log.lane()
-        log.start(lane, prompt)
-        log.append(lane, prediction)
-        self._memory.matches["log"][PREDICTION] = address_of(log)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         self._began = time.perf_counter()

@@ -25,7 +25,15 @@ from hdtool.runtime.drafters.hierarchy.backoff_weights import (
 )
 from hdtool.runtime.drafters.hierarchy.candidates import put
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import agree
-from hdtool.runtime.drafters.hierarchy.sources.context_table import (CHAINS, LEVELS, LONG, LONGEST_HASH, LONGEST_MATCH, SHORT, recent)
+from hdtool.runtime.drafters.hierarchy.sources.context_table import (
+    CHAINS,
+    LEVELS,
+    LONG,
+    LONGEST_HASH,
+    LONGEST_MATCH,
+    SHORT,
+    recent,
+)
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
     FEWEST_SAMPLES,
     LONGEST_RANGE,
@@ -35,9 +43,16 @@ from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
     size_of,
     tally,
 )
-from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import WHOLE as ALL_OF_HEADS
 from hdtool.runtime.drafters.hierarchy.sources.followers import clear, count_order
-from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS, PREDICTION as PREDICTED, STORED, find_matches
+from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import WHOLE as ALL_OF_HEADS
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
+    ANSWERS,
+    STORED,
+    find_matches,
+)
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
+    PREDICTION as PREDICTED,
+)
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import fetch, known_as, rows_of
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, node_of_chain
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import WHOLE as ALL_OF_PLUGIN

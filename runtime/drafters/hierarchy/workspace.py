@@ -15,8 +15,8 @@ from numba import njit
 from hdtool.runtime.drafters.hierarchy.backoff_weights import ORDERS, WEIGHTS
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_HASH, LONGEST_MATCH, TABLE
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import RANGES, ROWS, SAMPLES
-from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
+from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import LOG_MATCHES, LOGS
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import MODEL

@@ -89,9 +89,7 @@ def _look_up(matches: Any, log: Any, node: int, tail: Array, pair_hash: np.uint6
         if place <= oldest or count == wanted:
             break
         at = place & mask
-        if log.owners == 0 or (
-            owners_of(log)[at // BLOCK] != NOBODY and owners_of(log)[at // BLOCK] != matches.owner
-        ):
+        if log.owners == 0 or (owners_of(log)[at // BLOCK] != NOBODY and owners_of(log)[at // BLOCK] != matches.owner):
             length, most = 0, min(np.int64(LONGEST_MATCH), place - oldest)
             while length < most:
                 token = tail[len(tail) - 1 - length]
