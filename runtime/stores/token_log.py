@@ -31,8 +31,8 @@ NO_TOKEN = -1
 NOBODY = -1
 """The owner of blocks that are never matched."""
 TOKEN, BEFORE = range(2)
-STALE = 8
-"""Places of an append that was killed that a chain may hold in a row."""
+STALE = 64
+"""Places in a row, of tokens that other processes appended since ``end`` was read, that a look-up skips."""
 
 LOG = np.dtype(
     [
@@ -40,7 +40,8 @@ LOG = np.dtype(
         ("places", np.int64),  # address of the ring: a token, and the place before it on its chain
         ("heads", np.int64),  # address of the latest place of each chain, by hash
         ("owners", np.int64),  # address of the answer that each block belongs to, or 0
-        ("size", np.int64),  # places in the ring, and chains; a power of two
+        ("size", np.int64),  # places in the ring, a power of two
+        ("chains", np.int64),  # a power of two
     ],
     align=True,
 )
@@ -49,6 +50,8 @@ LANE = np.dtype(
         ("owner", np.int64),  # the answer that is appended
         ("place", np.int64),  # of its next token
         ("stop", np.int64),  # of its block
+        ("first", np.int64),  # place of its first block
+        ("before", np.int64),  # tokens before the answer, which are on no chain
     ],
     align=True,
 )
@@ -92,6 +95,11 @@ class TokenLog(Pinned):
         """End an answer; what is left of its block is given back if nothing was reserved after it."""
         finish(self.memory, lane)
 
+    def answer(self, lane: Ints) -> tuple[Ints, Ints]:
+        """The tokens before the answer of a lane, and its own, as far as they are kept."""
+        tokens, before = answer_of(self.memory, lane)
+        return tokens[:before], tokens[before:]
+
     def discard(self, owner: int) -> None:
         """Match the blocks of an answer no more."""
         self._owners[self._owners == owner] = NOBODY
@@ -104,7 +112,7 @@ class TokenLog(Pinned):
         self._places = np.full((size, 2), NO_TOKEN, np.int32)
         self._heads = np.full(size, -1, np.int32)
         self._owners = np.full(size // BLOCK, NOBODY, np.int32)
-        self.memory["end_at"], self.memory["size"] = self._end.ctypes.data, size
+        self.memory["end_at"], self.memory["size"], self.memory["chains"] = self._end.ctypes.data, size, size
         self.memory["places"], self.memory["heads"] = self._places.ctypes.data, self._heads.ctypes.data
         self.memory["owners"] = self._owners.ctypes.data
 
@@ -114,8 +122,13 @@ class TokenLog(Pinned):
         if size >= self.most or 2 * end <= size:
             return
         places, owners = self._places, self._owners
-        self._allocate(2 * size)
-        self._places[:size], self._owners[: len(owners)] = places, owners
+        kept = np.arange(max(0, end - size), end)  # others may have appended more than half a ring since the last start
+        while size < self.most and 2 * end > size:
+            size *= 2
+        self._allocate(size)
+        self._places[kept & (size - 1)] = places[kept & (len(places) - 1)]
+        kept = np.arange(kept[0] // BLOCK, end // BLOCK)
+        self._owners[kept & (len(self._owners) - 1)] = owners[kept & (len(owners) - 1)]
         link_all(self.memory, end)
 
 
@@ -126,7 +139,7 @@ def places_of(log: Any) -> Ints:
 
 @njit(cache=True, nogil=True)
 def heads_of(log: Any) -> Ints:
-    return array_at(log.heads, log.size, np.int32)
+    return array_at(log.heads, log.chains, np.int32)
 
 
 @njit(cache=True, nogil=True)
@@ -142,7 +155,7 @@ def end_of(log: Any) -> np.int64:
 @njit(cache=True, nogil=True)
 def chain_of(log: Any, pair_hash: np.uint64) -> np.int64:
     """Which chain a pair of tokens has; the high bits of a hash are the well mixed ones."""
-    return np.int64((pair_hash >> np.uint64(30)) & np.uint64(log.size - 1))
+    return np.int64((pair_hash >> np.uint64(30)) & np.uint64(log.chains - 1))
 
 
 @njit(cache=True, nogil=True)
@@ -160,6 +173,7 @@ def latest(log: Any, pair_hash: np.uint64, end: Any) -> np.int64:
 def start(memory: Ints, lane: Ints, owner: int, tokens: Ints, unlinked: int) -> None:
     """Reserve a block for an answer and append the tokens before it; the first ones are on no chain."""
     lane[0].owner, lane[0].place, lane[0].stop = owner, 0, 0
+    lane[0].first, lane[0].before = 0, unlinked
     for at in range(len(tokens)):
         append(memory[0], lane[0], tokens[at], at >= unlinked)
 
@@ -179,13 +193,37 @@ def finish(memory: Ints, lane: Ints) -> None:
 
 
 @njit(cache=True, nogil=True)
+def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
+    """The tokens in the blocks of an answer, without copies, and how many of them are before it."""
+    log, own = memory[0], lane[0]
+    places, owners, mask, end = places_of(log), owners_of(log), log.size - 1, end_of(log)
+    if own.stop == 0:
+        return np.empty(0, np.int32), 0
+    oldest = max(own.first, end - log.size)
+    tokens, count = np.empty(end - oldest, np.int32), 0
+    place = stop = np.int64(-1)
+    for block in range(oldest, end, BLOCK):
+        if owners[(block & mask) // BLOCK] != own.owner:
+            continue
+        if stop != block:
+            place = block if stop < 0 else np.int64(block + OVERLAP)
+        stop = np.int64(block + BLOCK)
+        while place < stop and places[place & mask, TOKEN] >= 0:
+            tokens[count] = places[place & mask, TOKEN]
+            count += 1
+            place += 1
+    before = own.before if oldest == own.first else OVERLAP
+    return tokens[:count], min(before, count)
+
+
+@njit(cache=True, nogil=True)
 def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
     """Append a token to the answer of a lane."""
     if lane.place + 1 >= lane.stop or lane.stop - BLOCK < end_of(log) - log.size:
         _reserve(log, lane)
     places, place = places_of(log), lane.place
     if linked:
-        _link(log, place)
+        link(log, place)
     places[place & (log.size - 1), TOKEN] = token
     lane.place = place + 1
 
@@ -201,6 +239,7 @@ def _reserve(log: Any, lane: Any) -> None:
     end[0] = first + BLOCK
     before, had, lane.place, lane.stop = lane.place, lane.stop, first, first + BLOCK
     if had == 0:
+        lane.first = first
         return
     if had == first:
         lane.place = before
@@ -212,7 +251,7 @@ def _reserve(log: Any, lane: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _link(log: Any, place: Any) -> None:
+def link(log: Any, place: Any) -> None:
     """Put a place on the chain of the two tokens before it, if they are there."""
     places, mask = places_of(log), log.size - 1
     pair_hash = np.uint64(0)
@@ -229,8 +268,8 @@ def _link(log: Any, place: Any) -> None:
 def link_all(memory: Ints, end: int) -> None:
     """Build the chains of a ring whose tokens are there already."""
     log = memory[0]
-    places = places_of(log)
-    for place in range(end):
-        places[place, BEFORE] = -1
-        if places[place, TOKEN] >= 0:
-            _link(log, place)
+    places, mask = places_of(log), log.size - 1
+    for place in range(max(0, end - log.size), end):
+        places[place & mask, BEFORE] = -1
+        if places[place & mask, TOKEN] >= 0:
+            link(log, place)
