@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hdtool.data.errors import OptionError
 from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.store_files import HISTORY
 
 LONGEST_FOLDER = 200
 """Characters of a namespace's folder name: file systems allow 255, and some of them fewer."""
@@ -43,6 +44,11 @@ def product_choice_at_home(words: Iterable[str]) -> Path:
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
     """The folder of a tokenizer's store: models with the same tokenizer share it, tenants have their own."""
     return (home() / "stores" if namespace is None else _namespace(namespace)) / tokenizer.fingerprint / kind
+
+
+def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
+    """The folder of a model's history store; models do not share it, as each repeats its own answers."""
+    return store_at_home(HISTORY, tokenizer, namespace) / model
 
 
 def namespace_among(names: Iterable[str]) -> str | None:

@@ -19,6 +19,8 @@ from hdtool.data.files.locking import foreign_lock
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+HISTORY = "history"
+"""The kind of a history store, whose files no build names or replaces; see ``history_manifest.py``."""
 PARTS = {
     "corpus": {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
     "model": {
@@ -65,7 +67,7 @@ def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
     """Delete the files of all builds but those named ``kept``."""
     for name in os.listdir(folder):
         path = folder / name
-        if name not in kept and (_PART.fullmatch(name) or _MANIFEST.fullmatch(name)) and _is_regular(path):
+        if name not in kept and (_PART.fullmatch(name) or _MANIFEST.fullmatch(name)) and is_regular(path):
             # Where an open file cannot be deleted, a later build deletes it.
             with suppress(FileNotFoundError, PermissionError):
                 path.unlink()
@@ -87,6 +89,8 @@ def check_destination(folder: Path) -> None:
 
 def _check_contents(folder: Path) -> None:
     names = sorted(os.listdir(folder))
+    if holds_history(folder):
+        raise StoreError(f"{folder} holds a history store, which no build replaces: choose another place")
     if holds_manifest(folder):
         return
     for name in names:
@@ -99,17 +103,27 @@ def _check_contents(folder: Path) -> None:
 def holds_manifest(folder: Path) -> bool:
     """Whether ``manifest.json`` is a store's, even if damaged or of another format, and not another program's."""
     path = folder / MANIFEST
-    if not _is_regular(path):
+    if not is_regular(path):
         return False
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         # It is too damaged to read; files of a build beside it show that it was a store's.
-        return any(_PART.fullmatch(name) and _is_regular(folder / name) for name in os.listdir(folder))
+        return any(_PART.fullmatch(name) and is_regular(folder / name) for name in os.listdir(folder))
     if not isinstance(row, dict):
         return False
     known_kind = isinstance(row.get("kind"), str) and row["kind"] in PARTS
     return (known_kind and isinstance(row.get("format"), int)) or len(FIELDS & row.keys()) >= FIELDS_OF_OURS
+
+
+def holds_history(folder: Path) -> bool:
+    """Whether the manifest in a folder is that of a history store."""
+    path = folder / MANIFEST
+    try:
+        row = json.loads(path.read_text(encoding="utf-8")) if is_regular(path) else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and row.get("kind") == HISTORY
 
 
 def printable(name: str) -> str:
@@ -120,10 +134,10 @@ def printable(name: str) -> str:
 def _is_ours(path: Path) -> bool:
     if path.name == LOCK:
         return foreign_lock(path) is None
-    return bool(_PART.fullmatch(path.name) or _MANIFEST.fullmatch(path.name)) and _is_regular(path)
+    return bool(_PART.fullmatch(path.name) or _MANIFEST.fullmatch(path.name)) and is_regular(path)
 
 
-def _is_regular(path: Path) -> bool:
+def is_regular(path: Path) -> bool:
     """Whether a regular file is there, and not a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)

@@ -7,22 +7,37 @@ from typing import Any
 
 import numpy.typing as npt
 
+from hdtool.runtime.stores.history_store import ANSWERS, HistoryStore
 from hdtool.runtime.stores.token_log import LARGEST, TokenLog
 
 Ints = npt.NDArray[Any]
 
 
 class History:
-    """Answers of this process in memory, shared by all drafters of a model."""
+    """Answers of this process in memory and, if there is a store, on the disk; shared by all drafters of a model."""
 
-    def __init__(self, most: int = LARGEST, *, prompts: bool = False) -> None:
-        """At most ``most`` tokens are kept, the latest ones; with ``prompts``, those of prompts count too."""
+    source = ANSWERS
+    """The name under which the store keeps the answers."""
+
+    def __init__(self, most: int = LARGEST, *, prompts: bool = False, store: HistoryStore | None = None) -> None:
+        """At most ``most`` tokens are kept, the latest ones; with ``prompts``, those of prompts count too.
+
+        An answer that is finished goes to the ``store``, and is matched there from then on.
+        """
         self.answers = TokenLog(most)
+        self.store = store
         self._prompts = prompts
+
+    @property
+    def stored_log(self) -> Ints | None:
+        """The record of the store's log for compiled code; it stays at its address."""
+        return self.store.log if self.store else None
 
     def start(self, lane: Ints, prompt: Sequence[int], new: int) -> None:
         """Begin an answer to a prompt, whose last ``new`` tokens are not of an earlier turn."""
-        self.answers.finish(lane)
+        self.finish(lane)
+        if self.store:
+            self.store.refresh()
         if self._prompts and new:
             self.answers.start(lane, prompt[-new:], learned=True)
         else:
@@ -30,8 +45,12 @@ class History:
 
     def finish(self, lane: Ints) -> None:
         """End the answer of a lane."""
+        owner = int(lane["owner"][0])
+        before, tokens = self.answers.answer(lane) if self.store and owner else (lane[:0], lane[:0])
         self.answers.finish(lane)
         lane["owner"] = 0
+        if self.store and len(tokens) and self.store.append(tokens, before, self.source):
+            self.answers.discard(owner)
 
     def lane(self) -> Ints:
         return self.answers.lane()

@@ -186,7 +186,7 @@ def append_all(memory: Ints, lane: Ints, tokens: Ints) -> None:
 
 @njit(cache=True, nogil=True)
 def finish(memory: Ints, lane: Ints) -> None:
-    log, end = memory[0], array_at(memory[0].end_at, 1, np.int64)
+    end = array_at(memory[0].end_at, 1, np.int64)
     if lane[0].stop > 0 and lane[0].stop == end[0]:
         end[0] = -(-(lane[0].place + 1) // BLOCK) * BLOCK  # owners are kept by whole blocks
     lane[0].stop = lane[0].place = 0

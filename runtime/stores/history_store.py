@@ -1,0 +1,286 @@
+"""The history store: what the model said in earlier conversations, on the disk and shared by processes.
+
+Any process may append, one conversation at a time, and all of them read. A reader maps the ring and looks up what was
+committed when it last called ``refresh``; tokens above that are not seen. Once the store has its full size, the oldest
+conversations are removed before their places are overwritten.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.history_manifest import TokenizerFingerprint, require_history, stamp_of
+from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.stores.history_files import (
+    MOST_BYTES,
+    OpenFiles,
+    create_if_new,
+    make_anew,
+    most_places,
+    open_files,
+    worded,
+)
+from hdtool.runtime.stores.history_records import (
+    LONGEST_SOURCE,
+    PLACES_PER_CONVERSATION,
+    Conversation,
+    State,
+    conversations,
+    count_of,
+    delete,
+    hash_of,
+    put,
+    put_state,
+    state_of,
+)
+from hdtool.runtime.stores.history_ring import compile_ring
+from hdtool.runtime.stores.token_log import LOG, OVERLAP
+
+ANSWERS = "answers"
+"""The source of conversations unless another one is given."""
+AHEAD = 64
+"""One of so many parts of the ring is emptied at once, so that few transactions remove something."""
+LARGEST_PLACE = 1 << 31
+LEFT_FREE = 16 << 20
+"""Bytes of the disk that a store leaves free."""
+ATTEMPTS = 100
+"""How often an append begins anew because room was made or the store was replaced."""
+
+Ints = npt.NDArray[Any]
+
+
+class HistoryStore(Pinned):
+    """A history store, open for look-ups and for new conversations."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the store in a folder, whatever model it is of."""
+        self.folder = Path(folder).expanduser()
+        self.fault = ""
+        """Why the last append or refresh failed."""
+        self._lock = threading.RLock()
+        self._log, self._end = np.zeros(1, LOG), np.zeros(1, np.int64)
+        self._was: OpenFiles | None = None
+        compile_ring()
+        self._use(open_files(self.folder))
+        self._repair()
+
+    @classmethod
+    def open(
+        cls, folder: Path, tokenizer: TokenizerFingerprint, model: str, *, most_bytes: int | None = None
+    ) -> HistoryStore:
+        """Open the store of a model, or create it; ``most_bytes`` changes the bound of the one that is there."""
+        folder = Path(folder).expanduser()
+        create_if_new(folder, tokenizer, model, most_bytes or MOST_BYTES)
+        store = cls(folder)
+        require_history(store.manifest, folder, tokenizer, model)
+        if most_bytes and most_bytes != store.manifest.most_bytes:
+            store.keep(lambda _: True, most_bytes=most_bytes)
+        return store
+
+    def __len__(self) -> int:
+        """Places in use, as of the last refresh."""
+        return int(min(self._end[0], self._open.ring.size))
+
+    @property
+    def manifest(self) -> Any:
+        return self._open.manifest
+
+    @property
+    def log(self) -> Ints:
+        """The record that compiled code reads; it stays at its address. It changes in ``refresh`` and ``append``."""
+        return self._log
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the disk."""
+        return self._open.ring.nbytes + self._open.records.nbytes
+
+    def refresh(self) -> None:
+        """Take notice of what other processes appended, dropped or replaced; called between answers."""
+        with self._lock, self._faults_noted():
+            if stamp_of(self.folder) != self._open.stamp:
+                self._reopen()
+            self._end[0] = self._committed().end
+            self.fault = ""
+
+    def append(self, tokens: Sequence[int] | Ints, prompt_tail: Sequence[int] | Ints, source: str = ANSWERS) -> bool:
+        """Add an answer, after the last tokens of its prompt; whether that succeeded.
+
+        A failure, such as a full disk, is a warning the first time, and nothing is changed by it.
+        """
+        if not len(tokens):
+            return True
+        with self._lock, self._faults_noted():
+            half = self._open.ring.size // 2
+            ids = np.concatenate([np.asarray(part, np.int32) for part in (prompt_tail, tokens)])
+            count = min(len(tokens), max(half, most_places(self.manifest.most_bytes) // 2) - OVERLAP - 1)
+            before = ids[max(0, len(ids) - count - OVERLAP) : len(ids) - count]
+            self._append(before, ids[len(ids) - count :], source[:LONGEST_SOURCE])
+            self.fault = ""
+            return True
+        return False
+
+    def keep(self, wanted: Callable[[Conversation], bool], *, most_bytes: int | None = None) -> list[Conversation]:
+        """Make the store anew with the wanted conversations, and return the others: no file holds their tokens."""
+        with self._lock:
+            while True:
+                with worded(self.folder), self._open.records.writing() as transaction:
+                    if stamp_of(self.folder) == self._open.stamp:
+                        everything = list(conversations(transaction, self._open.records.path))
+                        kept = [each for each in everything if wanted(each)]
+                        size = self.manifest.size
+                        if most_bytes:
+                            size = min(size, most_places(most_bytes))
+                        if most_bytes or len(kept) < len(everything):
+                            make_anew(self.folder, self._open, kept, size=size, most_bytes=most_bytes)
+                        break
+                self._reopen()
+            self._reopen()
+            return [each for each in everything if not wanted(each)]
+
+    def conversations(self) -> list[Conversation]:
+        """All conversations, the oldest first."""
+        with self._lock, worded(self.folder):
+            if stamp_of(self.folder) != self._open.stamp:
+                self._reopen()
+            with self._open.records.reading() as transaction:
+                return list(conversations(transaction, self._open.records.path))
+
+    def answers(self, chosen: Sequence[Conversation]) -> Iterator[tuple[Conversation, Ints]]:
+        """The tokens of conversations; those that were damaged or overwritten are left out."""
+        ring = self._open.ring
+        for each in chosen:
+            tokens = ring.tokens(each.first, each.tokens)
+            if hash_of(tokens) == each.hash:
+                yield each, tokens
+
+    def _append(self, before: Ints, tokens: Ints, source: str) -> None:
+        for _ in range(ATTEMPTS):
+            if stamp_of(self.folder) != self._open.stamp:
+                self._reopen()
+            with self._open.records.writing() as transaction:
+                end = self._append_once(transaction, before, tokens, source)
+            if end:
+                self._end[0] = end
+                self._open.records.sync()
+                return
+        raise StoreError(f"{self.folder} was replaced {ATTEMPTS} times during an append: wait for the other commands")
+
+    def _append_once(self, transaction: Any, before: Ints, tokens: Ints, source: str) -> int:
+        """The new end; 0 if the store was replaced, or if what was removed must be committed first."""
+        manifest, stamp, ring, records = self._open
+        if stamp_of(self.folder) != stamp:
+            return 0
+        state = state_of(transaction, records.path)
+        needed = 1 + len(before) + len(tokens)
+        largest = most_places(manifest.most_bytes)
+        self._check_room(2 * ring.nbytes if state.end + needed > ring.size and ring.size < largest else 0)
+        if (state.end + needed > ring.size and ring.size < largest) or state.end + needed >= LARGEST_PLACE:
+            size = ring.size
+            while size < min(largest, state.end + needed):
+                size *= 2
+            make_anew(self.folder, self._open, list(conversations(transaction, records.path)), size=size)
+            return 0
+        if self._remove_oldest(transaction, state.end + needed - ring.size):
+            return 0
+        end = ring.append(state.end, before, tokens)
+        first = end - len(tokens)
+        new = Conversation(state.next, first, len(before), len(tokens), source, time.time(), hash_of(tokens))
+        put(transaction, new)
+        put_state(transaction, State(end, state.next + 1))
+        return end
+
+    def _remove_oldest(self, transaction: Any, below: int) -> bool:
+        """Remove the conversations with places below this one, and the oldest of too many; whether there was one."""
+        size, path = self._open.ring.size, self._open.records.path
+        most = size // PLACES_PER_CONVERSATION
+        surplus = count_of(transaction) + 1 - most
+        surplus += most // AHEAD if surplus > 0 else 0
+        removed: list[Conversation] = []
+        for each in conversations(transaction, path):
+            start = each.first - each.before - 1
+            if start >= below and len(removed) >= surplus:
+                break
+            if not removed:
+                below += size // AHEAD if start < below else 0
+            removed.append(each)
+        for each in removed:
+            delete(transaction, each)
+        return bool(removed)
+
+    def _check_room(self, needed: int) -> None:
+        if (free := disk_usage(self.folder).free) < needed + LEFT_FREE:
+            raise OSError(28, f"No space left on device, {free >> 20} MiB free")
+
+    def _repair(self) -> None:
+        """After a power failure, remove the conversations whose tokens did not get to the disk.
+
+        Those were the latest ones, so the others need no check.
+        """
+        with worded(self.folder):
+            path = self._open.records.path
+            with self._open.records.reading() as transaction:
+                self._end[0] = state_of(transaction, path).end
+                latest = next(conversations(transaction, path, latest_first=True), None)
+            if latest and not list(self.answers([latest])):
+                whole = {each.number for each, _ in self.answers(self.conversations())}
+                self.keep(lambda each: each.number in whole)
+
+    def _committed(self) -> State:
+        with self._open.records.reading() as transaction:
+            return state_of(transaction, self._open.records.path)
+
+    def _reopen(self) -> None:
+        """Open the files of the new manifest; they must be of the same model."""
+        found = open_files(self.folder)
+        require_history(found.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
+        self._use(found)
+        self._end[0] = self._committed().end
+
+    def _use(self, found: OpenFiles) -> None:
+        if hasattr(self, "_open"):
+            self._was = self._open  # stays mapped until the next time, as compiled code may still read it
+        self._open: OpenFiles = found
+        self._end[0] = 0
+        found.ring.fill(self._log, self._end)
+
+    def _faults_noted(self) -> _FaultsNoted:
+        return _FaultsNoted(self)
+
+    def note(self, error: Exception) -> None:
+        """Warn of a failure unless the last attempt failed, too."""
+        message = f"the history is not kept on the disk: {error}"
+        if not self.fault:
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
+        self.fault = message
+
+
+class _FaultsNoted:
+    """Turns the errors of an append or a refresh into a warning; answers go on without the store."""
+
+    def __init__(self, store: HistoryStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        if not isinstance(error, (OSError, lmdb.Error, StoreError)):
+            return False
+        try:
+            with worded(self._store.folder):
+                raise error
+        except StoreError as found:
+            self._store.note(found)
+        return True

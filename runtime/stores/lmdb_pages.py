@@ -1,0 +1,127 @@
+"""A check of the pages of an LMDB file, which LMDB itself trusts: a damaged one would end the process.
+
+The two trees of a snapshot, of the data and of the free pages, are followed from their roots. Every page must lie in
+the file, bear its number and a possible kind, and hold its nodes. The layout is that of LMDB 0.9, little-endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+MAGIC = 0xBEEFC0DE
+HEADER = 16
+BRANCH, LEAF, OVERFLOW = 1, 2, 4
+NODE = 8
+BIG, PLAIN = 1, 0
+"""Flags of a node: its value lies in pages of its own, or in the node."""
+TREE = np.dtype(
+    [
+        ("page_size", "<u4"),
+        ("flags", "<u2"),
+        ("depth", "<u2"),
+        ("branches", "<u8"),
+        ("leaves", "<u8"),
+        ("overflow", "<u8"),
+        ("entries", "<u8"),
+        ("root", "<u8"),
+    ]
+)
+SNAPSHOT = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u4"),
+        ("address", "<u8"),
+        ("map_size", "<u8"),
+        ("trees", TREE, 2),
+        ("last_page", "<u8"),
+        ("number", "<u8"),
+    ]
+)
+NO_PAGE = 2**64 - 1
+DEEPEST = 16
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def damage_of(path: Path, number: int) -> str:
+    """What is wrong with the snapshot of this number; empty if nothing is. The caller keeps it from being reused."""
+    with open(path, "rb") as stream:
+        content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    data = np.frombuffer(content, np.uint8)
+    for page_size in (1 << bits for bits in range(9, 17)):
+        start = HEADER + (number & 1) * page_size
+        if start + SNAPSHOT.itemsize > len(data):
+            break
+        snapshot = np.frombuffer(content, SNAPSHOT, 1, start)[0].copy()
+        trees = snapshot["trees"]
+        if snapshot["magic"] == MAGIC and int(trees[0]["page_size"]) == page_size:
+            if int(snapshot["number"]) > number:
+                return ""  # replaced meanwhile by a process that works with the file
+            pages, entries = len(data) // page_size, 0
+            for tree in trees:
+                if int(tree["root"]) == NO_PAGE:
+                    continue
+                if not 0 < int(tree["depth"]) <= DEEPEST:
+                    return "a tree has no depth"
+                if (entries := _entries_below(data, page_size, pages, int(tree["root"]), int(tree["depth"]))) < 0:
+                    return f"page {-1 - entries} is none of a tree"
+            return "" if entries == int(trees[1]["entries"]) else "it holds another number of entries than it says"
+    return "it has no snapshot"
+
+
+@njit(cache=True, nogil=True)
+def _number(data: Bytes, at: int, width: int) -> int:
+    number = 0
+    for byte in range(width):
+        number |= np.int64(data[at + byte]) << (8 * byte)
+    return number
+
+
+@njit(cache=True, nogil=True)
+def _entries_below(data: Bytes, page_size: int, pages: int, root: int, depth: int) -> int:
+    """The entries in the leaves of a tree; less than 0 tells the number of the page that is damaged."""
+    waiting, levels = [root], [1]
+    entries = visited = 0
+    while waiting:
+        page, level = waiting.pop(), levels.pop()
+        visited += 1
+        # A page that is reached again and again would never end the search.
+        if not 0 < page < pages or visited > pages or level > depth:
+            return -1 - max(page, 0)
+        start = page * page_size
+        kind, lower, upper = _number(data, start + 10, 2), _number(data, start + 12, 2), _number(data, start + 14, 2)
+        is_branch = kind & (BRANCH | LEAF | OVERFLOW) == BRANCH
+        count = (lower - HEADER) >> 1
+        if _number(data, start, 8) != page or is_branch != (level < depth) or kind & (LEAF | BRANCH) == 0:
+            return -1 - page
+        if not HEADER < lower <= upper <= page_size or lower & 1:
+            return -1 - page
+        for slot in range(count):
+            node = _number(data, start + HEADER + 2 * slot, 2)
+            if node < upper or node + NODE > page_size:
+                return -1 - page
+            low, flags, key = (
+                _number(data, start + node, 4),
+                _number(data, start + node + 4, 2),
+                _number(data, start + node + 6, 2),
+            )
+            if is_branch:
+                if node + NODE + key > page_size:
+                    return -1 - page
+                waiting.append(low | flags << 32)
+                levels.append(level + 1)
+                continue
+            entries += 1
+            if flags == BIG:
+                first = _number(data, start + node + NODE + key, 8) if node + NODE + key + 8 <= page_size else -1
+                size = first + -(-(low + HEADER) // page_size)
+                if not 0 < first < size <= pages or _number(data, first * page_size + 10, 2) & OVERFLOW == 0:
+                    return -1 - page
+            elif flags != PLAIN or node + NODE + key + low > page_size:
+                return -1 - page
+    return entries
