@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     CHAINS,
     LONGEST_MATCH,
+    level_of,
     PLACES,
     WINDOW,
     ContextTable,
@@ -36,7 +37,7 @@ def brute_force(context: list[int], tail: list[int], chain: int, longest: int) -
         while length < min(longest, place, len(tail)) and context[place - 1 - length] == tail[-1 - length]:
             length += 1
         if length >= CHAINS[chain] and len(found) < PLACES:
-            found.append((context[place], length))
+            found.append((context[place], level_of(length)))
     return found
 
 

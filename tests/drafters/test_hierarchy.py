@@ -28,6 +28,7 @@ from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
@@ -67,12 +68,12 @@ def check(tree: DraftTree, probs: Probs, vocabulary: int, most: int) -> None:
     if len(tree):
         above = np.where(tree.parents < 0, 1.0, probs[tree.parents])
         assert (probs <= above + 1e-12).all()
-        assert set(tree.sources.tolist()) <= {1, 2, 3, 5, 6, 7}
+        assert set(tree.sources.tolist()) <= {1, 2, 3, 5, 6, 7, 12, 13}
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 700])
 @pytest.mark.parametrize("vocabulary", [50, 70_000])
-@pytest.mark.parametrize("used", ["C", "M", "CM", "S", "CMS", "L", "R", "CL", "CMR", "CMSLR"])
+@pytest.mark.parametrize("used", ["C", "H", "M", "CH", "CM", "S", "CMS", "L", "R", "CL", "CMR", "CHMSLR"])
 def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard_bytes: int, tmp_path: Path) -> None:
     """In one shard and in many; ranges are read whole and in samples; before learning and after."""
     documents = random_documents(vocabulary, vocabulary)
@@ -115,6 +116,7 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
 
 SOURCES = {
     "C": SourceName.CONTEXT,
+    "H": SourceName.HISTORY,
     "M": SourceName.MODEL,
     "S": SourceName.CORPUS,
     "L": SourceName.LAST,
@@ -131,6 +133,7 @@ def drafting(used: str, model: ModelStore | None, corpus: CorpusIndex | None, mo
         budget=FixedBudget(most),
         last="L" in used,
         recycled="R" in used,
+        history=History() if "H" in used else None,
     )
 
 

@@ -15,17 +15,21 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 
 # The policy in numbers, written down once more: a constant that changes in the compiled code fails the tests.
-LONGEST_MATCH, PLACES = 8, 16
+LONGEST_MATCH, PLACES = 32, 64
+LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+"""The longest match of each order."""
+TOLD, TOLD_BELOW, OVERLAP = 32, 8, 8
 LONGEST_PREFIX = 4
 LONGEST_RANGE, SAMPLES, FEWEST_SAMPLES = 6, 64, 16
 LONGEST_NODE, BEST, HASHED_ROWS, LONG_RUN, SHARPNESS, WHOLE = 5, 8, 2**15, 4, 1.5, 1000
 MOST_CANDIDATES = 60
-CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, ORDERS = 0, 8, 12, 18, 23
+CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, HISTORY_ORDERS, ORDERS = 0, 12, 16, 22, 27, 39
 PRIORS = {
-    CONTEXT_ORDERS: (LONGEST_MATCH, 0.7, 0.62, 0.6, 0.25),
+    CONTEXT_ORDERS: (len(LEVELS), 0.7, 0.62, 0.6, 0.25),
     MODEL_ORDERS: (LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
     CORPUS_ORDERS: (LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
     RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.3, 0.3),
+    HISTORY_ORDERS: (len(LEVELS), 0.93, 0.75, 0.4, 0.06),
 }
 """By the row of the shortest order: orders, remainder and its decay, weights of evidence that names few and many."""
 SIZES, STRENGTH, EMA_WINDOW, UNSEEN, NEGLIGIBLE = 8, 20.0, 100.0, 1 / 32_000, 1e-6
@@ -35,7 +39,7 @@ GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
 """Of candidates that neighboring rankings name, by kind."""
 NEIGHBOR_KINDS, NEIGHBOR_PLACES, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS, UNNAMED = 8, 8, 32, 0.7, 8
 LEARNING_RATE, LEAST_GAIN, MOST_GAIN = 0.03, 1 / 16, 64.0
-DEEPEST, LEAST_LEFT, LEAST_PART, LEFT_TO_LEARN, WORTH_ADDING, WORTH_EXPANDING = 32, 0.002, 1e-4, 0.02, 0.1, 1.6
+DEEPEST, LEAST_LEFT, LEAST_PART, LEFT_TO_LEARN, WORTH_ADDING, WORTH_EXPANDING = 64, 0.002, 1e-4, 0.02, 0.1, 1.6
 MOST_OF_THE_REST, WORTH_A_SEARCH = 0.9, 5.0
 
 Counts = dict[int, int]
@@ -67,6 +71,10 @@ class Node:
     known: int = 0
     searched: set[int] = field(default_factory=set)
     """Orders at which the corpus was asked; those of a child are searched for within these."""
+    told: list[tuple[list[int], int]] = field(default_factory=list)
+    """Places in answers of the history."""
+    longest: list[tuple[int, int]] = field(default_factory=list)
+    """Where the text goes on after its matches of the longest order, if all of them were read."""
 
 
 class SlowHierarchy:
@@ -86,6 +94,9 @@ class SlowHierarchy:
         self.context: list[int] = []
         self.last_parts: dict[int, float] = {}
         self.last_open = 0.0
+        self.history: list[tuple[list[int], int]] = []
+        """Earlier answers after the last tokens of their prompts, whose number is beside them."""
+        self.answering: tuple[list[int], int] = [], 0
         self.shards: list[list[int]] = []
         self.end = corpus.end if corpus else 0
         self.samples: dict[int, int] = {}  # of the root, by order: what was read for a draft is not read again
@@ -94,15 +105,15 @@ class SlowHierarchy:
                 self.shards.append(corpus.tokens[token : token + tokens].tolist())
 
     def ask_context(self, context: list[int], order: int) -> Evidence | None:
-        """Those of the latest 16 places with three tokens alike, or for short orders with one."""
+        """Those of the latest 64 places with three tokens alike, or for short orders with one."""
         if not self.use_context:
             return None
-        least, longest = (3, LONGEST_MATCH) if order >= 3 else (1, 2)
+        least, longest = (3, len(LEVELS)) if order >= 3 else (1, 2)
         alike = {at: self._alike(context, at) for at in range(len(self.context) - 1, 0, -1)}
         places = [at for at, length in alike.items() if length >= least][:PLACES]
         # Among equals the order counts: the longest match first.
-        places.sort(key=lambda at: -min(longest, alike[at]))
-        counts = Counter(self.context[at] for at in places if alike[at] >= order)
+        places.sort(key=lambda at: -min(longest, order_of(alike[at])))
+        counts = Counter(self.context[at] for at in places if order_of(alike[at]) >= order)
         total = sum(counts.values())
         level = CONTEXT_ORDERS + order - 1
         return Evidence(level, SourceName.CONTEXT, counts, total, bucket(total, len(counts))) if total else None
@@ -112,6 +123,37 @@ class SlowHierarchy:
         while length < min(LONGEST_MATCH, at, len(context)) and self.context[at - 1 - length] == context[-1 - length]:
             length += 1
         return length
+
+    def ask_history(self, node: Node, order: int) -> Evidence | None:
+        """Those of the latest places with two tokens alike; a child keeps those of its parent that go on with it."""
+        if "H" not in self.letters or order < 2:
+            return None
+        if order == len(LEVELS):
+            node.told = []
+            if node.above:
+                node.told = [(answer, at + 1) for answer, at in node.above.told if token_at(answer, at) == node.token]
+            if not node.told:
+                node.told = self._told(node)
+        counts = Counter[int]()
+        ordered = sorted(node.told, key=lambda place: -order_of(alike_in(place[0], place[1], node.context)))
+        for answer, at in ordered:
+            if at < len(answer) and order_of(alike_in(answer, at, node.context)) >= order:
+                counts[answer[at]] += 1
+        total = sum(counts.values())
+        level = HISTORY_ORDERS + order - 1
+        return Evidence(level, SourceName.HISTORY, counts, total, bucket(total, len(counts))) if total else None
+
+    def _told(self, node: Node) -> list[tuple[list[int], int]]:
+        wanted = TOLD_BELOW if node.above else TOLD
+        answers = [*self.history, self.answering]
+        places = [
+            (answer, at)
+            for answer, linked in reversed(answers)
+            for at in range(len(answer) - 1, linked - 1, -1)
+            if alike_in(answer, at, node.context) >= 2
+        ]
+        # Places in the answer that is being given are passed over: the context has them.
+        return [place for place in places[: 2 * wanted] if place[0] is not self.answering[0]][:wanted]
 
     def ask_model(self, node: Node, order: int) -> Evidence | None:
         deepest = min(LONGEST_PREFIX, node.above.known + 1) if node.above else LONGEST_PREFIX
@@ -127,21 +169,31 @@ class SlowHierarchy:
 
     def ask_corpus(self, node: Node, order: int, most: int) -> Evidence | None:
         """Followers of all places that the last tokens have, or of as many as are read, evenly spread."""
+        follows = False
         if node.above:
-            if order > 1 and node.above.above and order - 1 not in node.above.searched:
-                return None
+            above = node.above
+            if order > 1 and above.above and order - 1 not in above.searched:
+                follows = order == LONGEST_RANGE and bool(above.longest)
+                if not follows:
+                    return None
             node.searched.add(order)
-        places = self._range(node.context[-order:], order)
-        if not places:
+        if follows:
+            assert node.above
+            goes_on = [(shard, at + 1) for shard, at in node.above.longest if self._token(shard, at) == node.token]
+        else:
+            goes_on = [(shard, at + order) for shard, at in self._range(node.context[-order:], order)]
+        if not goes_on:
             return None
         if not node.above:
             most = self.samples.setdefault(order, most)
-        read = min(len(places), most)
-        step = (len(places) << 16) // read
-        followers = [self._follower(*places[turn * step >> 16], order) for turn in range(read)]
+        read = min(len(goes_on), most)
+        step = (len(goes_on) << 16) // read
+        followers = [self._token(*goes_on[turn * step >> 16]) for turn in range(read)]
+        if order == LONGEST_RANGE and read == len(goes_on):
+            node.longest = goes_on
         counts = Counter(token for token in followers if token != self.end)
         level = CORPUS_ORDERS + order - 1
-        return Evidence(level, SourceName.CORPUS, counts, read, bucket(len(places), len(counts))) if counts else None
+        return Evidence(level, SourceName.CORPUS, counts, read, bucket(len(goes_on), len(counts))) if counts else None
 
     def _range(self, tail: list[int], order: int) -> list[tuple[int, int]]:
         found = []
@@ -150,8 +202,8 @@ class SlowHierarchy:
             found += [(number, at) for at in sorted(places, key=lambda at: tokens[at:])]
         return found if len(tail) == order else []
 
-    def _follower(self, shard: int, at: int, order: int) -> int:
-        return self.shards[shard][at + order]
+    def _token(self, shard: int, at: int) -> int:
+        return self.shards[shard][at] if at < len(self.shards[shard]) else self.end
 
     def ask_recycled(self, node: Node, order: int) -> Evidence | None:
         tail = tail_of(node.context, order)
@@ -241,8 +293,11 @@ class SlowHierarchy:
                         of[evidence.source] = of.get(evidence.source, 0.0) + part
                 left_open *= 1 - weight
 
-        for order in range(LONGEST_MATCH, 0, -1):
+        for order in range(len(LEVELS), 0, -1):
             weigh(self.ask_context(node.context, order))
+            if left_open < least:
+                break
+            weigh(self.ask_history(node, order))
             if left_open < least:
                 break
             weigh(self.ask_recycled(node, order))
@@ -321,6 +376,7 @@ class SlowHierarchy:
         if self.last_open:
             self._learn_last(token, guessed / heard)
         self.go_to([*self.context, token])
+        self.answering[0].append(token)
         self.near = self.near[1:]
 
     def _learn_last(self, token: int, credit: float) -> None:
@@ -333,6 +389,9 @@ class SlowHierarchy:
         self.rates = self.rate_credit / self.rate_asked
 
     def begin(self, context: list[int]) -> None:
+        self.history.append(self.answering)
+        before = context[-OVERLAP:]
+        self.answering = before, len(before)
         self.go_to(context)
         self.near = []
 
@@ -340,6 +399,22 @@ class SlowHierarchy:
         self.context = context
         self.samples = {}
         self.last = {}
+
+
+def order_of(length: int) -> int:
+    """The order of a match: its length up to 8, then by ranges of lengths."""
+    return next(order for order, longest in enumerate(LEVELS, start=1) if length <= longest)
+
+
+def alike_in(answer: list[int], at: int, context: list[int]) -> int:
+    length = 0
+    while length < min(LONGEST_MATCH, at, len(context)) and answer[at - 1 - length] == context[-1 - length]:
+        length += 1
+    return length
+
+
+def token_at(answer: list[int], at: int) -> int:
+    return answer[at] if at < len(answer) else -1
 
 
 def tail_of(context: list[int], order: int) -> tuple[int, ...]:

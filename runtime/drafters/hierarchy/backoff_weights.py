@@ -48,8 +48,8 @@ PRIORS = {
     SourceName.MODEL: Prior(LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
     SourceName.CORPUS: Prior(LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
     SourceName.RECYCLED: Prior(LONGEST_NODE, 0.9, 0.9, 0.3, 0.3),
-    SourceName.HEADS: Prior(MOST_HEADS, 0.5, 0.85, 0.5, 0.5),
     SourceName.HISTORY: Prior(LEVELS, 0.93, 0.75, 0.4, 0.06),
+    SourceName.HEADS: Prior(MOST_HEADS, 0.5, 0.85, 0.5, 0.5),
     SourceName.PREDICTION: Prior(LEVELS, 0.7, 0.62, 0.6, 0.25),
     SourceName.PLUGIN_1: Prior(MOST_PLUGINS, 0.5, 0.85, 0.5, 0.5),
 }

@@ -69,7 +69,7 @@ class Hierarchy(Pinned):
         history: History | None = None,
         vocabulary: int = ANY_TOKEN,
     ) -> None:
-        """No token outside the first ``vocabulary`` ones is drafted. A ``history`` may be shared with other drafters."""
+        """No token outside the first ``vocabulary`` ones is drafted. A ``history`` may be shared by drafters."""
         self._history, self._prediction = history, TokenLog(size=BLOCK)
         self.budget = budget or FixedBudget()
         self._heads = heads
@@ -189,7 +189,7 @@ class Hierarchy(Pinned):
         if self._heads:
             self._heads.begin(list(prompt))
         new = self.table.read(prompt)
-        if self._history and len(prompt):
+        if self._history:
             self._history.start(self._memory.lane, prompt, new)
             self._memory.matches["owner"][ANSWERS] = self._memory.lane["owner"][0]
         self._memory.work["has"][0, SourceName.PREDICTION] = False

@@ -84,7 +84,7 @@ Array = npt.NDArray[Any]
 
 
 class Memory(NamedTuple):
-    """The records that compiled code reads and writes while it drafts: arrays of one, but for plug-ins, followers and matches."""
+    """The records that compiled code reads and writes while it drafts; of plug-ins, followers and matches several."""
 
     work: Array
     weights: Array

@@ -4,6 +4,10 @@ For each node and n-gram order, the matches of the node's last so many tokens ar
 each shard. The range of a child lies within its parent's of the order below, so no search starts from the
 heads table but that of order 1; the root's ranges are narrowed by the tokens that are emitted.
 
+Where a node needed no lower order than the longest, its children have no range of a lower order to lie within. They
+lie within its longest one, if all followers of that were read: then text that the corpus holds word for word is
+followed as far as it goes.
+
 A few followers of a range are sampled, evenly spread. As its suffixes are sorted, so are the followers,
 and they give the range of each child, exactly or within a few suffixes.
 """
@@ -42,6 +46,7 @@ RANGES = np.dtype(
         # By node, row 0 being the root, and order.
         ("samples", np.int32, (ROWS, LONGEST_RANGE + 1, SAMPLES)),  # by shard and suffix; end tokens, too
         ("read", np.int64, (ROWS, LONGEST_RANGE + 1)),  # the number of samples; 0 before they are read
+        ("beyond", np.int64, ROWS),  # tokens that the range of the longest order matches besides its order
         ("lowest", np.int64, ROWS),  # the ranges of lower orders were not worth a lookup
         ("matches", np.int64, (2, SAMPLES)),  # of the range that is sampled
         ("at", np.int64),  # address of the ranges of suffixes, by node, order and shard
@@ -78,11 +83,16 @@ def places_of(ranges: Any) -> Ints:
 
 @njit(cache=True, nogil=True)
 def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: int) -> None:
-    """The ranges of ``node``, whose last tokens are ``tail``, within those of its parent of the order below."""
+    """The ranges of ``node``, whose last tokens are ``tail``, within those of its parent of the order below.
+
+    If there is none, that of the longest order lies within its parent's longest.
+    """
     shards, places = shards_at(corpus, ranges.shards), places_of(ranges)
     token = tail[len(tail) - 1]
-    known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or order - 1 >= ranges.lowest[above])
-    found = size_of(ranges, above, order - 1) if known and order > 1 else 0
+    follows = order == LONGEST_RANGE and only_longest(ranges, above)
+    below = order if follows else order - 1
+    known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or below >= ranges.lowest[above])
+    found = size_of(ranges, above, below) if known and order > 1 else 0
     sample, before = 0, 0
     for shard in range(len(shards.places)):
         low: Any = np.int64(0)
@@ -90,16 +100,29 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
         if known and order == 1:
             low, high = headed(shards, shard, token)
         elif known:
-            start = places[above, order - 1, shard, LOW]
-            size = places[above, order - 1, shard, HIGH] - start
-            low, first, last, high, sample = _bracket(ranges, above, order - 1, found, before, size, sample, token)
-            if ranges.read[above, order - 1] < found:
+            start = places[above, below, shard, LOW]
+            size = places[above, below, shard, HIGH] - start
+            low, first, last, high, sample = _bracket(ranges, above, below, found, before, size, sample, token)
+            if ranges.read[above, below] < found:
                 low, high = narrowed(shards, shard, tail, order, start + low, start + first, start + last, start + high)
             else:
                 low, high = start + low, start + high
             before += size
         places[node, order, shard, LOW], places[node, order, shard, HIGH] = low, high
     ranges.read[node, order] = 0
+    if order == LONGEST_RANGE:
+        ranges.beyond[node] = ranges.beyond[above] + 1 if follows else 0
+
+
+@njit(cache=True, nogil=True)
+def only_longest(ranges: Any, node: int) -> bool:
+    """Whether a node has no range but that of the longest order, of which all followers were read."""
+    if ranges.lowest[node] > LONGEST_RANGE:
+        return False
+    if ranges.lowest[node] < LONGEST_RANGE and size_of(ranges, node, LONGEST_RANGE - 1) > 0:
+        return False
+    found = size_of(ranges, node, LONGEST_RANGE)
+    return bool(0 < found == ranges.read[node, LONGEST_RANGE])
 
 
 @njit(cache=True, nogil=True)
@@ -143,7 +166,8 @@ def read_samples(corpus: Ints, ranges: Any, node: int, order: int, found: int, m
     shards = shards_at(corpus, ranges.shards)
     read = min(found, most)
     matches = ranges.matches[:, :read]
-    sample_matches(shards, places_of(ranges)[node, order], order, found, matches)
+    length = order + ranges.beyond[node] if order == LONGEST_RANGE else order
+    sample_matches(shards, places_of(ranges)[node, order], length, found, matches)
     read_followers(shards, matches, 0, ranges.samples[node, order])
     ranges.read[node, order] = read
 
