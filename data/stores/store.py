@@ -25,6 +25,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.files.locking import exclusive
 from hdtool.data.stores.manifest import FORMAT, InputShare, Manifest, StoredFile, TokenizerFingerprint, shares_of
 from hdtool.data.stores.store_files import (
+    HISTORY,
     LOCK,
     MANIFEST,
     check_destination,
@@ -183,6 +184,8 @@ def _parsed(folder: Path, text: bytes, *, check: bool) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{folder / MANIFEST} cannot be read ({error}): build the store again") from None
     found, kind = (row.get("format"), row.get("kind")) if isinstance(row, dict) else (None, None)
+    if kind == HISTORY:
+        raise StoreError(f"{folder} is a history store, a model store or a corpus index is needed: name another folder")
     if type(found) is not int or found != FORMAT:
         command = BUILD_COMMANDS.get(kind, "hdtool") if isinstance(kind, str) else "hdtool"
         raise StoreError(
