@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -143,7 +143,5 @@ def fitting(turns: Sequence[RecordedTurn], target: Target, most: int) -> list[Re
     for turn in turns:
         limit = target.context_limit(len(turn.prompt))
         if limit is None or len(turn.prompt) + min(most, len(turn.answer)) <= limit:
-            kept.append(
-                RecordedTurn(turn.conversation, turn.category, turn.number, turn.prompt, turn.answer[:most], turn.most)
-            )
+            kept.append(replace(turn, answer=turn.answer[:most]))
     return kept

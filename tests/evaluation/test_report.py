@@ -12,7 +12,6 @@ import pytest
 from hdtool.data.errors import ResultError
 from hdtool.runtime.config import METHODS, PEERS
 from hdtool.runtime.evaluation.report.figures import ReportData, figures_of, missing
-from hdtool.runtime.evaluation.report.findings import findings
 from hdtool.runtime.evaluation.report.page import Page
 from hdtool.runtime.evaluation.report.tables import (
     Case,
@@ -56,11 +55,7 @@ def page_of(data: ReportData) -> Page:
         lead="lead",
         command=f"hdtool replay --traces '{EVIL}'",
         facts={"machine": "a machine"},
-        findings=findings(data.shares, data.coverage, data.subsets, data.orders),
-        tables=data.tables,
-        figures=tuple(figures_of(data)),
-        case=data.case,
-        missing=tuple(missing(data)),
+        data=data,
     )
 
 

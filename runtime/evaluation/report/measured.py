@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hdtool.data.bench_results import Results
@@ -17,7 +17,7 @@ from hdtool.runtime.evaluation.report.tables import (
     TemperatureSpeeds,
     wins_of,
 )
-from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores, scores_of
+from hdtool.runtime.evaluation.scores import OVERALL, Scores, scores_of
 from hdtool.runtime.source_names import source_named
 
 
@@ -69,19 +69,29 @@ class Measured:
     def tables(self) -> tuple[Table, ...]:
         scores = self.scores
         against = f"against {scores.baseline}"
-        whole = scores.tasks[OVERALL]
+        rows = (
+            (
+                method,
+                None if score.identical is None else f"{score.identical:,} of {score.questions:,}",
+                score.nodes_per_step,
+                score.draft_us_per_step,
+                score.model_ms_per_step,
+            )
+            for method, score in scores.tasks[OVERALL].items()
+        )
+        columns = {
+            "method": "",
+            "identical answers": "",
+            "nodes a step": ".1f",
+            "drafting, µs a step": ",.0f",
+            "in the model, ms a step": ".2f",
+        }
+        note = f"Identical: questions with the very tokens of {scores.reference} in all turns."
         return (
-            _by_task("Tokens per second", scores, lambda score: f"{score.tokens_per_second:,.1f}"),
-            _by_task(f"Speed-up {against}", scores, lambda score: f"{score.speedup:.2f}"),
-            _by_task("Tokens per step", scores, lambda score: f"{score.tokens_per_step:.2f}"),
-            Table(
-                "All questions",
-                ("method", "identical answers", "nodes a step", "drafting, µs a step", "in the model, ms a step"),
-                tuple((method, *_cells(score)) for method, score in whole.items()),
-                f"Identical: questions with the very tokens of {scores.reference} in all turns."
-                if scores.reference
-                else "",
-            ),
+            _by_task("Tokens per second", scores, "tokens_per_second", ",.1f"),
+            _by_task(f"Speed-up {against}", scores, "speedup", ".2f"),
+            _by_task("Tokens per step", scores, "tokens_per_step", ".2f"),
+            Table.of("All questions", columns, rows, note if scores.reference else ""),
         )
 
 
@@ -89,20 +99,12 @@ def temperature_of(results: Results) -> float:
     return float(results.run.options["temperature"])
 
 
-def _by_task(title: str, scores: Scores, formatted: Callable[[Score], str]) -> Table:
-    methods = scores.tasks[OVERALL]
-    rows = ((method, *(formatted(found[method]) for found in scores.tasks.values())) for method in methods)
+def _by_task(title: str, scores: Scores, name: str, form: str) -> Table:
     sizes = (f"{task} ({next(iter(found.values())).questions})" for task, found in scores.tasks.items())
-    return Table(title, ("method", *sizes), tuple(rows))
-
-
-def _cells(score: Score) -> tuple[str, ...]:
-    return (
-        "-" if score.identical is None else f"{score.identical:,} of {score.questions:,}",
-        f"{score.nodes_per_step:.1f}",
-        "-" if score.draft_us_per_step is None else f"{score.draft_us_per_step:,.0f}",
-        "-" if score.model_ms_per_step is None else f"{score.model_ms_per_step:.2f}",
+    rows = (
+        (method, *(getattr(found[method], name) for found in scores.tasks.values())) for method in scores.tasks[OVERALL]
     )
+    return Table.of(title, {"method": "", **dict.fromkeys(sizes, form)}, rows)
 
 
 def _shares(method: str, rows: Sequence[AnsweredQuestion]) -> Shares:
