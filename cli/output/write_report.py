@@ -45,17 +45,15 @@ def report_bench(folder: Path, plan: Plan, measured: Measured, *, quiet: bool) -
     from hdtool.runtime.evaluation.report.ablations import Study
     from hdtool.runtime.evaluation.report.pages import page_of_bench
     from hdtool.runtime.evaluation.report.recordings import data_of, traces_of
-    from hdtool.runtime.model.load import load_stops, load_tokenizer
     from hdtool.runtime.stores.store_set import StoreSet
 
     answers = measured.results.answers
     replayed = measured.scores.reference or next(iter(answers))
-    tokenizer = load_tokenizer(plan.model)
-    reader = TurnReader(tokenizer, load_stops(plan.model, tokenizer), tokenizer.eos_token_id, plan.chat)
+    reader = TurnReader.of_model(plan.model, plan.chat)
     traces = traces_of(plan.questions, answers[replayed])
-    store_set = StoreSet.for_tokenizer(tokenizer, plan.store_set)
+    store_set = StoreSet.for_tokenizer(reader.tokenizer, plan.store_set)
     study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
-    data = data_of(study, traces, tokenizer, build=_build_in_process, quiet=quiet)
+    data = data_of(study, traces, reader.tokenizer, build=_build_in_process, quiet=quiet)
     _write(folder, page_of_bench(_command(), measured, study, data, replayed))
 
 

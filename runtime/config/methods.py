@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hdtool.runtime.config.checks import require
+from hdtool.runtime.config.setting import require
 from hdtool.runtime.source_names import plugins
 
 SOURCE_LETTERS = "CMS"
 """Context table, model store and corpus index."""
 LOGIT_LETTERS = "LR"
 """Sources of the model's logits: last-token logits and recycled rankings."""
-SOURCE_NAMES = {
-    "C": "context",
-    "M": "model",
-    "S": "corpus",
-    "L": "last-logits",
-    "R": "recycled",
-}
+SOURCE_NAMES = {"C": "context", "M": "model", "S": "corpus", "L": "last-logits", "R": "recycled"}
 """Names of the sources in options, which take letters as well."""
 
 
@@ -41,11 +35,7 @@ METHODS = {
     "amphista": Method("trained Amphista heads", ""),
     "hd": Method("context table, model store and corpus index in one tree", SOURCE_LETTERS),
     "logitspec": Method("LogitSpec: last-token logits extended by prompt lookup", "C", "L"),
-    "hd+logitspec": Method(
-        "hd with last-token logits and recycled rankings",
-        SOURCE_LETTERS,
-        LOGIT_LETTERS,
-    ),
+    "hd+logitspec": Method("hd with last-token logits and recycled rankings", SOURCE_LETTERS, LOGIT_LETTERS),
     "hd+amphista": Method("hd with trained heads", SOURCE_LETTERS),
 }
 HIERARCHIES = ("hd", "hd+logitspec", "hd+amphista")
