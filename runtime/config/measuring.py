@@ -68,10 +68,7 @@ class BenchConfig(Settings):
         super().__post_init__()
         known = (*PEERS, *METHODS)
         chosen = self.methods if self.methods is not None else known
-        for method in chosen:
-            require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas")
-        shown = ",".join(chosen) or "empty"
-        require(0 < len(chosen) == len(set(chosen)), "methods", shown, "each method at most once")
+        _require_methods(chosen, known)
         assisted = "generate-assisted" in chosen
         unused = self.assistant is not None and not assisted
         require(not unused, "assistant", self.assistant, "left out without the method generate-assisted")
@@ -106,13 +103,10 @@ class ShapeConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = (*SHAPE_PEERS, *METHODS)
+        _require_methods(self.methods, (*SHAPE_PEERS, *METHODS))
         for method in self.methods:
-            require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas")
             fits = method not in NEED_LOGITS
             require(fits, "methods", method, "methods that need no logits (those of a shape are random)")
-        shown = ",".join(self.methods) or "empty"
-        require(0 < len(self.methods) == len(set(self.methods)), "methods", shown, "each method at most once")
 
 
 @dataclass(frozen=True)
@@ -129,3 +123,10 @@ class CostConfig:
         for length in self.contexts or ():
             require(length >= 2, "contexts", length, "lengths of 2 tokens or more")
         require(self.contexts is None or len(self.contexts) > 0, "contexts", "empty", "lengths, as in 128,1024")
+
+
+def _require_methods(chosen: Collection[str], known: Collection[str]) -> None:
+    for method in chosen:
+        require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas")
+    once = 0 < len(chosen) == len(set(chosen))
+    require(once, "methods", ",".join(chosen) or "empty", "each method at most once")
