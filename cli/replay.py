@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,13 +69,14 @@ def replay(
     """
     from hdtool.cli.output.replay_table import in_words, record, turn_record
     from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.cli.output.write_report import report_replay
+    from hdtool.cli.output.write_report import write_report
     from hdtool.data.progress import bar, over
     from hdtool.data.traces import read_traces
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
     from hdtool.runtime.evaluation.replay import Contender
     from hdtool.runtime.evaluation.report.ablations import Study
+    from hdtool.runtime.evaluation.report.pages import page_of_replay
     from hdtool.runtime.evaluation.report.write import prepare
     from hdtool.runtime.evaluation.worker_pool import replay as replayed
     from hdtool.runtime.stores.store_set import StoreSet
@@ -102,7 +104,8 @@ def replay(
     print(json.dumps(record(played, curve), ensure_ascii=False) if as_json else in_words(played, curve))
     if report:
         study = Study(conversations, store_set, config.draft_tokens, config.workers)
-        report_replay(report, study, recorded, reader.tokenizer, played, curve, quiet=quiet)
+        page_of = partial(page_of_replay, study, played, curve)
+        write_report(report, study, recorded, reader.tokenizer, page_of, quiet=quiet)
 
 
 def _answered(traces: list[Trace]) -> list[Trace]:

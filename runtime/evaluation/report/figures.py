@@ -15,9 +15,8 @@ from hdtool.runtime.evaluation.report.tables import (
     Repeats,
     Shares,
     Sizes,
-    Speedups,
+    Speeds,
     Table,
-    TemperatureSpeeds,
     Trials,
 )
 from hdtool.runtime.evaluation.report.theme import Draw
@@ -32,9 +31,9 @@ class ReportData:
     """The data of a report; parts without data are empty."""
 
     tables: tuple[Table, ...] = ()
-    speedups: Speedups | None = None
+    speedups: Speeds | None = None
     durations: Durations | None = None
-    temperatures: TemperatureSpeeds | None = None
+    temperatures: Speeds | None = None
     shares: tuple[Shares, ...] = ()
     subsets: tuple[Trials, ...] = ()
     orders: Trials | None = None
@@ -96,10 +95,10 @@ def missing(data: ReportData) -> Iterator[tuple[str, str]]:
         yield "drafting time against the size of the corpus index", f"{STORES} ({data.sizes})"
 
 
-def _speedups(data: Speedups) -> Figure:
-    rows = len(data.tasks) * (0.11 * len(data.methods) + 0.14)
+def _speedups(data: Speeds) -> Figure:
+    rows = len(data.places) * (0.11 * len(data.methods) + 0.14)
     legend = 0.2 * -(-len(data.methods) // 4)
-    best = {task: max(data.methods, key=lambda name: data.methods[name][at]) for at, task in enumerate(data.tasks)}
+    best = {task: max(data.methods, key=lambda name: data.methods[name][at]) for at, task in enumerate(data.places)}
     values = "; ".join(f"{task}: {name} {data.methods[name][at]:.2f}" for at, (task, name) in enumerate(best.items()))
     return Figure(
         "speed-up",
@@ -129,8 +128,8 @@ def _durations(data: Durations) -> Figure:
     )
 
 
-def _temperatures(data: TemperatureSpeeds) -> Figure:
-    columns = [f"{temperature:g}" for temperature in data.temperatures]
+def _temperatures(data: Speeds) -> Figure:
+    columns = [f"{temperature:g}" for temperature in data.places]
     values = "; ".join(f"{name}: {', '.join(f'{speed:.0f}' for speed in row)}" for name, row in data.methods.items())
     return Figure(
         "temperatures",

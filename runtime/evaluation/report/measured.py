@@ -12,9 +12,8 @@ from hdtool.runtime.evaluation.report.tables import (
     Durations,
     Share,
     Shares,
-    Speedups,
+    Speeds,
     Table,
-    TemperatureSpeeds,
     wins_of,
 )
 from hdtool.runtime.evaluation.scores import OVERALL, Scores, scores_of
@@ -33,14 +32,14 @@ class Measured:
     def scores(self) -> Scores:
         return scores_of(self.results, self.baseline)
 
-    def speedups(self) -> Speedups:
+    def speedups(self) -> Speeds:
         scores = self.scores
         methods = {
             method: tuple(found[method].speedup for found in scores.tasks.values())
             for method in self.results.run.methods
             if method != scores.baseline
         }
-        return Speedups(scores.baseline, tuple(scores.tasks), methods)
+        return Speeds(tuple(scores.tasks), methods, scores.baseline)
 
     def durations(self) -> Durations:
         answers = {
@@ -49,7 +48,7 @@ class Measured:
         }
         return Durations({method: points for method, points in answers.items() if points})
 
-    def temperatures(self) -> TemperatureSpeeds | None:
+    def temperatures(self) -> Speeds | None:
         """None if there is only one temperature."""
         runs = {temperature_of(one): one for one in (self.results, *self.others)}
         if len(runs) < 2:
@@ -59,7 +58,7 @@ class Measured:
             method: tuple(scores[method].tokens_per_second for scores in overall.values())
             for method in self.results.run.methods
         }
-        return TemperatureSpeeds(tuple(overall), methods)
+        return Speeds(tuple(overall), methods)
 
     def shares(self) -> tuple[Shares, ...]:
         """The sources of the methods that drafted from more than one."""

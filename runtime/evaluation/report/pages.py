@@ -20,7 +20,7 @@ from hdtool.runtime.evaluation.scores import OVERALL
 
 
 def page_of_replay(
-    command: str, study: Study, data: ReportData, results: Mapping[str, ReplayResult], curve: CostCurve | None
+    study: Study, results: Mapping[str, ReplayResult], curve: CostCurve | None, command: str, data: ReportData
 ) -> Page:
     best = max(results.values(), key=lambda one: one.tokens_per_step)
     answers = f"{len(best.turns):,} answers"
@@ -39,7 +39,7 @@ def page_of_replay(
     return Page("Replay", lead, command, facts, replace(data, tables=tables))
 
 
-def page_of_bench(command: str, measured: Measured, study: Study, data: ReportData, replayed: str) -> Page:
+def page_of_bench(measured: Measured, study: Study, replayed: str, command: str, data: ReportData) -> Page:
     """``replayed`` is the method that gave the replayed answers."""
     run, scores = measured.results.run, measured.scores
     about, options = run.surroundings, run.options

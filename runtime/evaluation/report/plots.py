@@ -14,8 +14,7 @@ from hdtool.runtime.evaluation.report.tables import (
     Repeats,
     Shares,
     Sizes,
-    Speedups,
-    TemperatureSpeeds,
+    Speeds,
     Trials,
 )
 from hdtool.runtime.evaluation.report.theme import Theme
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
 MARKERS = "osD^vPX<>"
 
 
-def speedups(data: Speedups, axes: Axes, theme: Theme) -> None:
+def speedups(data: Speeds, axes: Axes, theme: Theme) -> None:
     count = len(data.methods)
-    places = np.arange(len(data.tasks))
+    places = np.arange(len(data.places))
     height = 0.84 / count
     for number, (method, factors) in enumerate(data.methods.items()):
         at = places - 0.42 + height * (number + 0.5)
         bars = axes.barh(at, factors, height * 0.92, color=theme.method(method), label=method)
         axes.bar_label(bars, fmt="{:.2f}", fontsize=7, color=theme.foreground, padding=2)
     axes.axvline(1, color=theme.foreground, linewidth=1)
-    axes.set_yticks(places, data.tasks)
+    axes.set_yticks(places, data.places)
     axes.set_ylim(len(places) - 0.45, -0.55)
     axes.grid(False, axis="y")
     axes.set_xlabel(f"speed-up (times the tokens per second of {data.baseline})")
@@ -58,10 +57,10 @@ def durations(data: Durations, axes: Axes, theme: Theme) -> None:
     _legend(axes, 2)
 
 
-def temperatures(data: TemperatureSpeeds, axes: Axes, theme: Theme) -> None:
+def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
     for (method, speeds), marker in zip(data.methods.items(), cycle(MARKERS), strict=False):
-        axes.plot(data.temperatures, speeds, marker + "-", color=theme.method(method), label=method)
-    axes.set_xticks(data.temperatures)
+        axes.plot(data.places, speeds, marker + "-", color=theme.method(method), label=method)
+    axes.set_xticks(data.places)
     axes.set_xlabel("temperature")
     axes.set_ylabel("tokens per second")
     axes.set_ylim(bottom=0)

@@ -12,12 +12,13 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Speedups:
-    """The speed of each method on each task over that of a baseline."""
+class Speeds:
+    """The speed of each method on each task, over that of a baseline, or at each temperature, in tokens per second."""
 
-    baseline: str
-    tasks: tuple[str, ...]
+    places: tuple[Any, ...]
+    """Tasks or temperatures."""
     methods: Mapping[str, tuple[float, ...]]
+    baseline: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,6 @@ class Durations:
             return float(seconds.sum() / tokens.sum()), 0.0
         slope, start = np.polyfit(tokens, seconds, 1)
         return float(slope), float(start)
-
-
-@dataclass(frozen=True)
-class TemperatureSpeeds:
-    """Tokens per second of each method at each temperature."""
-
-    temperatures: tuple[float, ...]
-    methods: Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
