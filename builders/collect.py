@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.errors import PromptError
+from hdtool.data import demo
+from hdtool.data.errors import PromptError, worded
 from hdtool.data.files.json_lines import append, cut, is_torn, lines_of, may_be_torn_from
 from hdtool.data.files.locking import exclusive
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answer import Answer
 from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 
 
 class GenerationFile:
     """A file of answers, in the order of their prompts."""
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, path: Path, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig) -> None:
         self.path = path
-        self._settings = settings
+        self._settings = {
+            "model": model.model or demo.NAME,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            "max_new_tokens": decoding.max_new_tokens,
+        }
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise if the file holds anything but answers to these prompts; changes nothing."""
@@ -45,23 +52,13 @@ class GenerationFile:
                 self.path.open("ab").close()  # fails before the first answer if the file cannot be written
                 yield prompts[done:]
 
-    @contextmanager
-    def _errors_worded(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise PromptError(
-                f"{self.path} cannot be written ({error.strerror or error}): the answers in it are kept; "
-                "make room or choose another --out, and run the command again"
-            ) from error
+    def _errors_worded(self) -> AbstractContextManager[None]:
+        advice = "the answers in it are kept; make room or choose another --out, and run the command again"
+        return worded(PromptError, f"{self.path} cannot be written", advice)
 
     def add(self, prompt: Prompt, given: Sequence[Answer]) -> None:
         """Append the answers to all turns of a prompt."""
-        conversation = [dict(message) for message in prompt.messages]
-        for number, answer in enumerate(given):
-            if number:
-                conversation.append({"role": "user", "content": answer.question})
-            conversation.append({"role": "assistant", "content": answer.text})
+        conversation = prompt.conversation([answer.text for answer in given])
         answers = [{"output_ids": answer.output_ids, "finish": answer.stats.finish} for answer in given]
         append(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
 

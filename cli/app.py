@@ -15,8 +15,7 @@ from hdtool.cli import (
     bench,
     bench_cost,
     bench_shape,
-    build_corpus_db,
-    build_model_db,
+    build_stores,
     collect,
     demo,
     edit_store,
@@ -27,8 +26,9 @@ from hdtool.cli import (
     train_heads,
     verify,
 )
-from hdtool.cli.parameters.command import Command, examples
+from hdtool.cli.parameters.command import Command
 from hdtool.cli.parameters.options import INTERRUPTED
+from hdtool.cli.parameters.settings import with_options
 from hdtool.data.errors import HdtoolError, OptionError
 
 SEVERAL = "TORCHELASTIC_RUN_ID"
@@ -45,97 +45,71 @@ app = typer.Typer(
 )
 
 
-def _add(name: str, function: Callable[..., Any], *usage: str, settings: dict[str, Any] | None = None) -> None:
-    app.command(name, cls=Command, epilog=examples(*usage), context_settings=settings)(function)
-
-
-_add(
-    "generate",
-    generate.generate,
-    'hdtool generate --prompt "Write a quick sort."',
-    "hdtool generate --model MODEL --prompts prompts.jsonl --json > answers.jsonl",
-)
-_add(
-    "build-model-db",
-    build_model_db.build_model_db,
-    "hdtool build-model-db --from generations.jsonl",
-    "hdtool build-model-db --model MODEL --from 'logs/*.jsonl.gz' --out stores/model",
-)
-_add(
-    "build-corpus-db",
-    build_corpus_db.build_corpus_db,
-    "hdtool build-corpus-db sharegpt.json",
-    "hdtool build-corpus-db --model MODEL docs/ code.parquet --out stores/corpus",
-)
-_add(
-    "collect",
-    collect.collect,
-    "hdtool collect --prompts prompts.jsonl --out answers.jsonl",
-    "hdtool collect --model MODEL --prompts prompts.jsonl --out answers.jsonl --batch-size 8",
-)
-_add(
-    "inspect",
-    inspect.inspect,
-    "hdtool inspect stores/model --latency",
-    'hdtool inspect stores/corpus --model MODEL --after "for i in"',
-)
-_add(
-    "merge",
-    edit_store.merge,
-    "hdtool merge stores/a stores/b --out stores/both",
-    "hdtool merge stores/a stores/b --out stores/a --json",
-)
-_add("add", edit_store.add, "hdtool add stores/corpus new.jsonl", "hdtool add stores/model answers.jsonl --model MODEL")
-_add(
-    "drop",
-    edit_store.drop,
-    "hdtool drop stores/corpus --source sharegpt.json",
-    "hdtool drop stores/model --source 1a2b3c4d",
-)
-_add(
-    "train-heads",
-    train_heads.train_heads,
-    "hdtool train-heads --model MODEL --from answers.jsonl --out heads",
-    "hdtool train-heads --model MODEL --from answers.jsonl --out medusa --medusa --num-heads 5",
-)
-_add(
-    "replay",
-    replay.replay,
-    "hdtool replay --traces answers.jsonl --model MODEL --methods pld,hd",
-    "hdtool replay --traces answers.jsonl --model MODEL --cost bench/cost.json --report report",
-)
-_add(
-    "verify",
-    verify.verify,
-    "hdtool verify --model MODEL --dtype float32",
-    "hdtool verify --prompts prompts.jsonl --method hd+amphista --num-prompts 50",
-)
-_add(
-    "serve",
-    serve.serve,
-    "hdtool serve MODEL --port 8000",
-    "hdtool serve MODEL --served-model-name tenant-a --min-draft-prob 0.3 --dry-run",
-    settings=serve.PASSED_ON,
-)
-_add(
-    "bench",
-    bench.bench,
-    "hdtool bench --num-prompts 24 --threads 1",
-    "hdtool bench --model MODEL --methods ar,pld,hd --temperature 0.7 --report report",
-)
-_add(
-    "bench-cost",
-    bench_cost.bench_cost,
-    "hdtool bench-cost --model MODEL",
-    "hdtool bench-cost --shape llama-7b --dtype bfloat16 --contexts 128,1024",
-)
-_add(
-    "bench-shape",
-    bench_shape.bench_shape,
-    "hdtool bench-shape llama-7b --traces answers.jsonl",
-    "hdtool bench-shape config.json --traces answers.jsonl --methods generate,ar,hd",
-)
-_add("demo", demo.demo, "hdtool demo", "hdtool demo --method pld --num-prompts 8")
+COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
+    generate.generate: (
+        'hdtool generate --prompt "Write a quick sort."',
+        "hdtool generate --model MODEL --prompts prompts.jsonl --json > answers.jsonl",
+    ),
+    build_stores.build_model_db: (
+        "hdtool build-model-db --from generations.jsonl",
+        "hdtool build-model-db --model MODEL --from 'logs/*.jsonl.gz' --out stores/model",
+    ),
+    build_stores.build_corpus_db: (
+        "hdtool build-corpus-db sharegpt.json",
+        "hdtool build-corpus-db --model MODEL docs/ code.parquet --out stores/corpus",
+    ),
+    collect.collect: (
+        "hdtool collect --prompts prompts.jsonl --out answers.jsonl",
+        "hdtool collect --model MODEL --prompts prompts.jsonl --out answers.jsonl --batch-size 8",
+    ),
+    inspect.inspect: (
+        "hdtool inspect stores/model --latency",
+        'hdtool inspect stores/corpus --model MODEL --after "for i in"',
+    ),
+    edit_store.merge: (
+        "hdtool merge stores/a stores/b --out stores/both",
+        "hdtool merge stores/a stores/b --out stores/a --json",
+    ),
+    edit_store.add: ("hdtool add stores/corpus new.jsonl", "hdtool add stores/model answers.jsonl --model MODEL"),
+    edit_store.drop: ("hdtool drop stores/corpus --source sharegpt.json", "hdtool drop stores/model --source 1a2b3c4d"),
+    train_heads.train_heads: (
+        "hdtool train-heads --model MODEL --from answers.jsonl --out heads",
+        "hdtool train-heads --model MODEL --from answers.jsonl --out medusa --medusa --num-heads 5",
+    ),
+    replay.replay: (
+        "hdtool replay --traces answers.jsonl --model MODEL --methods pld,hd",
+        "hdtool replay --traces answers.jsonl --model MODEL --cost bench/cost.json --report report",
+    ),
+    verify.verify: (
+        "hdtool verify --model MODEL --dtype float32",
+        "hdtool verify --prompts prompts.jsonl --method hd+amphista --num-prompts 50",
+    ),
+    serve.serve: (
+        "hdtool serve MODEL --port 8000",
+        "hdtool serve MODEL --served-model-name tenant-a --min-draft-prob 0.3 --dry-run",
+    ),
+    bench.bench: (
+        "hdtool bench --num-prompts 24 --threads 1",
+        "hdtool bench --model MODEL --methods ar,pld,hd --temperature 0.7 --report report",
+    ),
+    bench_cost.bench_cost: (
+        "hdtool bench-cost --model MODEL",
+        "hdtool bench-cost --shape llama-7b --dtype bfloat16 --contexts 128,1024",
+    ),
+    bench_shape.bench_shape: (
+        "hdtool bench-shape llama-7b --traces answers.jsonl",
+        "hdtool bench-shape config.json --traces answers.jsonl --methods generate,ar,hd",
+    ),
+    demo.demo: ("hdtool demo", "hdtool demo --method pld --num-prompts 8"),
+}
+"""The commands in their order, each with two examples."""
+for function, examples in COMMANDS.items():
+    app.command(
+        function.__name__.replace("_", "-"),
+        cls=Command,
+        epilog="\n".join(f"  {line}" for line in examples),
+        context_settings=serve.PASSED_ON if function is serve.serve else None,
+    )(with_options(function))
 
 
 def _show_version(wanted: bool) -> None:
@@ -157,11 +131,8 @@ def main() -> None:
     """Run the command line and exit."""
     if COMPLETION in os.environ:
         app(prog_name="hdtool")
-    sys.exit(_run_together(sys.argv[1:]) if _several() else run(sys.argv[1:]))
-
-
-def _several() -> bool:
-    return SEVERAL in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    several = SEVERAL in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    sys.exit(_run_together(sys.argv[1:]) if several else run(sys.argv[1:]))
 
 
 def _run_together(arguments: list[str]) -> int:

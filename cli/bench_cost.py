@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from hdtool.cli.output import tables
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import MEASUREMENT, OUTPUT, option
-from hdtool.data.errors import OptionError
+from hdtool.cli.parameters.settings import numbers, without
 from hdtool.runtime.config import SHAPES, BenchConfig, CostConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -21,12 +21,8 @@ CONTEXTS_PER_BLOCK = 8
 
 
 def bench_cost(
-    model: options.Model = ModelConfig.model,
-    device: options.Device = ModelConfig.device,
-    dtype: options.DType = ModelConfig.dtype,
-    quantization: options.Quantization = ModelConfig.quantization,
-    threads: options.Threads = ModelConfig.threads,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    *,
+    loading: Annotated[ModelConfig, without("device_map", "generation_config")],
     shape: Annotated[
         str | None,
         option(
@@ -52,15 +48,7 @@ def bench_cost(
     Prints and writes the table. generate chooses the number of draft tokens by it from then on, and replay --cost
     predicts tokens per second from it.
     """
-    config = CostConfig(contexts=_lengths(contexts))
-    asked = ModelConfig(
-        model=model,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        threads=threads,
-        quantization=quantization,
-    )
+    config = CostConfig(contexts=numbers("contexts", contexts, int, "lengths separated by commas, as in 128,1024"))
 
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.data.progress import bar
@@ -75,8 +63,8 @@ def bench_cost(
     figures, drawing = out / "cost.json", out / "cost.png"
     for file in (cost_file(figures), picture_file(drawing)):
         file.check()
-    loaded = load_shape(shape, asked) if shape else load(asked)
-    choose_threads(loaded.target, threads)
+    loaded = load_shape(shape, loading) if shape else load(loading)
+    choose_threads(loaded.target, loading.threads)
     lengths = lengths_for(loaded, config)
     check_saving(loaded.target)
     with bar(len(lengths), "contexts", quiet=quiet) as shown:
@@ -98,12 +86,3 @@ def table(curve: CostCurve) -> str:
             rows.append([name, *(f"{curve.milliseconds[place][column]:.2f}" for place in shown)])
         blocks.append(tables.table(rows, widths=[8] * (len(shown) + 1), gap=1))
     return "\n\n".join(blocks)
-
-
-def _lengths(contexts: str | None) -> tuple[int, ...] | None:
-    if contexts is None:
-        return None
-    try:
-        return tuple(int(length) for length in contexts.split(","))
-    except ValueError:
-        raise OptionError(f"--contexts must be lengths separated by commas, as in 128,1024, got {contexts!r}") from None

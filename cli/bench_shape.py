@@ -13,57 +13,30 @@ import typer
 
 from hdtool.cli.output import tables
 from hdtool.cli.parameters import options
-from hdtool.cli.parameters.command import INPUT, MEASUREMENT, MODEL, completion, option
-from hdtool.cli.parameters.unused_options import method_names
+from hdtool.cli.parameters.command import INPUT, completion, option
+from hdtool.cli.parameters.settings import only, without
 from hdtool.data.errors import RecordError
 from hdtool.data.traces import read_traces
-from hdtool.runtime.config import (
-    METHODS,
-    NEED_LOGITS,
-    SHAPE_PEERS,
-    SHAPES,
-    DecodeConfig,
-    ModelConfig,
-    ShapeConfig,
-    StoresConfig,
-)
+from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig, ShapeConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.runtime.evaluation.recorded_model import ReplayRunner, Timing
     from hdtool.runtime.model.load import Loaded
     from hdtool.runtime.stores.store_set import StoreSet
 
-REPLAYED = (*SHAPE_PEERS, *(method for method in METHODS if method not in NEED_LOGITS))
+SHAPE = typer.Argument(
+    help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
+)
+LOADING = only("model", "device", "dtype", "threads", "trust_remote_code").described(model=options.THAT_ANSWERED)
 
 
 def bench_shape(
-    shape: Annotated[
-        str,
-        typer.Argument(
-            help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
-        ),
-    ],
+    *,
     traces: Annotated[Path, option(INPUT, "Recorded answers, as replay takes them.")],
-    limit: Annotated[int | None, option(INPUT, "Number of conversations, from the start of the file.")] = None,
-    model: Annotated[
-        str | None, option(MODEL, "Model that answered; only its tokenizer is read. Default: the demo model.")
-    ] = ModelConfig.model,
-    device: options.Device = ModelConfig.device,
-    dtype: options.DType = ModelConfig.dtype,
-    threads: options.Threads = ModelConfig.threads,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
-    methods: Annotated[
-        list[str] | None,
-        option(
-            MEASUREMENT,
-            f"Methods, with commas: {', '.join(REPLAYED)}. Default: {', '.join(ShapeConfig.methods)}.",
-            values=REPLAYED,
-        ),
-    ] = None,
-    model_db: options.ModelDb = StoresConfig.model_db,
-    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
-    draft_tokens: options.DraftTokens = DecodeConfig.draft_tokens,
-    max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
+    config: Annotated[ShapeConfig, only("shape", "methods", "limit").described(shape=SHAPE)],
+    loading: Annotated[ModelConfig, LOADING],
+    decoding: Annotated[DecodeConfig, only("draft_tokens", "max_new_tokens")],
+    stores: Annotated[StoresConfig, without("namespace")],
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> None:
@@ -72,9 +45,6 @@ def bench_shape(
     Every step runs a real forward pass of a model with random weights; the accepted tokens are those of the recorded
     answers. So the speed of a large model can be measured without its weights.
     """
-    config = ShapeConfig(shape=shape, methods=method_names(methods) or ShapeConfig.methods, limit=limit)
-    decoding = DecodeConfig(draft_tokens=draft_tokens, max_new_tokens=max_new_tokens)
-    loading = ModelConfig(model=model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, threads=threads)
     recorded = read_traces([traces])[: config.limit]
 
     from hdtool.cli.output.show_answers import quiet_libraries
@@ -83,15 +53,12 @@ def bench_shape(
     from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, fitting
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
     from hdtool.runtime.model.cpu_threads import choose_threads
-    from hdtool.runtime.model.load import load_stops
     from hdtool.runtime.stores.store_set import StoreSet
 
     quiet_libraries()
-    store_config = StoresConfig(model_db=model_db, corpus_db=corpus_db)
     loaded = load_shape(config.shape, loading)
-    choose_threads(loaded.target, threads)
-    tokenizer = loaded.tokenizer
-    reader = TurnReader(tokenizer, load_stops(loading, tokenizer), tokenizer.eos_token_id)
+    choose_threads(loaded.target, loading.threads)
+    reader = TurnReader.of_model(loading)
     every = [turn for trace in recorded for turn in reader.turns(trace)]
     turns = fitting(every, loaded.target, decoding.max_new_tokens)
     if not turns:
@@ -99,9 +66,8 @@ def bench_shape(
     if len(turns) < len(every):
         left_out = len(every) - len(turns)
         print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
-    benchmark = PairedBenchmark(
-        _runners(config.methods, loaded, StoreSet.for_tokenizer(tokenizer, store_config), decoding)
-    )
+    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores)
+    benchmark = PairedBenchmark(_runners(config.methods, loaded, store_set, decoding))
     with bar(len(turns), "answers", quiet=quiet) as shown:
         for done in benchmark.run(turns):
             shown.to(done)
@@ -150,15 +116,14 @@ def _report(loaded: Loaded, traces: str, answers: int, found: dict[str, Timing])
 
 
 def _figures(one: Timing, limit: float) -> dict[str, float]:
-    figures = {"tokens": one.tokens, "tokens_per_second": round(one.tokens_per_second, 2)}
+    figures = {"tokens": one.tokens, **tables.rounded(one, tokens_per_second=2)}
     if one.stats:
-        figures["tokens_per_step"] = round(one.stats.tokens_per_step, 3)
+        figures |= tables.rounded(one.stats, tokens_per_step=3)
     if (later := one.later) and later.steps:
         figures |= {
             "model_ms_per_step": round(later.verify_ms_per_step, 4),
             "share_of_bandwidth_limit": round(1e3 * limit / later.verify_ms_per_step, 3),
-            "draft_us_per_step": round(later.draft_us_per_step, 1),
-            "outside_us_per_step": round(later.outside_us_per_step, 1),
+            **tables.rounded(later, draft_us_per_step=1, outside_us_per_step=1),
         }
     return figures
 

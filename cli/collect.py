@@ -7,39 +7,25 @@ from typing import Annotated
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
-from hdtool.data import demo
+from hdtool.cli.parameters.settings import only, without
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 
 
 def collect(
+    *,
     prompts: Annotated[Path, option(INPUT, "File of prompts, one per line: text, or JSON as generate takes it.")],
     out: Annotated[Path, option(OUTPUT, "File of the answers; the same command resumes an interrupted run.")],
     chat: options.Chat = None,
-    model: options.Model = ModelConfig.model,
-    device: options.Device = ModelConfig.device,
-    dtype: options.DType = ModelConfig.dtype,
-    quantization: options.Quantization = ModelConfig.quantization,
-    threads: options.Threads = ModelConfig.threads,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
-    max_new_tokens: options.MaxNewTokens = 1024,
-    batch_size: options.BatchSize = DecodeConfig.batch_size,
-    temperature: options.Temperature = SamplingConfig.temperature,
-    top_k: options.TopK = SamplingConfig.top_k,
-    top_p: options.TopP = SamplingConfig.top_p,
-    repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
-    seed: options.Seed = SamplingConfig.seed,
-    generation_config: options.GenerationConfig = ModelConfig.generation_config,
+    loading: Annotated[ModelConfig, without("device_map")],
+    decoding: Annotated[DecodeConfig, only("max_new_tokens", "batch_size", max_new_tokens=1024)],
+    sampling: SamplingConfig,
     quiet: options.Quiet = False,
 ) -> None:
     """Collect a model's answers for a model store.
 
     Writes one JSON line for each prompt: id, category, model, settings, messages, answers (ids and how each ended).
     """
-    decoding = DecodeConfig(max_new_tokens=max_new_tokens, batch_size=batch_size)
-    sampling = SamplingConfig(
-        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
-    )
     asked = read_prompts(prompts)
 
     from hdtool.builders.collect import GenerationFile
@@ -50,18 +36,8 @@ def collect(
 
     quiet_libraries()
     # A file that cannot be resumed is refused before the model is loaded.
-    written = {"model": model or demo.NAME, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
-    file = GenerationFile(out, written)
+    file = GenerationFile(out, loading, decoding, sampling)
     file.check(asked)
-    loading = ModelConfig(
-        model=model,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        threads=threads,
-        quantization=quantization,
-        generation_config=generation_config,
-    )
     answerer = Answerer(loading, decoding, sampling, chat)
     answerer.check(asked)
     with bar(len(asked), "answers", quiet=quiet) as shown:

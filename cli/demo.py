@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, option
 from hdtool.cli.parameters.options import INTERRUPTED
+from hdtool.cli.parameters.settings import only
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 if TYPE_CHECKING:
@@ -15,18 +15,16 @@ if TYPE_CHECKING:
 
 
 def demo(
+    *,
     num_prompts: Annotated[int, option(INPUT, "Number of the embedded prompts to answer.", "--num-prompts", min=1)] = 4,
-    method: options.Method = DecodeConfig.method,
-    max_new_tokens: options.MaxNewTokens = 160,
-    device: options.Device = ModelConfig.device,
+    decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=160)],
+    loading: Annotated[ModelConfig, only("device")],
 ) -> int:
     """Compare drafting with plain decoding on the demo model.
 
     Answers a few embedded prompts, which were not in the training data, by plain decoding and with drafting. The text
     is the same.
     """
-    decoding = DecodeConfig(method=method, max_new_tokens=max_new_tokens)
-
     from hdtool.cli.output.show_answers import colors_shown, legend, quiet_libraries, stream, summary
     from hdtool.data import demo as embedded
     from hdtool.data.prompts import read_prompts
@@ -34,10 +32,11 @@ def demo(
     from hdtool.runtime.stats import Stats
 
     quiet_libraries()
+    method = decoding.method
     store_set = StoresConfig(model_db=str(embedded.MODEL_STORE), corpus_db=str(embedded.CORPUS_INDEX))
     plain, drafting = (
-        Answerer(ModelConfig(device=device), replace(decoding, method=name), SamplingConfig(), store_set=store_set)
-        for name in ("ar", decoding.method)
+        Answerer(loading, replace(decoding, method=name), SamplingConfig(), store_set=store_set)
+        for name in ("ar", method)
     )
     every = read_prompts(embedded.PROMPTS)
     for answerer in (plain, drafting):  # the first use compiles

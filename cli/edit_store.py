@@ -10,7 +10,8 @@ import typer
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
-from hdtool.runtime.config import BuildConfig, ModelConfig
+from hdtool.cli.parameters.settings import only
+from hdtool.runtime.config import BuildConfig
 
 
 def merge(
@@ -29,11 +30,11 @@ def merge(
 
 
 def add(
+    *,
     store: options.StoreFolder,
     inputs: options.Inputs,
-    model: options.Tokenizer = ModelConfig.model,
-    max_bad_fraction: options.MaxBadFraction = BuildConfig.max_bad_fraction,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    loading: options.Tokenizer,
+    config: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -41,26 +42,17 @@ def add(
 
     The result equals a build from all inputs together.
     """
-    config = BuildConfig(max_bad_fraction=max_bad_fraction)
-
     from hdtool.builders.stores import edit_store as rework
     from hdtool.builders.stores.engine import LocalEngine
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import reading, report
     from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
     from hdtool.runtime.model.load import load_tokenizer
-    from hdtool.runtime.stores.model_store import KIND as MODEL
 
     quiet_libraries()
     kind = read_manifest(store).kind
-    tokenizer = load_tokenizer(ModelConfig(model=model, trust_remote_code=trust_remote_code))
-    here = LocalEngine()
-    with reading(
-        inputs, tokenizer, here, answers_only=kind == MODEL, tolerance=config.max_bad_fraction, quiet=quiet
-    ) as (
-        read,
-        documents,
-    ):
+    tokenizer = load_tokenizer(loading)
+    with reading(inputs, tokenizer, LocalEngine(), kind, config.max_bad_fraction, quiet=quiet) as (read, documents):
         manifest = rework.add(store, documents, read.sources, TokenizerFingerprint.of(tokenizer), kind)
     report(store, manifest, as_json=as_json)
 

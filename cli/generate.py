@@ -7,42 +7,25 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.options import INTERRUPTED
+from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 
 def generate(
+    *,
     prompt: options.Prompt = None,
     prompts: options.Prompts = None,
     chat: options.Chat = None,
-    model: options.Model = ModelConfig.model,
-    device: options.Device = ModelConfig.device,
-    device_map: options.DeviceMap = ModelConfig.device_map,
-    dtype: options.DType = ModelConfig.dtype,
-    quantization: options.Quantization = ModelConfig.quantization,
-    threads: options.Threads = ModelConfig.threads,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
-    method: options.Method = DecodeConfig.method,
-    model_db: options.ModelDb = StoresConfig.model_db,
-    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
-    draft_tokens: options.DraftTokens = DecodeConfig.draft_tokens,
-    sources: options.Sources = options.ALL_SOURCES,
-    order: options.Order = options.ORDER,
-    lookahead: options.Lookahead = DecodeConfig.lookahead,
-    heads: options.Heads = None,
-    tree: options.Tree = DecodeConfig.tree,
-    max_new_tokens: options.MaxNewTokens = DecodeConfig.max_new_tokens,
-    batch_size: options.BatchSize = DecodeConfig.batch_size,
-    temperature: options.Temperature = SamplingConfig.temperature,
-    top_k: options.TopK = SamplingConfig.top_k,
-    top_p: options.TopP = SamplingConfig.top_p,
-    repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
-    seed: options.Seed = SamplingConfig.seed,
-    generation_config: options.GenerationConfig = ModelConfig.generation_config,
+    decoding: DecodeConfig,
+    store_set: Annotated[StoresConfig, without("namespace")],
+    sampling: SamplingConfig,
+    loading: ModelConfig,
     stats: options.Stats = False,
     color: options.Color = False,
     as_json: options.Json = False,
@@ -52,21 +35,6 @@ def generate(
     Streams the answers to standard output. Drafting changes their speed, not their text. Under torchrun, the processes
     share one model: torchrun --nproc-per-node 2 -m hdtool.cli generate ...
     """
-    # Settings are checked before a model is loaded.
-    decoding = DecodeConfig(
-        method=method,
-        max_new_tokens=max_new_tokens,
-        draft_tokens=draft_tokens,
-        use=sources,
-        order=order,
-        lookahead=lookahead,
-        batch_size=batch_size,
-        heads=tuple(heads or ()),
-        tree=tree,
-    )
-    sampling = SamplingConfig(
-        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
-    )
     asked = _asked(prompt, prompts)
 
     from hdtool.cli.output.show_answers import (
@@ -83,17 +51,6 @@ def generate(
     from hdtool.runtime.answerer import Answerer
 
     quiet_libraries()
-    store_set = StoresConfig(model_db=model_db, corpus_db=corpus_db)
-    loading = ModelConfig(
-        model=model,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        threads=threads,
-        device_map=device_map,
-        quantization=quantization,
-        generation_config=generation_config,
-    )
     answerer = Answerer(loading, decoding, sampling, chat, store_set)
     answerer.check(asked)
     print_sources(answerer.store_set)
@@ -111,8 +68,8 @@ def generate(
             print(summary(answer.stats), file=sys.stderr)
         tokens += answer.stats.tokens
         interrupted |= answer.interrupted
-    if stats and batch_size > 1:
-        print(batch_summary(tokens, time.perf_counter() - started, batch_size), file=sys.stderr)
+    if stats and decoding.batch_size > 1:
+        print(batch_summary(tokens, time.perf_counter() - started, decoding.batch_size), file=sys.stderr)
     return INTERRUPTED if interrupted else 0
 
 

@@ -28,12 +28,11 @@ def inspect(
     after: Annotated[str | None, option(INPUT, "Show what the store would draft after this text.")] = None,
     latency: Annotated[bool, option(OUTPUT, "Time lookups of contexts from the store itself.", "--latency")] = False,
     ngrams: Annotated[
-        str | None,
-        option(INPUT, "List a model store's most frequent n-grams that begin with this text; all with ''."),
+        str | None, option(INPUT, "List a model store's most frequent n-grams that begin with this text; all with ''.")
     ] = None,
     verify: Annotated[bool, option(OUTPUT, "Read every file and compare its checksum.", "--verify")] = False,
-    model: options.Tokenizer = ModelConfig.model,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
+    *,
+    config: options.Tokenizer,
     as_json: options.Json = False,
 ) -> None:
     """Show what a store holds and what it would draft."""
@@ -42,8 +41,6 @@ def inspect(
 
     if after == "":
         raise OptionError("--after is empty: give the text after which the store shall draft")
-
-    config = ModelConfig(model=model, trust_remote_code=trust_remote_code)
 
     def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str], list[dict[str, Any]]]:
         opened = None

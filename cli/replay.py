@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from hdtool.cli.parameters import options
-from hdtool.cli.parameters.command import DRAFTING, INPUT, MEASUREMENT, MODEL, OUTPUT, option
-from hdtool.cli.parameters.unused_options import method_names
+from hdtool.cli.parameters.command import INPUT, MEASUREMENT, OUTPUT, option
+from hdtool.cli.parameters.settings import only, without
 from hdtool.data.errors import RecordError
-from hdtool.runtime.config import (
-    FIXED_BUDGET,
-    LARGEST_BUDGET,
-    METHODS,
-    NEED_LOGITS,
-    ModelConfig,
-    ReplayConfig,
-    StoresConfig,
-)
+from hdtool.runtime.config import ModelConfig, ReplayConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.data.files.atomic_write import OutputFile
     from hdtool.data.traces import Trace
-    from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-    from hdtool.runtime.evaluation.replay_results import ReplayResult
 
-REPLAYED = tuple(method for method in METHODS if method not in NEED_LOGITS)
 TURN_KEYS = (
     "method",
     "conversation",
@@ -45,42 +35,18 @@ NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs t
 
 
 def replay(
+    *,
     traces: Annotated[
-        list[Path],
-        option(INPUT, "Recordings, repeatable: chat JSONL, output of collect, or Spec-Bench answers."),
+        list[Path], option(INPUT, "Recordings, repeatable: chat JSONL, output of collect, or Spec-Bench answers.")
     ],
     questions: Annotated[Path | None, option(INPUT, "Questions of Spec-Bench answer files: question.jsonl.")] = None,
-    limit: Annotated[
-        int | None, option(INPUT, "Number of conversations, from the start of the recordings.")
-    ] = ReplayConfig.limit,
+    config: ReplayConfig,
     chat: Annotated[
         bool | None,
         option(INPUT, "Rebuild contexts by the chat template or as text. Default: chat if any.", "--chat/--raw"),
     ] = None,
-    model: Annotated[
-        str | None, option(MODEL, "Model that answered; only its tokenizer is read. Default: the demo model.")
-    ] = ModelConfig.model,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
-    methods: Annotated[
-        list[str] | None,
-        option(
-            DRAFTING,
-            f"Methods, with commas: {', '.join(REPLAYED)}. Default: all that find their stores.",
-            values=REPLAYED,
-        ),
-    ] = None,
-    model_db: options.ModelDb = StoresConfig.model_db,
-    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
-    draft_tokens: Annotated[
-        int | None,
-        option(
-            DRAFTING,
-            f"Most draft tokens per step of hd and rest, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by "
-            "--cost.",
-        ),
-    ] = ReplayConfig.draft_tokens,
-    sources: options.StoreSources = options.STORE_SOURCES,
-    order: options.Order = options.ORDER,
+    loading: Annotated[ModelConfig, only("model", "trust_remote_code").described(model=options.THAT_ANSWERED)],
+    stores: Annotated[StoresConfig, without("namespace")],
     cost: Annotated[
         str | None,
         option(
@@ -89,9 +55,6 @@ def replay(
             "0:20.1,8:20.9,32:24, or a cost.json of bench-cost.",
         ),
     ] = None,
-    workers: Annotated[
-        int | None, option(MEASUREMENT, "Worker processes. Default: one per core for large recordings.")
-    ] = ReplayConfig.workers,
     steps: Annotated[
         Path | None, option(OUTPUT, "File for one JSON line per method and turn, with the tokens of each step.")
     ] = None,
@@ -104,27 +67,18 @@ def replay(
     A recorded answer shows of every draft which tokens the model would have accepted, so no model is needed. Methods
     that draft from logits cannot be replayed; hd-paper is replayed without its lookahead branch.
     """
-    config = ReplayConfig(
-        methods=method_names(methods) or (),
-        draft_tokens=draft_tokens,
-        use=sources,
-        order=order,
-        limit=limit,
-        workers=workers,
-    )
-
-    from hdtool.cli.output.replay_table import in_words, record
+    from hdtool.cli.output.replay_table import in_words, record, turn_record
     from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.cli.output.write_report import report_replay
-    from hdtool.data.progress import bar
+    from hdtool.cli.output.write_report import write_report
+    from hdtool.data.progress import bar, over
     from hdtool.data.traces import read_traces
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
     from hdtool.runtime.evaluation.replay import Contender
     from hdtool.runtime.evaluation.report.ablations import Study
+    from hdtool.runtime.evaluation.report.pages import page_of_replay
     from hdtool.runtime.evaluation.report.write import prepare
     from hdtool.runtime.evaluation.worker_pool import replay as replayed
-    from hdtool.runtime.model.load import load_stops, load_tokenizer
     from hdtool.runtime.stores.store_set import StoreSet
 
     curve = CostCurve.given(cost) if cost is not None else None
@@ -134,24 +88,24 @@ def replay(
     quiet_libraries()
     if report:
         prepare(report)
-    loading = ModelConfig(model=model, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(loading)
-    store_set = StoreSet.for_tokenizer(tokenizer, StoresConfig(model_db=model_db, corpus_db=corpus_db))
+    reader = TurnReader.of_model(loading, chat)
+    store_set = StoreSet.for_tokenizer(reader.tokenizer, stores)
     chosen = config.methods_with(corpus=store_set.corpus is not None)
     print(f"drafting from {store_set}", file=sys.stderr)
     if "hd-paper" in chosen:
         print(NO_LOOKAHEAD, file=sys.stderr)
-    reader = TurnReader(tokenizer, load_stops(loading, tokenizer), tokenizer.eos_token_id, chat)
-    conversations = _turns(reader, recorded, quiet)
+    conversations = [reader.turns(trace) for trace in over(recorded, "conversations", quiet=quiet)]
     contenders = [Contender(name, config.decoding(name), curve) for name in chosen]
     with bar(len(chosen) * sum(map(len, conversations)), "turns", quiet=quiet) as shown:
         played = replayed(contenders, conversations, store_set, workers=config.workers, on_progress=shown.to)
     if steps:
-        _write_steps(steps, played)
+        rows = (turn_record(name, turn) for name, one in played.items() for turn in one.turns)
+        _steps_file(steps).write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(json.dumps(record(played, curve), ensure_ascii=False) if as_json else in_words(played, curve))
     if report:
         study = Study(conversations, store_set, config.draft_tokens, config.workers)
-        report_replay(report, study, recorded, tokenizer, played, curve, quiet=quiet)
+        page_of = partial(page_of_replay, study, played, curve)
+        write_report(report, study, recorded, reader.tokenizer, page_of, quiet=quiet)
 
 
 def _answered(traces: list[Trace]) -> list[Trace]:
@@ -162,29 +116,9 @@ def _answered(traces: list[Trace]) -> list[Trace]:
     return kept
 
 
-def _turns(reader: TurnReader, traces: list[Trace], quiet: bool) -> list[list[RecordedTurn]]:
-    from hdtool.data.progress import bar
-
-    conversations = []
-    with bar(len(traces), "conversations", quiet=quiet) as shown:
-        for trace in traces:
-            conversations.append(reader.turns(trace))
-            shown.advance()
-    return conversations
-
-
 def _steps_file(path: Path) -> OutputFile:
     from hdtool.data.files.atomic_write import OutputFile
     from hdtool.data.files.ownership import json_lines_with
 
     advice = "choose another --steps, or move it away"
     return OutputFile(path, "a file of replay --steps", json_lines_with(TURN_KEYS), RecordError, advice)
-
-
-def _write_steps(path: Path, played: dict[str, ReplayResult]) -> None:
-    from hdtool.cli.output.replay_table import turn_record
-
-    with _steps_file(path).replaced() as stream:
-        for name, one in played.items():
-            for turn in one.turns:
-                stream.write((json.dumps(turn_record(name, turn), ensure_ascii=False) + "\n").encode())

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli.parameters import options
-from hdtool.cli.parameters.command import DRAFTING, OUTPUT, option
+from hdtool.cli.parameters.command import OUTPUT, option
 from hdtool.data.errors import OptionError, ServeError
 from hdtool.runtime.config import ServeConfig, StoresConfig
 
@@ -22,6 +21,7 @@ PASSED_ON = {"ignore_unknown_options": True}
 
 
 def serve(
+    *,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -29,22 +29,8 @@ def serve(
             help="Folder or hub name of the model, then any option of vllm serve. Default: the embedded demo model.",
         ),
     ] = None,
-    draft_tokens: Annotated[
-        int, option(DRAFTING, "Most draft tokens per request and step.")
-    ] = ServeConfig.draft_tokens,
-    min_draft_prob: Annotated[
-        float | None,
-        option(DRAFTING, "Minimum probability of a draft token, 0 to 1. Default: by the measured time of passes."),
-    ] = ServeConfig.min_draft_prob,
-    model_db: options.ModelDb = StoresConfig.model_db,
-    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
-    namespace: Annotated[
-        str | None,
-        option(DRAFTING, "Tenant of the stores. Default: the name under which the model is served, if it has stores."),
-    ] = StoresConfig.namespace,
-    context_mib: Annotated[
-        int, option(DRAFTING, "Memory for the context tables of all requests, in MiB.")
-    ] = ServeConfig.context_mib,
+    serving: ServeConfig,
+    stores: StoresConfig,
     dry_run: Annotated[bool, option(OUTPUT, "Print the command without running it.", "--dry-run")] = False,
 ) -> None:
     """Serve a model with vLLM and drafting.
@@ -52,7 +38,6 @@ def serve(
     Starts vLLM's OpenAI-compatible server with the stores that fit the model's tokenizer, and prints the command. All
     options that are not listed here are passed to vLLM. Needs pip install "hdtool[vllm]".
     """
-    serving = ServeConfig(draft_tokens=draft_tokens, min_draft_prob=min_draft_prob, context_mib=context_mib)
     model, *passed_on = arguments or [""]
     if model.startswith("-"):
         raise OptionError(
@@ -69,7 +54,6 @@ def serve(
     from hdtool.runtime.integrations.vllm.launch import Launch
 
     quiet_libraries()
-    stores = StoresConfig(model_db=model_db, corpus_db=corpus_db, namespace=namespace)
     launch = Launch(model or str(demo.MODEL), passed_on, serving, stores)
     print_sources(launch.store_set)
     _show(launch, dry_run=dry_run)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, option
+from hdtool.cli.parameters.settings import only, without
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig, VerifyConfig
@@ -22,32 +23,18 @@ CLAIMS = {"plain": "drafted answers identical to plain decoding", "generate": "p
 
 
 def verify(
+    *,
     prompts: Annotated[
         Path | None, option(INPUT, "File of prompts, as generate takes it. Default: the embedded prompts.")
     ] = None,
-    num_prompts: Annotated[
-        int, option(INPUT, "Number of prompts, from the start of the file.", "--num-prompts", "--limit")
-    ] = VerifyConfig.limit,
+    size: Annotated[VerifyConfig, only("num_prompts")],
     chat: options.Chat = None,
-    model: options.Model = ModelConfig.model,
-    device: options.Device = ModelConfig.device,
-    dtype: options.DType = ModelConfig.dtype,
-    quantization: options.Quantization = ModelConfig.quantization,
-    threads: options.Threads = ModelConfig.threads,
-    trust_remote_code: options.TrustRemoteCode = ModelConfig.trust_remote_code,
-    method: options.Method = DecodeConfig.method,
-    model_db: options.ModelDb = StoresConfig.model_db,
-    corpus_db: options.CorpusDb = StoresConfig.corpus_db,
-    draft_tokens: options.DraftTokens = DecodeConfig.draft_tokens,
-    heads: options.Heads = None,
-    tree: options.Tree = DecodeConfig.tree,
-    max_new_tokens: options.MaxNewTokens = VerifyConfig.max_new_tokens,
-    temperature: options.Temperature = SamplingConfig.temperature,
-    top_k: options.TopK = SamplingConfig.top_k,
-    top_p: options.TopP = SamplingConfig.top_p,
-    repetition_penalty: options.RepetitionPenalty = SamplingConfig.repetition_penalty,
-    seed: options.Seed = SamplingConfig.seed,
-    generation_config: options.GenerationConfig = ModelConfig.generation_config,
+    decoding: Annotated[
+        DecodeConfig, without("sources", "order", "lookahead", "batch_size", max_new_tokens=VerifyConfig.max_new_tokens)
+    ],
+    stores: Annotated[StoresConfig, without("namespace")],
+    sampling: SamplingConfig,
+    loading: Annotated[ModelConfig, without("device_map")],
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> int:
@@ -57,18 +44,6 @@ def verify(
     them token for token. At a difference, the logits are computed again in higher precision: a gap within the rounding
     error there is a near tie. Exit code 0 if all answers are identical or differ at near ties only, else 1.
     """
-    size = VerifyConfig(limit=num_prompts, max_new_tokens=max_new_tokens)
-    decoding = DecodeConfig(
-        method=method,
-        max_new_tokens=size.max_new_tokens,
-        draft_tokens=draft_tokens,
-        heads=tuple(heads or ()),
-        tree=tree,
-    )
-    sampling = SamplingConfig(
-        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
-    )
-
     from hdtool.cli.output.show_answers import print_sources, quiet_libraries
     from hdtool.data import demo
     from hdtool.runtime.drafters.methods import drafter_for
@@ -79,46 +54,30 @@ def verify(
 
     asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
     quiet_libraries()
-    loaded = load(
-        ModelConfig(
-            model=model,
-            device=device,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            threads=threads,
-            quantization=quantization,
-            generation_config=generation_config,
-        )
-    )
-    choose_threads(loaded.target, threads)
-    store_set = StoreSet.for_tokenizer(
-        loaded.tokenizer, StoresConfig(model_db=model_db, corpus_db=corpus_db), decoding.databases
-    )
-    verifier = Verifier(loaded, sampling, drafter_for(decoding, loaded.target, store_set), size.max_new_tokens)
+    loaded = load(loading)
+    choose_threads(loaded.target, loading.threads)
+    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, decoding.databases)
+    drafter = drafter_for(decoding, loaded.target, store_set)
+    verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens)
     print_sources(store_set)
     checks = _checked(verifier, loaded, asked, chat, quiet)
     explained = verifier.explain([difference for check in checks for difference in check.differences])
-    report = _report(loaded, method, verifier.oracles, checks, explained)
-    if as_json:
-        print(json.dumps(report, ensure_ascii=False))
-    else:
-        _print(report)
+    report = _report(loaded, decoding.method, verifier.oracles, checks, explained)
+    print(json.dumps(report, ensure_ascii=False) if as_json else _in_words(report))
     return 0 if report["lossless"] else 1
 
 
 def _checked(verifier: Verifier, loaded: Loaded, asked: list[Prompt], chat: bool | None, quiet: bool) -> list[Check]:
     from hdtool.data.chat import encode_conversation
-    from hdtool.data.progress import bar
+    from hdtool.data.progress import over
 
     checks = []
-    with bar(len(asked), "prompts", quiet=quiet) as shown:
-        for prompt in asked:
-            ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat)
-            try:
-                checks.append(verifier.check(prompt.id, ids))
-            except PromptError as error:
-                raise PromptError(f"prompt {prompt.id}: {error}") from None
-            shown.advance()
+    for prompt in over(asked, "prompts", quiet=quiet):
+        ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat)
+        try:
+            checks.append(verifier.check(prompt.id, ids))
+        except PromptError as error:
+            raise PromptError(f"prompt {prompt.id}: {error}") from None
     return checks
 
 
@@ -166,19 +125,18 @@ def _difference(explanation: Explanation, tokenizer: PreTrainedTokenizerBase) ->
     }
 
 
-def _print(report: dict[str, Any]) -> None:
-    print("{model} on {device} in {dtype}, method {method}: {prompts} prompts, {tokens:,} tokens".format(**report))
-    for oracle, count in report["identical"].items():
-        print(f"{CLAIMS[oracle]}: {count} of {report['prompts']}")
-    for difference in report["differences"]:
-        print(_place(difference))
+def _in_words(report: dict[str, Any]) -> str:
+    lines = ["{model} on {device} in {dtype}, method {method}: {prompts} prompts, {tokens:,} tokens".format(**report)]
+    lines += [f"{CLAIMS[oracle]}: {count} of {report['prompts']}" for oracle, count in report["identical"].items()]
+    lines += map(_place, report["differences"])
+    advice = ": compare with --dtype float32" if report["dtype"] in ("bfloat16", "float16") else ""
     if not report["differences"]:
-        print(f"lossless, at {report['tokens_per_step']:.2f} tokens per step")
+        lines.append(f"lossless, at {report['tokens_per_step']:.2f} tokens per step")
     elif report["lossless"]:
-        advice = ": compare with --dtype float32" if report["dtype"] in ("bfloat16", "float16") else ""
-        print(f"lossless except for {report['near_ties']} near ties that rounding decides{advice}")
+        lines.append(f"lossless except for {report['near_ties']} near ties that rounding decides{advice}")
     else:
-        print("NOT lossless: there are differences that rounding does not explain; please report this")
+        lines.append("NOT lossless: there are differences that rounding does not explain; please report this")
+    return "\n".join(lines)
 
 
 def _place(difference: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.errors import ResultError
+from hdtool.data.errors import ResultError, worded
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.json_lines import append, cut, is_torn, lines_of, may_be_torn_from
 from hdtool.data.files.locking import exclusive
@@ -106,15 +106,11 @@ def refuse_files_without_run(folder: Path, methods: Collection[str]) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder of results for this process."""
     busy = ResultError(f"another bench is writing {folder}: wait for it, or choose another --out")
-    try:
+    advice = "answers in it are kept; make room or choose another --out, and run the command again"
+    with worded(ResultError, f"{folder} cannot be written", advice):
         folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder / ".lock", busy):
             yield
-    except OSError as error:
-        raise ResultError(
-            f"{folder} cannot be written ({error.strerror or error}): answers in it are kept; "
-            "make room or choose another --out, and run the command again"
-        ) from error
 
 
 class ResultFolder:
@@ -192,7 +188,11 @@ class _MethodFile:
         done = len(self.answers)
         if [answer.question_id for answer in self.answers] != list(ids[:done]):
             raise ResultError(f"{self.path} does not hold the questions in their order: {ELSEWHERE}")
-        if self.torn and not (done < len(ids) and may_be_torn_from(self.torn, _start_of_line(ids[done]))):
+        fits = not self.torn
+        if self.torn and done < len(ids):
+            start = json.dumps({"question_id": ids[done]}, ensure_ascii=False)[:-1] + ', "category": "'
+            fits = may_be_torn_from(self.torn, start)
+        if not fits:
             raise ResultError(
                 f"{self.path}:{done + 1} is cut short and is not an answer of hdtool bench to question {done + 1}: "
                 "remove that line, or choose another --out"
@@ -201,11 +201,6 @@ class _MethodFile:
     def cut(self, done: int) -> None:
         """Keep the answers to ``done`` questions: all in the file, or all but the last."""
         cut(self.path, (self.last if len(self.answers) > done else b"") + self.torn)
-
-
-def _start_of_line(question_id: int | str) -> str:
-    """The start of a line that answers a question."""
-    return json.dumps({"question_id": question_id}, ensure_ascii=False)[:-1] + ', "category": "'
 
 
 def _file(method: str) -> str:

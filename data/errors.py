@@ -1,21 +1,22 @@
 """Errors that users can correct.
 
-HdtoolError
-├── PromptError     a prompt or a file of prompts cannot be used
-├── ModelError      no such model, or none that can be loaded
-│   └── FamilyError     a model whose kind cannot verify a tree of drafts
-├── RecordError     an input of a builder, or a recorded conversation, cannot be used
-├── StoreError      a store cannot be opened or written
-├── HeadsError      drafting heads cannot be opened, trained or written
-├── CostError       a cost curve cannot be read or written
-├── ResultError     a folder of results cannot be read or written
-├── ServeError      the serving engine is not installed
-├── ClusterError    a cluster cannot be reached, or cannot do what it is asked for
-└── OptionError     options that do not go together
-
 Each message says what was wrong, what was found, and what to do next, in one line. The command
 line prints it and exits with ``exit_code``; users of the library catch it.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def worded(error: type[HdtoolError], fault: str, advice: str) -> Iterator[None]:
+    """Raise an error of the operating system as one of hdtool's."""
+    try:
+        yield
+    except OSError as cause:
+        raise error(f"{fault} ({cause.strerror or cause}): {advice}") from cause
 
 
 def reason_of(error: Exception) -> str:

@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hdtool.data.errors import RecordError, reason_of
+from hdtool.data.errors import HdtoolError, RecordError, reason_of
 
 FORMATS = {
     "json": (".json",),
@@ -35,7 +35,7 @@ CHUNK = 1 << 16
 BOM = b"\xef\xbb\xbf"
 
 
-class RowError(Exception):
+class RowError(ValueError):
     """The reason why a row or a text cannot be used."""
 
 
@@ -106,18 +106,18 @@ def _ending(path: Path) -> str:
 
 
 @contextmanager
-def faults_named(path: Path) -> Iterator[None]:
-    """Turn errors of opening and reading a file into a ``RecordError``."""
+def faults_named(path: Path, kind: type[HdtoolError] = RecordError) -> Iterator[None]:
+    """Word the errors of opening and reading a file."""
     try:
         yield
     except FileNotFoundError:
-        raise RecordError(f"{path} does not exist: check the path") from None
+        raise kind(f"{path} does not exist: check the path") from None
     except IsADirectoryError:
-        raise RecordError(f"{path} is a folder: name the files in it") from None
+        raise kind(f"{path} is a folder: name the files in it") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise RecordError(f"{path} cannot be unpacked ({error}): fetch it again") from None
+        raise kind(f"{path} cannot be unpacked ({error}): fetch it again") from None
     except OSError as error:
-        raise RecordError(f"{path} cannot be read ({error.strerror or error}): check its permissions") from None
+        raise kind(f"{path} cannot be read ({error.strerror or error}): check its permissions") from None
 
 
 def rows_of(path: Path, raw: CountedFile, size: int) -> Iterator[Row]:
@@ -164,7 +164,7 @@ def _first_character(data: bytes) -> bytes:
 
 def _text_row(path: Path, data: bytes, size: int) -> Iterator[Row]:
     try:
-        if (text := _decoded(data)).strip():
+        if (text := decoded(data)).strip():
             yield Row("", text, size)
     except RowError as fault:
         raise RecordError(f"{path} is {fault}: convert it to UTF-8 text, or leave it out") from None
@@ -175,7 +175,7 @@ def _line_rows(lines: Iterable[bytes], raw: CountedFile) -> Iterator[Row]:
         if line.isspace():
             continue
         try:
-            value = _parsed(line)
+            value = parsed(decoded(line))
         except RowError as fault:
             value = fault
         yield Row(f":{number}", value, raw.count)
@@ -186,13 +186,13 @@ def _json_rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: in
     opening = _opening(stream)
     if _first_character(opening) != b"[":
         with suppress(RowError):
-            _parsed(opening)
+            parsed(decoded(opening))
             yield from _line_rows(chain(io.BytesIO(opening), stream), raw)
             return
     if not opening.strip():
         return
     try:
-        value = _parsed(opening + stream.read())
+        value = parsed(decoded(opening + stream.read()))
     except RowError as fault:
         raise RecordError(
             f"{path} is {fault}; it may be cut off: fetch it again, or name it .jsonl if each line is a record"
@@ -211,8 +211,8 @@ def _opening(stream: io.BufferedReader) -> bytes:
     return opening
 
 
-def _parsed(data: bytes) -> Any:
-    text = _decoded(data)
+def parsed(text: str) -> Any:
+    """The JSON value in a text; raises a ``RowError`` if there is none."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -223,7 +223,8 @@ def _parsed(data: bytes) -> Any:
         raise RowError("JSON that is nested too deeply") from None
 
 
-def _decoded(data: bytes) -> str:
+def decoded(data: bytes) -> str:
+    """UTF-8 text; raises a ``RowError`` if it is none."""
     if b"\0" in data:
         raise RowError("binary data")
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Bar:
@@ -32,3 +34,11 @@ def bar(total: int, what: str, *, unit: str = "", quiet: bool = False) -> Iterat
     scaled = {"unit": unit, "unit_scale": True, "unit_divisor": 1024} if unit else {"unit": " " + what}
     with tqdm(total=total, desc=what, disable=True if quiet else None, dynamic_ncols=True, **scaled) as shown:
         yield Bar(shown)
+
+
+def over(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterator[T]:
+    """The items, with a bar of those that are done."""
+    with bar(len(items), what, quiet=quiet) as shown:
+        for item in items:
+            yield item
+            shown.advance()

@@ -7,7 +7,6 @@ A file holds one prompt per line, as plain text or as JSON. A JSON object has ``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import PromptError
+from hdtool.data.inputs import ENDINGS, RowError, decoded, faults_named, parsed
 
 Message = dict[str, str]
 
 TEXT_KEYS = ("prompt", "question", "instruction", "text")
 ROLES = ("system", "user", "assistant", "tool")
-JSON_ENDINGS = (".json", ".jsonl", ".ndjson")
-TEXT_ENDINGS = (".txt", ".text", ".md")
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,15 @@ class Prompt:
         if not text.strip():
             raise PromptError(f"{where} is empty: give some text to answer")
         return cls(messages=({"role": "user", "content": text},), id=id)
+
+    def conversation(self, answers: Sequence[str]) -> list[Message]:
+        """The messages after these answers: each is followed by the user's next turn, if there is one."""
+        messages = [dict(message) for message in self.messages]
+        for answer, turn in zip_longest(answers, self.later_turns[: len(answers)]):
+            messages.append({"role": "assistant", "content": answer})
+            if turn is not None:
+                messages.append({"role": "user", "content": turn})
+        return messages
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -64,31 +71,18 @@ def of_all_categories(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
 
 
 def _read_text(path: Path) -> str:
-    try:
+    with faults_named(path, PromptError):
         data = path.read_bytes()
-    except FileNotFoundError:
-        raise PromptError(f"{path} does not exist: check the path of the prompt file") from None
-    except IsADirectoryError:
-        raise PromptError(f"{path} is a folder: name a file of prompts in it") from None
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{path} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}): convert it to UTF-8"
-        ) from None
-    if "\0" in text:
-        raise PromptError(f"{path} holds binary data, not prompts: give a text or JSONL file")
-    return text
+        return decoded(data)
+    except RowError as fault:
+        raise PromptError(f"{path} is {fault}: give UTF-8 text with a prompt on each line, or JSON") from None
 
 
 def _is_json(path: Path, text: str) -> bool:
     """By the ending of its name; with another ending, by its first character."""
-    ending = path.suffix.lower()
-    if ending in JSON_ENDINGS or ending in TEXT_ENDINGS:
-        return ending in JSON_ENDINGS
-    return text.lstrip().startswith("{")
+    form = ENDINGS.get(path.suffix.lower())
+    return form != "text" if form else text.lstrip().startswith("{")
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -99,14 +93,9 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError as error:
-        fault = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise PromptError(
-            f"{where} is not valid JSON ({fault}): correct the line, or name a file of plain prompts .txt"
-        ) from None
-    except RecursionError:
-        raise PromptError(f"{where} is nested too deeply to be a prompt: correct the line") from None
+        return parsed(text)
+    except RowError as fault:
+        raise PromptError(f"{where} is {fault}: correct the line, or name a file of plain prompts .txt") from None
 
 
 def _prompt_of(row: Any, where: str, number: str) -> Prompt:
@@ -124,11 +113,8 @@ def _asked(row: dict[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[
         return _messages_of(row["messages"], where), ()
     if "turns" in row:
         turns = row["turns"]
-        if (
-            not isinstance(turns, list)
-            or not turns
-            or not all(isinstance(turn, str) and turn.strip() for turn in turns)
-        ):
+        texts = isinstance(turns, list) and all(isinstance(turn, str) and turn.strip() for turn in turns)
+        if not texts or not turns:
             raise PromptError(f"{where}: `turns` must be a list of texts, none of them empty")
         return ({"role": "user", "content": turns[0]},), tuple(turns[1:])
     for key in TEXT_KEYS:

@@ -79,7 +79,10 @@ class Reading:
         self.inputs = list(inputs)
         self.answers_only = answers_only
         self._tolerance = tolerance
-        self.sizes = [_size(path) for path in self.inputs]
+        self.sizes: list[int] = []
+        for path in self.inputs:
+            with faults_named(path):
+                self.sizes.append(path.stat().st_size)
         self.hashes: dict[int, str] = {}
         self.restart()
 
@@ -148,7 +151,7 @@ class Reading:
                 self.bytes_read = before + row.consumed
                 try:
                     parts = _parts_of(row.value)
-                except RowError as fault:
+                except ValueError as fault:
                     self.tally.note(f"{path}{row.place}", fault)
                     continue
                 self.tally.good += 1
@@ -157,11 +160,6 @@ class Reading:
             if raw.count >= size:
                 self.hashes[source] = raw.sha256()
         self.bytes_read = before + size
-
-
-def _size(path: Path) -> int:
-    with faults_named(path):
-        return path.stat().st_size
 
 
 def _names(paths: Sequence[Path]) -> str:
@@ -192,20 +190,19 @@ def _raw_parts(value: Any) -> list[Part]:
     row = {key: held for key, held in value.items() if held is not None}
     for key in CONVERSATION_KEYS:
         if key in row:
-            parts = [_turn(turn) for turn in _listed(row[key], key)]
+            if not isinstance(row[key], list):
+                raise RowError(f"`{key}` must be a list (found: {type(row[key]).__name__})")
+            parts = [_turn(turn) for turn in row[key]]
             return _with_ids(parts, row["answers"]) if "answers" in row else parts
     if "choices" in row:
-        return [Part(text, by_model=True) for text in _texts_of_choices(row["choices"])]
+        return [Part(text, by_model=True) for text in turns_of(row["choices"])]
     return _pair(row)
 
 
 def _with_ids(parts: list[Part], answers: Any) -> list[Part]:
     """Add the tokens of the last answers, which ``collect`` records."""
-    ids = (
-        [answer.get("output_ids") for answer in answers if isinstance(answer, dict)]
-        if isinstance(answers, list)
-        else []
-    )
+    rows = answers if isinstance(answers, list) else []
+    ids = [row.get("output_ids") for row in rows if isinstance(row, dict)]
     places = [place for place, part in enumerate(parts) if part.by_model][-len(ids) :] if ids else []
     for place, found in zip(places, ids, strict=False):
         if isinstance(found, list) and found and all(type(token) is int and token >= 0 for token in found):
@@ -235,13 +232,6 @@ def _texts_of_parts(parts: list[Any]) -> Iterator[str]:
             yield _text(part["text"], "the `text` of a message's part")
 
 
-def _texts_of_choices(choices: Any) -> list[str]:
-    try:
-        return turns_of(choices)
-    except ValueError as fault:
-        raise RowError(str(fault)) from None
-
-
 def _pair(row: dict[str, Any]) -> list[Part]:
     asked = [key for key in PROMPT_KEYS if key in row]
     # If there is an answer, `text` usually repeats prompt and answer.
@@ -249,12 +239,6 @@ def _pair(row: dict[str, Any]) -> list[Part]:
     if not asked and not answers:
         raise RowError(f"no conversation, answer or text in it (found: {', '.join(map(str, row)) or 'nothing'})")
     return [Part(_text(row[key], f"`{key}`"), key in answers) for key in asked + answers]
-
-
-def _listed(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")
-    return value
 
 
 def _text(value: Any, name: str) -> str:

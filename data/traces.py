@@ -10,7 +10,7 @@ The keys of a JSON object determine its kind:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,7 +51,11 @@ class Trace:
 def read_traces(paths: Sequence[Path], questions: Path | None = None) -> list[Trace]:
     """All conversations of some files in order; raises at the first row that is none."""
     prompts = {prompt.id: prompt for prompt in read_prompts(questions)} if questions else None
-    traces = [_trace(row, f"{path}{row.place}", number, prompts) for path in paths for number, row in _rows(path)]
+    traces = []
+    for path in paths:
+        with faults_named(path), CountedFile(path) as raw:
+            for number, row in enumerate(rows_of(path, raw, path.stat().st_size), start=1):
+                traces.append(_trace(row, f"{path}{row.place}", number, prompts))
     if questions and not any(row_is_answers for row_is_answers, _ in traces):
         raise OptionError(f"--questions {questions} belongs to answer files of Spec-Bench, and no trace is one")
     found = [trace for _, trace in traces]
@@ -59,11 +63,6 @@ def read_traces(paths: Sequence[Path], questions: Path | None = None) -> list[Tr
         names = ", ".join(map(str, paths))
         raise RecordError(f"no answers of a model are in {names}: name conversations with assistant messages")
     return found
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Row]]:
-    with faults_named(path), CountedFile(path) as raw:
-        yield from enumerate(rows_of(path, raw, path.stat().st_size), start=1)
 
 
 def _trace(row: Row, where: str, number: int, prompts: Mapping[str, Prompt] | None) -> tuple[bool, Trace]:

@@ -7,14 +7,16 @@ it is held out, so that prompts, held-out loss and training data never overlap.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import hashlib
 import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 DEFAULT_DOCS = Path(f"/usr/share/doc/python3.{sys.version_info.minor}/html/_sources")
@@ -41,6 +43,15 @@ class Document:
     def held_out(self) -> bool:
         """True for GSM8K's test split, and for one page or source file in forty with all its documents."""
         return self.page == "gsm8k/test" if self.kind == "math" else stable_hash(self.page) % 40 == 0
+
+
+def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
+    """The options that the scripts of this folder share; ``out`` is the help of ``--out``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
+    parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
+    parser.add_argument("--out", type=Path, required=True, help=out)
+    return parser
 
 
 def documents(gsm8k: Path, docs: Path, library: Path | None = None) -> Iterator[Document]:
@@ -97,7 +108,8 @@ def entries(page: str, text: str) -> Iterator[Document]:
         if module and not name.startswith(module):
             name = f"{module}.{name}"
         if 40 <= len(answer) <= LONGEST_ANSWER:
-            question = pick(name, (f"What does `{name}` do?", f"Explain `{name}`.", f"How do I use `{name}`?"))
+            questions = f"What does `{name}` do?", f"Explain `{name}`.", f"How do I use `{name}`?"
+            question = questions[stable_hash(name) % len(questions)]
             yield Document("explain", f"{page}#{name}", f"`{signature}`\n\n{answer}", question)
 
 
@@ -175,17 +187,12 @@ def library_code(folder: Path) -> Iterator[Document]:
             continue
         page = "lib/" + path.relative_to(folder).as_posix()
         lines = text.splitlines()
-        for node in [
-            *functions(tree.body),
-            *(f for c in tree.body if isinstance(c, ast.ClassDef) for f in functions(c.body)),
-        ]:
-            yield from function_tasks(page, lines, node)
+        classes = (node.body for node in tree.body if isinstance(node, ast.ClassDef))
+        for node in chain(tree.body, *classes):
+            if isinstance(node, ast.FunctionDef):
+                yield from function_tasks(page, lines, node)
         if len(text) > 200:
             yield Document("code", page, text)
-
-
-def functions(body: Iterable[ast.stmt]) -> Iterator[ast.FunctionDef]:
-    return (node for node in body if isinstance(node, ast.FunctionDef))
 
 
 def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterator[Document]:
@@ -199,19 +206,13 @@ def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterat
     whole = "\n".join(source)
     if not 80 <= len(whole) <= LONGEST_ANSWER:
         return
-    bare = source[: first.lineno - node.lineno] + source[first.end_lineno - node.lineno + 1 :]
     summary = doc.split("\n\n")[0].replace("\n", " ")
     name = f"{page}#{node.name}:{node.lineno}"
-    yield Document("write", name, f"```python\n{whole}\n```", f"Write a Python function `{node.name}`. {summary}")
+    answer = f"```python\n{whole}\n```"
+    yield Document("write", name, answer, f"Write a Python function `{node.name}`. {summary}")
     if len(whole) <= LONGEST_ANSWER // 2:
-        shown = "\n".join(bare)
-        yield Document(
-            "edit", name, f"```python\n{whole}\n```", f"Add a docstring to this function.\n\n```python\n{shown}\n```"
-        )
-
-
-def pick(name: str, choices: tuple[str, ...]) -> str:
-    return choices[stable_hash(name) % len(choices)]
+        bare = "\n".join(source[: first.lineno - node.lineno] + source[first.end_lineno - node.lineno + 1 :])
+        yield Document("edit", name, answer, f"Add a docstring to this function.\n\n```python\n{bare}\n```")
 
 
 def stable_hash(text: str) -> int:

@@ -8,7 +8,6 @@ parameters) that wants a GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -22,8 +21,9 @@ import numpy.typing as npt
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hdtool.builders.demo.corpus import DEFAULT_DOCS, Document, documents
+from hdtool.builders.demo.corpus import Document, arguments, documents
 from hdtool.builders.demo.tokenizer import as_text, train_tokenizer
+from hdtool.builders.heads.training import checkpoint_with
 from hdtool.data.errors import ModelError
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import json_object
@@ -81,6 +81,11 @@ def stream(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
     return np.concatenate(pieces)
 
 
+def shares(passes: float) -> list[float]:
+    """2.5 passes are two whole ones and one half."""
+    return [1.0] * int(passes) + ([passes % 1] if passes % 1 else [])
+
+
 def batch_at(step: int, tokens: Tokens, recipe: Recipe) -> torch.Tensor:
     """Windows of ``window + 1`` tokens; the last steps read windows as long as the context instead.
 
@@ -93,17 +98,16 @@ def batch_at(step: int, tokens: Tokens, recipe: Recipe) -> torch.Tensor:
     return torch.from_numpy(np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64))
 
 
-def shares(passes: float) -> list[float]:
-    """2.5 passes are two whole ones and one half."""
-    whole = int(passes)
-    return [1.0] * whole + ([passes - whole] if passes > whole else [])
-
-
 # Training --------------------------------------------------------------------------------------
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     torch.manual_seed(recipe.seed)
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": [tokenizer.eos_token_id, tokenizer.bos_token_id],
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -114,16 +118,10 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
             num_key_value_heads=recipe.kv_heads,
             max_position_embeddings=recipe.context,
             tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=[tokenizer.eos_token_id, tokenizer.bos_token_id],
-            pad_token_id=tokenizer.pad_token_id,
+            **special,
         )
     )
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=[tokenizer.eos_token_id, tokenizer.bos_token_id],
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    model.generation_config = GenerationConfig(**special)
     return model
 
 
@@ -173,30 +171,15 @@ def train(
         if step % 10 == 9:
             print(f"step {step + 1}/{recipe.steps}  loss {loss.item():.3f}  {spent:.0f} s", flush=True)
         if (step + 1) % RESCUE_EVERY == 0:
-            save_rescue(rescue, model, tools, step + 1, spent)
+            state = {"model": model.state_dict(), "tools": [tool.state_dict() for tool in tools]}
+            with rescue_file(rescue).replaced() as stream:
+                torch.save({**state, "step": step + 1, "spent": spent}, stream)
     return spent
-
-
-def save_rescue(
-    path: Path, model: LlamaForCausalLM, tools: list[torch.optim.Optimizer], step: int, spent: float
-) -> None:
-    state = {"model": model.state_dict(), "tools": [t.state_dict() for t in tools], "step": step, "spent": spent}
-    with rescue_file(path).replaced() as stream:
-        torch.save(state, stream)
 
 
 def rescue_file(path: Path) -> OutputFile:
     """The checkpoint of a run, replaced and deleted only if this script wrote it."""
-
-    def is_ours(found: Path) -> bool:
-        try:
-            state = torch.load(found, map_location="meta", weights_only=True)  # without reading the tensors
-        except OSError:
-            raise
-        except Exception:  # torch raises errors of many classes for a file of another origin
-            return False
-        return isinstance(state, dict) and state.keys() == {"model", "tools", "step", "spent"}
-
+    is_ours = checkpoint_with({"model", "tools", "step", "spent"})
     return OutputFile(path, "a checkpoint of this script", is_ours, ModelError)
 
 
@@ -302,20 +285,13 @@ def build(
 
 
 def main() -> None:
-    options = parse()
-    recipe = Recipe(**{field.name: getattr(options, field.name) for field in fields(Recipe)})
-    print(json.dumps(build(options.gsm8k, options.docs, options.out, recipe, options.device), indent=2))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
-    parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
-    parser.add_argument("--out", type=Path, required=True, help="where the checkpoint goes")
+    parser = arguments(__doc__, "where the checkpoint goes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for field in fields(Recipe):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    return parser.parse_args()
+    options = parser.parse_args()
+    recipe = Recipe(**{field.name: getattr(options, field.name) for field in fields(Recipe)})
+    print(json.dumps(build(options.gsm8k, options.docs, options.out, recipe, options.device), indent=2))
 
 
 if __name__ == "__main__":

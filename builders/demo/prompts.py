@@ -7,13 +7,12 @@ from the training data instead, none of which is held out: to collect the model'
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hdtool.builders.demo.corpus import DEFAULT_DOCS, Document, documents, stable_hash
+from hdtool.builders.demo.corpus import Document, arguments, documents, stable_hash
 from hdtool.data.errors import PromptError
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import json_lines_with
@@ -68,10 +67,7 @@ def prompts_file(path: Path) -> OutputFile:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
-    parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
-    parser.add_argument("--out", type=Path, required=True, help="where the prompts go")
+    parser = arguments(__doc__, "where the prompts go")
     parser.add_argument("--learned", type=int, help="so many questions of each kind that the model learned from")
     options = parser.parse_args()
     out = prompts_file(options.out)

@@ -8,7 +8,6 @@ goes on, and with a whole FILE the stores are built anew in seconds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hdtool.builders.collect import GenerationFile, collect
-from hdtool.builders.demo.corpus import DEFAULT_DOCS, Document, documents, stable_hash
+from hdtool.builders.demo.corpus import Document, arguments, documents, stable_hash
 from hdtool.builders.demo.prompts import learned_questions
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.tokenize import tokenized
-from hdtool.data import demo
 from hdtool.data.progress import bar
 from hdtool.data.prompts import Prompt
 from hdtool.data.records import Reading
@@ -50,15 +48,10 @@ OWN_TERMS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
 def answer(prompts: Sequence[Prompt], path: Path) -> None:
     """Collect the answers that the file lacks, as ``hdtool collect --max-new-tokens 160`` does."""
     sampling, decoding = SamplingConfig(), DecodeConfig(max_new_tokens=LONGEST_ANSWER)
-    settings = {
-        "model": demo.NAME,
-        "temperature": sampling.temperature,
-        "seed": sampling.seed,
-        "max_new_tokens": decoding.max_new_tokens,
-    }
-    answerer = Answerer(ModelConfig(), decoding, sampling)
+    model = ModelConfig()
+    answerer = Answerer(model, decoding, sampling)
     with bar(len(prompts), "answers") as shown:
-        for answered in collect(answerer, prompts, GenerationFile(path, settings)):
+        for answered in collect(answerer, prompts, GenerationFile(path, model, decoding, sampling)):
             shown.to(answered)
 
 
@@ -96,11 +89,8 @@ def _tokens_of(path: Path, name: str, tokenizer: Any, *, answers_only: bool) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
-    parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
+    parser = arguments(__doc__, "where the two stores go")
     parser.add_argument("--answers", type=Path, required=True, help="the model's answers, there or to be collected")
-    parser.add_argument("--out", type=Path, required=True, help="where the two stores go")
     options = parser.parse_args()
     for kind in ("model", "corpus"):
         check_destination(options.out / kind)

@@ -11,47 +11,28 @@ import torch
 from hdtool.data.errors import HeadsError
 
 
-class SingleProcess:
-    """One process."""
+class Processes:
+    """This process alone, or those that ``accelerate launch`` started."""
 
-    rank, size = 0, 1
+    def __init__(self, accelerator: Any = None) -> None:
+        self._accelerator = accelerator
+        self.rank: int = accelerator.process_index if accelerator else 0
+        self.size: int = accelerator.num_processes if accelerator else 1
 
-    def shared(self, module: torch.nn.Module) -> torch.nn.Module:
+    def shared(self, module: torch.nn.Module) -> Any:
         """The module wrapped for all processes; gradients are the mean over them."""
-        return module
+        return self._accelerator.prepare_model(module) if self._accelerator else module
 
     def without_sync(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
         """Accumulate gradients in this block without exchanging them."""
-        return nullcontext()
+        return self._accelerator.no_sync(module) if self._accelerator else nullcontext()
 
-    def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers
-
-    def wait(self) -> None:
-        pass
-
-
-class Distributed(SingleProcess):
-    """The processes that ``accelerate launch`` started."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-        self.rank, self.size = accelerator.process_index, accelerator.num_processes
-
-    def shared(self, module: torch.nn.Module) -> torch.nn.Module:
-        prepared: torch.nn.Module = self._accelerator.prepare_model(module)
-        return prepared
-
-    def without_sync(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
-        held: AbstractContextManager[Any] = self._accelerator.no_sync(module)
-        return held
-
-    def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        summed: torch.Tensor = self._accelerator.reduce(numbers, reduction="sum")
-        return summed
+    def total(self, numbers: torch.Tensor) -> Any:
+        return self._accelerator.reduce(numbers, reduction="sum") if self._accelerator else numbers
 
     def wait(self) -> None:
-        self._accelerator.wait_for_everyone()
+        if self._accelerator:
+            self._accelerator.wait_for_everyone()
 
 
 def world_size() -> int:
@@ -59,14 +40,14 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def process_group(*, on_cpu: bool) -> SingleProcess:
+def process_group(*, on_cpu: bool) -> Processes:
     """The processes that a launcher started, or this one alone."""
     if world_size() == 1:
-        return SingleProcess()
+        return Processes()
     try:
         from accelerate import Accelerator
     except ImportError:
         raise HeadsError(
             "several processes were started, which needs accelerate: pip install accelerate, or start one process"
         ) from None
-    return Distributed(Accelerator(cpu=on_cpu))
+    return Processes(Accelerator(cpu=on_cpu))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +11,9 @@ import numpy.typing as npt
 from hdtool.data.chat import encode_text
 from hdtool.data.errors import RecordError
 from hdtool.data.progress import Bar
-from hdtool.data.prompts import Message
-from hdtool.data.records import Part, Reading, Record
+from hdtool.data.records import Reading, Record
 from hdtool.data.traces import Recorded, Trace
 from hdtool.runtime.evaluation.recorded_turns import TurnReader
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MIN_TOKENS = 4
 """The first head predicts the third token of a text."""
@@ -33,14 +28,12 @@ class Example:
     """Which of its tokens the model wrote; all in a plain text."""
 
 
-def read_examples(
-    reading: Reading, tokenizer: PreTrainedTokenizerBase, turns: TurnReader, window: int, shown: Bar
-) -> list[Example]:
+def read_examples(reading: Reading, turns: TurnReader, window: int, shown: Bar) -> list[Example]:
     """All examples of some inputs; raises if no text is long enough."""
     found: list[Example] = []
     longest = 0
     for record in reading:
-        for whole in _examples_of(record, tokenizer, turns):
+        for whole in _examples_of(record, turns):
             longest = max(longest, len(whole.ids))
             found += _cut(whole, window)
         shown.to(reading.bytes_read)
@@ -52,13 +45,15 @@ def read_examples(
     return found
 
 
-def _examples_of(record: Record, tokenizer: PreTrainedTokenizerBase, turns: TurnReader) -> Iterator[Example]:
+def _examples_of(record: Record, turns: TurnReader) -> Iterator[Example]:
     if all(part.by_model for part in record.parts):
         for part in record.parts:
-            ids = part.ids or encode_text(tokenizer, part.text, special=True)
+            ids = part.ids or encode_text(turns.tokenizer, part.text, special=True)
             yield Example(np.array(ids, np.int64), np.ones(len(ids), np.bool_))
         return
-    messages = tuple(_message(part) for part in record.parts)
+    messages = tuple(
+        {"role": "assistant" if part.by_model else part.role, "content": part.text} for part in record.parts
+    )
     answers = [
         Recorded(place, part.ids, len(part.ids) if part.ids else None)
         for place, part in enumerate(record.parts)
@@ -71,12 +66,8 @@ def _examples_of(record: Record, tokenizer: PreTrainedTokenizerBase, turns: Turn
             raise
         # Templates may refuse roles that do not alternate; the texts are used without the template.
         for part in record.parts:
-            ids = encode_text(tokenizer, part.text, special=True)
+            ids = encode_text(turns.tokenizer, part.text, special=True)
             yield Example(np.array(ids, np.int64), np.full(len(ids), part.by_model))
-
-
-def _message(part: Part) -> Message:
-    return {"role": "assistant" if part.by_model else part.role, "content": part.text}
 
 
 def _of_conversation(trace: Trace, turns: TurnReader) -> Iterator[Example]:

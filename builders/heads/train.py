@@ -26,7 +26,7 @@ from hdtool.runtime.drafters.heads.checkpoint import SavedHeads, new_heads, outp
 from hdtool.runtime.environment import fingerprint, machine
 from hdtool.runtime.evaluation.recorded_turns import TurnReader
 from hdtool.runtime.model.families import context_limit
-from hdtool.runtime.model.load import load_stock, load_stops, load_tokenizer
+from hdtool.runtime.model.load import load_stock
 from hdtool.runtime.model.target import Target
 
 
@@ -55,11 +55,14 @@ def train(
     made = new_heads(target.model, frozen.hidden_width, frozen.vocabulary, heads)
     batches = BatchSampler(texts, config)
     training = Training(made, frozen, batches, config, out, processes)
+    digest = hashlib.sha256()
+    for example in texts:
+        digest.update(example.ids.tobytes() + example.drafted.tobytes())
     settings = {
         **asdict(config),
         **asdict(heads),
         "target": fingerprint(target.model),
-        "texts": _digest(texts),
+        "texts": digest.hexdigest()[:16],
         "processes": processes.size,
     }
     if processes.rank == 0:
@@ -97,16 +100,8 @@ def _texts(
 ) -> tuple[list[Example], list[str]]:
     """The examples, and a line for each record that was left out."""
     reading = Reading(find_inputs(inputs), tolerance=config.max_bad_fraction)
-    tokenizer = load_tokenizer(model)
-    turns = TurnReader(tokenizer, load_stops(model, tokenizer), tokenizer.eos_token_id, chat)
+    turns = TurnReader.of_model(model, chat)
     window = min(config.window, context_limit(target.config, config.window) or config.window)
     with bar(reading.total_bytes, "reading", unit="B", quiet=quiet) as shown:
-        found = read_examples(reading, tokenizer, turns, window, shown)
+        found = read_examples(reading, turns, window, shown)
     return found, reading.tally.left_out()
-
-
-def _digest(texts: Sequence[Example]) -> str:
-    found = hashlib.sha256()
-    for example in texts:
-        found.update(example.ids.tobytes() + example.drafted.tobytes())
-    return found.hexdigest()[:16]

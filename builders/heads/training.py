@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hdtool.builders.heads.batch_sampler import BatchSampler
-from hdtool.builders.heads.distributed import SingleProcess
+from hdtool.builders.heads.distributed import Processes
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
 from hdtool.data.errors import HeadsError, OptionError, reason_of
@@ -22,8 +22,6 @@ from hdtool.runtime.config import TrainConfig
 from hdtool.runtime.drafters.heads.modules import Heads
 
 CHECKPOINT = "checkpoint.pt"
-KEYS = {"heads", "optimizer", "done", "losses", "hits", "settings"}
-"""The keys of a checkpoint."""
 MAX_GRADIENT_NORM = 1.0
 BETAS = (0.9, 0.999)
 
@@ -46,7 +44,7 @@ class Training:
         batches: BatchSampler,
         config: TrainConfig,
         out: Path,
-        processes: SingleProcess,
+        processes: Processes,
     ) -> None:
         self.heads = heads
         self.history = History()
@@ -161,18 +159,24 @@ class Training:
 def checkpoint_file(folder: Path) -> OutputFile:
     """The checkpoint of a training in this folder."""
     advice = "make room, choose another --out, or move it away, and run the command again"
-    return OutputFile(folder / CHECKPOINT, "a checkpoint of hdtool train-heads", _is_checkpoint, HeadsError, advice)
+    is_ours = checkpoint_with({"heads", "optimizer", "done", "losses", "hits", "settings"})
+    return OutputFile(folder / CHECKPOINT, "a checkpoint of hdtool train-heads", is_ours, HeadsError, advice)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            kept = torch.load(path, map_location="meta", weights_only=True)  # without reading the tensors
-    except OSError:
-        raise
-    except Exception:  # torch raises errors of many classes for a file of another origin
-        return False
-    return isinstance(kept, dict) and kept.keys() == KEYS
+def checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
+    """Whether a file is a checkpoint of torch with these keys."""
+
+    def is_ours(path: Path) -> bool:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                kept = torch.load(path, map_location="meta", weights_only=True)  # without reading the tensors
+        except OSError:
+            raise
+        except Exception:  # torch raises errors of many classes for a file of another origin
+            return False
+        return isinstance(kept, dict) and kept.keys() == keys
+
+    return is_ours
 
 
 def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:

@@ -52,11 +52,8 @@ def build_corpus_index(
         files.lay_out(shards)
         (engine or LocalEngine()).sort(files, shards)
         np.array(shards, np.int64).tofile(build.path("shards"))
-        counts = {
-            "tokens": sum(shard.suffixes for shard in shards),
-            "documents": file.documents,
-            "shards": len(shards),
-        }
+        tokens = sum(shard.suffixes for shard in shards)
+        counts = {"tokens": tokens, "documents": file.documents, "shards": len(shards)}
         options = {"token_bytes": width.itemsize, "shard_bytes": shard_bytes}
         return build.commit(Manifest(KIND, tokenizer, counts, options, file.shares()))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -71,24 +72,17 @@ def merge(folders: Sequence[Path], out: Path) -> Manifest:
     first = parts[0].manifest
     for part in parts[1:]:
         require(part.manifest, part.folder, first.kind, first.tokenizer)
-    sources: list[Source] = []
-    seen: set[str] = set()
-
-    def documents() -> Iterator[Document]:
-        for part, places in zip(parts, chosen, strict=True):
-            yield from _moved(part.documents(), places)
-
-    chosen: list[dict[int, int]] = []
+    sources: dict[str, Source] = {}
+    chosen: list[Iterator[Document]] = []
     for part in parts:
         places = {}
         for number, source in enumerate(part.sources):
-            if source.sha256 not in seen:
-                seen.add(source.sha256)
+            if source.sha256 not in sources:
                 places[number] = len(sources)
-                sources.append(source)
-        chosen.append(places)
+                sources[source.sha256] = source
+        chosen.append(_moved(part.documents(), places))
     replaced = next((part.manifest for part in parts if out.exists() and out.samefile(part.folder)), None)
-    return _build(out, first, documents(), sources, replaced)
+    return _build(out, first, chain.from_iterable(chosen), list(sources.values()), replaced)
 
 
 def add(
@@ -108,12 +102,8 @@ def add(
                 f"{printable(source.name)} is in {folder} already, as {printable(known[source.sha256])}: leave it out"
             )
     before = len(old.sources)
-
-    def all_documents() -> Iterator[Document]:
-        yield from old.documents()
-        yield from (Document(document.ids, before + document.source) for document in documents)
-
-    return _build(folder, old.manifest, all_documents(), [*old.sources, *sources], old.manifest)
+    added = (Document(document.ids, before + document.source) for document in documents)
+    return _build(folder, old.manifest, chain(old.documents(), added), [*old.sources, *sources], old.manifest)
 
 
 def drop(folder: Path, name: str) -> Dropped:
@@ -158,11 +148,7 @@ def _moved(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Do
 
 
 def _build(
-    folder: Path,
-    like: Manifest,
-    documents: Iterable[Document],
-    sources: Sequence[Source],
-    replaces: Manifest | None,
+    folder: Path, like: Manifest, documents: Iterable[Document], sources: Sequence[Source], replaces: Manifest | None
 ) -> Manifest:
     """A store with the kind, the tokenizer and the options of another."""
     build, names = (build_corpus_index, CORPUS_OPTIONS) if like.kind == CORPUS else (build_model_store, MODEL_OPTIONS)

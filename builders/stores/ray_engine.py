@@ -58,11 +58,11 @@ class RayEngine:
     def prepare(self, reading: Reading) -> None:
         """Check that all nodes see the same inputs and have the same programs."""
         paths = _absolute(reading)
-        expected = _versions(), reading.sizes
+        own = _versions()
         for node, (versions, sizes) in on_each_node(self._ray, _versions_and_sizes, paths):
-            if versions != expected[0]:
+            if versions != own:
                 raise ClusterError(
-                    f"node {node} of the Ray cluster has {versions}, this process has {expected[0]}: "
+                    f"node {node} of the Ray cluster has {versions}, this process has {own}: "
                     "install the same versions on all nodes"
                 )
             for path, here, there in zip(paths, reading.sizes, sizes, strict=True):
@@ -72,7 +72,7 @@ class RayEngine:
                         f"{path} cannot be read by all workers: node {node} of the Ray cluster {found}; "
                         "put it where every node has it under the same path, as on a shared disk"
                     )
-        hashes = self._results(_hash_of, [(path,) for path in paths], **LIGHT)
+        hashes = self._results(checksum, [(Path(path),) for path in paths], **LIGHT)
         reading.hashes.update(enumerate(hashes))
 
     def documents(self, reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
@@ -114,10 +114,8 @@ class RayEngine:
         with faults_reported(self._ray), bar(len(jobs), "parts counted", quiet=self._quiet) as shown:
             shared = self._ray.put(answers.tokens)
             count = self._task(_counted)
-            tasks = (
-                count.remote(shared, answers.end, answers.once, length, part, parts, top_k) for length, part in jobs
-            )
-            found = _ahead(tasks, 2 * self._cpus)
+            how = (shared, answers.end, answers.once)
+            found = _ahead((count.remote(*how, *job, parts, top_k) for job in jobs), 2 * self._cpus)
 
             def of_length() -> Iterator[Frequent]:
                 for _ in range(parts):
@@ -170,10 +168,6 @@ def _versions() -> str:
 
 def _versions_and_sizes(paths: list[str]) -> tuple[str, list[int | None]]:
     return _versions(), [os.stat(path).st_size if os.path.exists(path) else None for path in paths]
-
-
-def _hash_of(path: str) -> str:
-    return checksum(Path(path))
 
 
 def _portions(path: str, answers_only: bool) -> Iterator[Portion]:

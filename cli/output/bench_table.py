@@ -8,9 +8,9 @@ from typing import Any
 
 from hdtool.cli.output import tables
 from hdtool.data.bench_results import Results
+from hdtool.runtime.evaluation.report.tables import Table
 from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores
 
-MISSING = "-"
 WIDTH = 80
 COLUMNS = (17, 7, 8, 8, 9, 8, 8)
 """Least widths, so that the blocks align."""
@@ -48,18 +48,11 @@ def table(results: Results, scores: Scores) -> str:
 def _block(task: str, found: Mapping[str, Score]) -> str:
     questions = next(iter(found.values())).questions
     whole = task == OVERALL
-    columns = ["tokens/s", "speed-up", "per step", "identical"] + whole * ["draft, µs", "pass, ms"]
-    rows = [[f"{task} ({questions})", *columns]]
+    columns = {"tokens/s": ".1f", "speed-up": ".2f", "per step": ".2f", "identical": ""}
+    rows = []
     for method, score in found.items():
-        cells = [
-            f"{score.tokens_per_second:.1f}",
-            f"{score.speedup:.2f}",
-            f"{score.tokens_per_step:.2f}",
-            MISSING if score.identical is None else f"{score.identical}",
-        ]
-        times = (score.draft_us_per_step, score.model_ms_per_step)
-        cells += whole * [
-            MISSING if time is None else f"{time:.{digits}f}" for time, digits in zip(times, (0, 2), strict=True)
-        ]
-        rows.append([method, *cells])
-    return tables.table(rows, widths=COLUMNS[: len(columns) + 1])
+        row = [method, score.tokens_per_second, score.speedup, score.tokens_per_step, score.identical]
+        rows.append(row + whole * [score.draft_us_per_step, score.model_ms_per_step])
+    columns |= {"draft, µs": ".0f", "pass, ms": ".2f"} if whole else {}
+    shown = Table.of("", {f"{task} ({questions})": "", **columns}, rows)
+    return tables.table(shown.lines, widths=COLUMNS[: len(shown.columns)])

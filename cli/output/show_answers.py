@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from logging import getLogger
 from typing import Any
 
+from hdtool.cli.output.tables import rounded
 from hdtool.runtime.answer import Answer
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.source_names import SourceName, registered
@@ -73,12 +74,8 @@ def record(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": answer.prompt_tokens,
         "tokens": stats.tokens,
         "steps": stats.steps,
-        "tokens_per_step": round(stats.tokens_per_step, 3),
-        "seconds": round(stats.seconds, 6),
-        "tokens_per_second": round(stats.tokens_per_second, 2),
-        "draft_us_per_step": round(stats.draft_us_per_step, 1),
-        "verify_ms_per_step": round(stats.verify_ms_per_step, 4),
-        "outside_us_per_step": round(stats.outside_us_per_step, 1),
+        **rounded(stats, tokens_per_step=3, seconds=6, tokens_per_second=2),
+        **rounded(stats, draft_us_per_step=1, verify_ms_per_step=4, outside_us_per_step=1),
         "finish": stats.finish,
         "sources": stats.sources_json(),
     }

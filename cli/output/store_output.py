@@ -34,14 +34,14 @@ def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
 
 @contextmanager
 def reading(
-    inputs: list[str], tokenizer: Any, engine: Engine, *, answers_only: bool, tolerance: float, quiet: bool
+    inputs: list[str], tokenizer: Any, engine: Engine, kind: str, tolerance: float, *, quiet: bool
 ) -> Iterator[tuple[Reading, Iterator[Document]]]:
-    """Read inputs for a store with a progress bar, then print what could not be used."""
+    """Read inputs for a kind of store with a progress bar, then print what could not be used."""
     from hdtool.data.inputs import find_inputs
     from hdtool.data.progress import bar
     from hdtool.data.records import Reading
 
-    source = Reading(find_inputs(inputs), answers_only=answers_only, tolerance=tolerance)
+    source = Reading(find_inputs(inputs), answers_only=kind == "model", tolerance=tolerance)
     with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         engine.prepare(source)
         yield source, engine.documents(source, tokenizer, shown)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-Row = Sequence[str]
+
+def rounded(source: object, **digits: int) -> dict[str, float]:
+    """Attributes of an object, as JSON shows them."""
+    return {name: round(getattr(source, name), places) for name, places in digits.items()}
 
 
-def table(rows: Sequence[Row], *, left: int = 1, widths: Sequence[int] = (), gap: int = 2) -> str:
+def table(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence[int] = (), gap: int = 2) -> str:
     """Rows in columns, the first ``left`` of them aligned to the left; ``widths`` are the least ones,
     ``gap`` is the space between columns."""
     columns = zip_longest(*rows, fillvalue="")

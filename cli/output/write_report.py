@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,29 +15,29 @@ if TYPE_CHECKING:
     from hdtool.data.stores.documents import Document, Source
     from hdtool.data.stores.store import TokenizerFingerprint
     from hdtool.data.traces import Trace
-    from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.evaluation.bench_plan import Plan
-    from hdtool.runtime.evaluation.replay_results import ReplayResult
     from hdtool.runtime.evaluation.report.ablations import Study
+    from hdtool.runtime.evaluation.report.figures import ReportData
     from hdtool.runtime.evaluation.report.measured import Measured
     from hdtool.runtime.evaluation.report.page import Page
 
 
-def report_replay(
+def write_report(
     folder: Path,
     study: Study,
     traces: Sequence[Trace],
     tokenizer: PreTrainedTokenizerBase,
-    results: Mapping[str, ReplayResult],
-    curve: CostCurve | None,
+    page_of: Callable[[str, ReportData], Page],
     *,
     quiet: bool,
 ) -> None:
-    from hdtool.runtime.evaluation.report.pages import page_of_replay
+    """Write the page of a study; ``page_of`` makes it from the command line of this process and the data."""
     from hdtool.runtime.evaluation.report.recordings import data_of
+    from hdtool.runtime.evaluation.report.write import write
 
     data = data_of(study, traces, tokenizer, build=_build_in_process, quiet=quiet)
-    _write(folder, page_of_replay(_command(), study, data, results, curve))
+    page = page_of(shlex.join(["hdtool", *sys.argv[1:]]), data)
+    print(f"report: {write(folder, page)}", file=sys.stderr)
 
 
 def report_bench(folder: Path, plan: Plan, measured: Measured, *, quiet: bool) -> None:
@@ -44,19 +45,17 @@ def report_bench(folder: Path, plan: Plan, measured: Measured, *, quiet: bool) -
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
     from hdtool.runtime.evaluation.report.ablations import Study
     from hdtool.runtime.evaluation.report.pages import page_of_bench
-    from hdtool.runtime.evaluation.report.recordings import data_of, traces_of
-    from hdtool.runtime.model.load import load_stops, load_tokenizer
+    from hdtool.runtime.evaluation.report.recordings import traces_of
     from hdtool.runtime.stores.store_set import StoreSet
 
     answers = measured.results.answers
     replayed = measured.scores.reference or next(iter(answers))
-    tokenizer = load_tokenizer(plan.model)
-    reader = TurnReader(tokenizer, load_stops(plan.model, tokenizer), tokenizer.eos_token_id, plan.chat)
+    reader = TurnReader.of_model(plan.model, plan.chat)
     traces = traces_of(plan.questions, answers[replayed])
-    store_set = StoreSet.for_tokenizer(tokenizer, plan.store_set)
+    store_set = StoreSet.for_tokenizer(reader.tokenizer, plan.store_set)
     study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
-    data = data_of(study, traces, tokenizer, build=_build_in_process, quiet=quiet)
-    _write(folder, page_of_bench(_command(), measured, study, data, replayed))
+    page_of = partial(page_of_bench, measured, study, replayed)
+    write_report(folder, study, traces, reader.tokenizer, page_of, quiet=quiet)
 
 
 def _build_in_process(
@@ -67,14 +66,3 @@ def _build_in_process(
     from hdtool.builders.stores.engine import LocalEngine
 
     build_corpus_index(folder, documents, tokenizer, sources, engine=LocalEngine(1))
-
-
-def _command() -> str:
-    """The command line of this process."""
-    return shlex.join(["hdtool", *sys.argv[1:]])
-
-
-def _write(folder: Path, page: Page) -> None:
-    from hdtool.runtime.evaluation.report.write import write
-
-    print(f"report: {write(folder, page)}", file=sys.stderr)

@@ -39,11 +39,6 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-def examples(*lines: str) -> str:
-    """The end of a command's help."""
-    return "\n".join(f"  {line}" for line in lines)
-
-
 def option(panel: str, help: str, *names: str, values: Iterable[str] = (), **settings: Any) -> Any:
     """An option in a panel of the help; ``values`` are completed, also in a list with commas."""
     complete = completion(tuple(values)) if values else None

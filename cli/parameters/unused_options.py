@@ -47,14 +47,12 @@ def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
             if option in typed:
                 _refuse(option, "with greedy decoding", "set --temperature above 0 or leave it out")
     for conflict in CONFLICTS:
-        if all(other in settings and _holds(conflict, settings[other]) for other in conflict.others):
+        values = [settings[other] for other in conflict.others if other in settings]
+        holds = all(one in conflict.values if conflict.values else one is not None for one in values)
+        if holds and len(values) == len(conflict.others):
             for option in conflict.options:
                 if option in typed:
                     _refuse(option, conflict.reason)
-
-
-def _holds(conflict: Conflict, value: object) -> bool:
-    return value in conflict.values if conflict.values else value is not None
 
 
 def _methods(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,12 +11,12 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import HdtoolError, worded
 
 TEMPORARY_BYTES = 8
 """Random bytes in the name of a temporary file."""
@@ -87,21 +87,14 @@ class OutputFile:
                 _remove_stale(destination)
                 destination.unlink(missing_ok=True)
 
-    @contextmanager
-    def _errors_worded(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self.error(f"{self.path} cannot be written ({error.strerror or error}): {self.advice}") from error
+    def _errors_worded(self) -> AbstractContextManager[None]:
+        return worded(self.error, f"{self.path} cannot be written", self.advice)
 
     def _destination(self) -> Path:
         """The file to replace, with links resolved; raises if hdtool did not write it."""
         destination = Path(os.path.realpath(self.path))
-        try:
-            size = _size(destination)
-            ours = not size or self.is_ours(destination)
-        except OSError as error:
-            raise self.error(f"{self.path} cannot be written ({error.strerror or error}): {self.advice}") from None
+        with self._errors_worded():
+            ours = not _size(destination) or self.is_ours(destination)
         if not ours:
             raise self.error(f"{self.path} is there and is not {self.content}: {self.advice}")
         return destination

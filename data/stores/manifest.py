@@ -96,7 +96,12 @@ class Manifest:
         tokenizer = mapping_of(row, "tokenizer")
         vocab_size = number_of(tokenizer, "vocab_size", 1, LARGEST_VOCABULARY)
         counts = _counts_of(row)
-        sources = tuple(_share_of(source) for source in list_of(row, "sources"))
+        sources = tuple(
+            InputShare(
+                text_of(one, "name"), text_of(one, "sha256"), number_of(one, "records"), number_of(one, "tokens")
+            )
+            for one in list_of(row, "sources")
+        )
         if number_of(counts, "tokens") != sum(share.tokens for share in sources):
             raise ValueError("its count of tokens is not the sum over its sources")
         if number_of(counts, "documents") != sum(share.records for share in sources):
@@ -134,11 +139,6 @@ def _counts_of(row: Any) -> dict[str, int]:
         check_name(name)
         number_of(counts, name)
     return counts
-
-
-def _share_of(row: Any) -> InputShare:
-    name, sha256 = text_of(row, "name"), text_of(row, "sha256")
-    return InputShare(name, sha256, number_of(row, "records"), number_of(row, "tokens"))
 
 
 def _files_of(row: Any, parts: Iterable[str]) -> dict[str, StoredFile]:

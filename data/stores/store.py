@@ -80,8 +80,12 @@ class StoreBuild:
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Replace the manifest atomically, so that the written files become the store."""
+        for path in self._parts.values():
+            _to_disk(path)
         with ThreadPoolExecutor() as pool:  # reading and hashing release the interpreter lock
-            files = dict(zip(self._parts, pool.map(_finished, self._parts.values()), strict=True))
+            hashes = pool.map(checksum, self._parts.values())
+        found = zip(self._parts.items(), hashes, strict=True)
+        files = {part: StoredFile(path.name, path.stat().st_size, digest) for (part, path), digest in found}
         sources = tuple(replace(share, name=recorded_name(share.name)) for share in manifest.sources)
         whole = replace(manifest, files=files, sources=sources)
         text = json.dumps(asdict(whole), indent=1, ensure_ascii=False) + "\n"
@@ -115,24 +119,20 @@ def building(folder: Path, replaces: Manifest | None = None) -> Iterator[StoreBu
         busy = StoreError(f"another build of {folder} is running: wait for it, or choose another place")
         with exclusive(folder / LOCK, busy):
             check_destination(folder)
-            if replaces:
-                _check_unchanged(folder, replaces)
+            if replaces and (not (folder / MANIFEST).exists() or read_manifest(folder, check=False) != replaces):
+                raise StoreError(f"{folder} was replaced by another command meanwhile: run this one again")
             sweep(folder)
             try:
                 yield StoreBuild(folder)
             finally:
                 sweep(folder)
     except OSError as error:
-        room = f", {shutil.disk_usage(_existing(folder)).free >> 20} MiB free there" if error.errno == 28 else ""
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        room = f", {shutil.disk_usage(there).free >> 20} MiB free there" if error.errno == 28 else ""
         raise StoreError(
             f"{folder} cannot be written ({error.strerror or error}{room}): the store there, if any, is unchanged; "
             "make room, correct the permissions or choose another place"
         ) from error
-
-
-def _check_unchanged(folder: Path, manifest: Manifest) -> None:
-    if not (folder / MANIFEST).exists() or read_manifest(folder, check=False) != manifest:
-        raise StoreError(f"{folder} was replaced by another command meanwhile: run this one again")
 
 
 def sweep(folder: Path) -> None:
@@ -249,11 +249,6 @@ def checksum(path: Path) -> str:
         return _hash_of(stream)
 
 
-def _finished(path: Path) -> StoredFile:
-    _to_disk(path)
-    return StoredFile(path.name, path.stat().st_size, checksum(path))
-
-
 def _to_disk(path: Path) -> None:
     """Sync a file or folder to disk; not every system can sync a folder."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -264,7 +259,3 @@ def _to_disk(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _existing(folder: Path) -> Path:
-    return next(place for place in (folder, *folder.parents) if place.exists())

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from hdtool.data.errors import StoreError
+from hdtool.data.errors import StoreError, worded
 from hdtool.data.files.locking import foreign_lock
 
 MANIFEST = "manifest.json"
@@ -75,29 +75,20 @@ def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
 
 def check_destination(folder: Path) -> None:
     """Raise unless a build may write to ``folder``: it is new, empty, or holds a store or leftovers of a build."""
-    try:
+    with worded(StoreError, f"{folder} cannot be read", "mend the permissions or choose another place"):
         if folder.is_dir():
-            _check_contents(folder)
+            if holds_history(folder):
+                raise StoreError(f"{folder} holds a history store, which no build replaces: choose another place")
+            names = sorted(os.listdir(folder))
+            other = [] if holds_manifest(folder) else [name for name in names if not _is_ours(folder / name)]
+            if other:
+                raise StoreError(
+                    f"{folder} holds no store, but other files, such as {printable(other[0])}: "
+                    "choose an empty or a new folder"
+                )
         elif os.path.lexists(folder):
             found = "a file" if folder.exists() else "a link to a place that does not exist"
             raise StoreError(f"{folder} is {found}, a folder is needed: choose another place")
-    except OSError as error:
-        raise StoreError(
-            f"{folder} cannot be read ({error.strerror or error}): mend the permissions or choose another place"
-        ) from error
-
-
-def _check_contents(folder: Path) -> None:
-    names = sorted(os.listdir(folder))
-    if holds_history(folder):
-        raise StoreError(f"{folder} holds a history store, which no build replaces: choose another place")
-    if holds_manifest(folder):
-        return
-    for name in names:
-        if not _is_ours(folder / name):
-            raise StoreError(
-                f"{folder} holds no store, but other files, such as {printable(name)}: choose an empty or a new folder"
-            )
 
 
 def holds_manifest(folder: Path) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.checks import require
 from hdtool.runtime.config.methods import (
     ALL_LETTERS,
+    FIXED_BUDGET,
     HIERARCHIES,
     HISTORY_LETTER,
     LARGEST_BUDGET,
@@ -18,39 +18,61 @@ from hdtool.runtime.config.methods import (
     STORE_LETTERS,
     source_letters,
 )
+from hdtool.runtime.config.setting import Settings, require, setting
 
 TREES = ("dynamic", "static")
+MEMORY, NO_HISTORY = "memory", "none"
+STORE_SOURCES = tuple(SOURCE_NAMES[letter] for letter in SOURCE_LETTERS)
+REPLAYED_SOURCES = tuple(SOURCE_NAMES[letter] for letter in STORE_LETTERS)
+ORDER = "Order in which hd-paper queries its sources: names or letters."
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(Settings):
     """How answers are decoded and drafted."""
 
-    method: str = "hd"
-    max_new_tokens: int = 256
-    draft_tokens: int | None = None
-    """Most draft tokens per step. None chooses their number by the measured time of forward passes."""
-    use: str = ALL_LETTERS
-    """Sources of ``hd``, ``hd-paper``, ``hd+logitspec`` and ``hd+amphista``: letters, or names with commas,
-    kept as letters."""
-    order: str = SOURCE_LETTERS
-    """Order in which ``hd-paper`` queries the stores: letters or names."""
-    lookahead: bool = True
-    """Whether ``hd-paper`` fills its context table by lookahead decoding."""
-    batch_size: int = 1
-    """Prompts answered in one batch."""
-    heads: tuple[str, ...] = ()
-    """Folders of trained heads; empty means those shipped with the demo model."""
-    history_prompts: bool = False
-    """Whether the history holds prompts as well as answers."""
-    tree: str = "dynamic"
-    """Draft tree of heads: the most probable paths of each step, or the fixed tree chosen at training."""
+    method: str = setting(
+        "hd",
+        "Drafting method: " + "; ".join(f"{name}, {method.description}" for name, method in METHODS.items()) + ".",
+        values=METHODS,
+    )
+    max_new_tokens: int = setting(256, "Most tokens of an answer.", least=1)
+    draft_tokens: int | None = setting(
+        None, f"Most draft tokens per step, 0 to {LARGEST_BUDGET}. Default: by the measured time of passes."
+    )
+    use: str = setting(
+        ALL_LETTERS,
+        f"Sources to draft from, with commas: {', '.join(SOURCE_NAMES.values())}; or their letters "
+        f"{''.join(SOURCE_NAMES)}. A method ignores those that it does not have.",
+        option="sources",
+        values=SOURCE_NAMES.values(),
+    )
+    """Kept as letters."""
+    order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
+    lookahead: bool = setting(True, "Fill the context table of hd-paper by lookahead decoding.")
+    batch_size: int = setting(
+        1, "Prompts answered in one batch (continuous batching); above 1 without streaming.", least=1
+    )
+    heads: tuple[str, ...] = setting(
+        (), "Folder of trained heads, repeatable for several kinds. Default: those of the demo model."
+    )
+    history: str = setting(
+        MEMORY,
+        f"Earlier answers to draft from: {MEMORY}, those of this process; {NO_HISTORY}; or the folder of a history "
+        "store, which lasts.",
+        values=(MEMORY, NO_HISTORY),
+    )
+    history_prompts: bool = setting(False, "Keep prompts in the history as well as answers.", option="history-prompts")
+    tree: str = setting(
+        "dynamic",
+        "Draft tree of medusa and amphista: dynamic, the most probable paths of each step, or static, as trained.",
+        values=TREES,
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
-        require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
         _require_draft_tokens(self.draft_tokens)
-        require(self.batch_size >= 1, "batch-size", self.batch_size, "1 or more")
         require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
         object.__setattr__(self, "use", source_letters("sources", self.use, ALL_LETTERS))
         method = METHODS[self.method]
@@ -70,52 +92,66 @@ class DecodeConfig:
     def sources(self) -> str:
         """Letters of all sources that are drafted from, logits and plug-ins included."""
         method = METHODS[self.method]
-        history = HISTORY_LETTER if method.history and HISTORY_LETTER in self.use else ""
+        drafts = method.history and HISTORY_LETTER in self.use and self.history != NO_HISTORY
+        history = HISTORY_LETTER if drafts else ""
         logits = "".join(letter for letter in method.logits if letter in self.use)
         plugins = [letter for letter in self.use if letter not in SOURCE_NAMES and self.method in HIERARCHIES]
         return self.databases + history + logits + "".join(plugins)
 
 
 @dataclass(frozen=True)
-class StoresConfig:
+class StoresConfig(Settings):
     """Stores to draft from: a folder, ``none``, or None for those in hdtool's home that fit the tokenizer."""
 
-    model_db: str | None = None
-    corpus_db: str | None = None
-    namespace: str | None = None
-    """Tenant: its model store or none is used, and its corpus index before the common one."""
+    model_db: str | None = setting(
+        None, "Folder of a model store, or none. Default: that of this tokenizer in hdtool's home."
+    )
+    corpus_db: str | None = setting(
+        None, "Folder of a corpus index, or none. Default: that of this tokenizer in hdtool's home."
+    )
+    namespace: str | None = setting(
+        None, "Tenant of the stores. Default: the name under which the model is served, if it has stores."
+    )
+    """Its model store or none is used, and its corpus index before the common one."""
 
 
 @dataclass(frozen=True)
-class VerifyConfig:
+class VerifyConfig(Settings):
     """How much is decoded to check losslessness."""
 
-    limit: int = 20
-    """Most prompts."""
-    max_new_tokens: int = 128
-    """Most tokens of each answer."""
+    limit: int = setting(
+        20, "Number of prompts, from the start of the file.", option="num_prompts", alias="limit", least=1
+    )
+    max_new_tokens: int = setting(128, "Most tokens of each answer.", least=1)
 
-    def __post_init__(self) -> None:
-        require(self.limit >= 1, "num-prompts", self.limit, "1 or more")
-        require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "1 or more")
+
+REPLAYED = tuple(method for method in METHODS if method not in NEED_LOGITS)
 
 
 @dataclass(frozen=True)
-class ReplayConfig:
+class ReplayConfig(Settings):
     """Drafting on recorded conversations, without the model."""
 
-    methods: tuple[str, ...] = ()
-    """Empty means all that need no logits and find their stores."""
-    draft_tokens: int | None = None
-    """Most draft tokens per step of ``hd`` and ``rest``; None means 32, or by cost where that of passes is given."""
-    use: str = STORE_LETTERS
-    order: str = DecodeConfig.order
-    limit: int | None = None
-    """Number of conversations, from the start of the recordings."""
-    workers: int | None = None
-    """Worker processes; None means one per core for large recordings."""
+    methods: tuple[str, ...] = setting(
+        (), f"Methods, with commas: {', '.join(REPLAYED)}. Default: all that find their stores.", values=REPLAYED
+    )
+    draft_tokens: int | None = setting(
+        None,
+        f"Most draft tokens per step of hd and rest, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by "
+        "--cost.",
+    )
+    use: str = setting(
+        STORE_LETTERS,
+        f"Sources of hd and hd-paper, with commas: {', '.join(REPLAYED_SOURCES)}; or letters.",
+        option="sources",
+        values=REPLAYED_SOURCES,
+    )
+    order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
+    limit: int | None = setting(None, "Number of conversations, from the start of the recordings.", least=1)
+    workers: int | None = setting(None, "Worker processes. Default: one per core for large recordings.", least=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for method in self.methods:
             if method in NEED_LOGITS:
                 raise OptionError(
@@ -128,8 +164,6 @@ class ReplayConfig:
         _require_draft_tokens(self.draft_tokens)
         object.__setattr__(self, "use", source_letters("sources", self.use, STORE_LETTERS))
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
-        require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
-        require(self.workers is None or self.workers >= 1, "workers", self.workers, "1 or more")
 
     def methods_with(self, *, corpus: bool) -> tuple[str, ...]:
         """The chosen methods, or all that can be replayed."""

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from hdtool.runtime.config.checks import require
 from hdtool.runtime.config.methods import METHODS, NEED_HEADS, NEED_LOGITS
+from hdtool.runtime.config.setting import Settings, require, setting
 
 PEERS = {
     "generate": "transformers' own model.generate",
@@ -19,80 +19,59 @@ SHAPE_PEERS = {
     "generate": PEERS["generate"],
     "generate-static": "model.generate with a static cache, which it compiles on GPUs",
 }
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 172,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1024,
-        "max_position_embeddings": 2048,
-    },
-    "llama-7b": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-    },
-    "llama-3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-    },
+    "tiny": dict(zip(SIZES, (64, 172, 2, 4, 2, 1024, 2048), strict=True)),
+    "llama-7b": dict(zip(SIZES, (4096, 11008, 32, 32, 32, 32000, 4096), strict=True)),
+    "llama-3-8b": dict(zip(SIZES, (4096, 14336, 32, 32, 8, 128256, 8192), strict=True)),
 }
 """Model shapes by name; Vicuna-7B and Llama-2-7B have the shape llama-7b."""
 
 
+CONTENDERS = (*METHODS, *PEERS)
+
+
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(Settings):
     """What is measured, how often, and where the results go."""
 
-    methods: tuple[str, ...] | None = None
-    """None means all that can run: `generate-assisted` needs a draft model, `rest` a corpus index."""
-    baseline: str | None = None
-    """Method that speed-ups are relative to; None means `generate`, else the first method."""
-    assistant: str | None = None
-    """The draft model of `generate-assisted`: a folder or a hub name."""
-    limit: int | None = None
-    """Number of questions, round-robin over the categories; None means all."""
-    rounds: int = 1
-    """Runs of each question; the run of median speed counts."""
-    warm_up: int = 2
-    """Questions answered before the measurement, not counted."""
-    threads: int | None = None
-    """CPU threads of torch; None keeps torch's own setting."""
+    methods: tuple[str, ...] | None = setting(
+        None, f"Methods, with commas: {', '.join(CONTENDERS)}. Default: all that can run.", values=CONTENDERS
+    )
+    """By default, `generate-assisted` needs a draft model, and `rest` a corpus index."""
+    baseline: str | None = setting(
+        None, "Method that speed-ups are relative to. Default: generate, else the first method.", values=CONTENDERS
+    )
+    assistant: str | None = setting(None, "Draft model of generate-assisted: a folder or a hub name.")
+    limit: int | None = setting(
+        None,
+        "Number of questions, round-robin over the categories. Default: all.",
+        option="num_prompts",
+        alias="limit",
+        least=1,
+    )
+    rounds: int = setting(1, "Runs of each question; the run of median speed counts.", least=1)
+    warm_up: int = setting(2, "Questions answered before the measurement, not counted.", least=0)
+    threads: int | None = setting(None, "CPU threads of torch. Default: torch's own setting.", least=1)
     out: str = "bench"
     """The folder of the results."""
 
     def __post_init__(self) -> None:
-        self._check_methods()
-        require(self.limit is None or self.limit >= 1, "num-prompts", self.limit, "1 or more")
-        require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
-        require(self.warm_up >= 0, "warm-up", self.warm_up, "0 or more")
-        require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
-
-    def _check_methods(self) -> None:
+        super().__post_init__()
         known = (*PEERS, *METHODS)
         chosen = self.methods if self.methods is not None else known
-        for method in chosen:
-            require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas")
-        shown = ",".join(chosen) or "empty"
-        require(0 < len(chosen) == len(set(chosen)), "methods", shown, "each method at most once")
+        _require_methods(chosen, known)
         assisted = "generate-assisted" in chosen
-        require(
-            self.assistant is None or assisted,
-            "assistant",
-            self.assistant,
-            "left out without the method generate-assisted",
-        )
+        unused = self.assistant is not None and not assisted
+        require(not unused, "assistant", self.assistant, "left out without the method generate-assisted")
         needed = assisted and self.methods is not None
         require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
         fits = self.baseline is None or self.baseline in chosen
@@ -107,27 +86,27 @@ class BenchConfig:
         return tuple(method for method in (*PEERS, *METHODS) if not lacking.get(method))
 
 
+SHAPE_METHODS = (*SHAPE_PEERS, "ar", "hd")
+SHAPED = (*SHAPE_PEERS, *(method for method in METHODS if method not in NEED_LOGITS))
+
+
 @dataclass(frozen=True)
-class ShapeConfig:
+class ShapeConfig(Settings):
     """What is timed on a model of a shape with random weights."""
 
     shape: str
     """A known shape, or the path of a config.json."""
-    methods: tuple[str, ...] = (*SHAPE_PEERS, "ar", "hd")
-    limit: int | None = None
-    """Number of conversations, from the start of the file."""
+    methods: tuple[str, ...] = setting(
+        SHAPE_METHODS, f"Methods, with commas: {', '.join(SHAPED)}. Default: {', '.join(SHAPE_METHODS)}.", values=SHAPED
+    )
+    limit: int | None = setting(None, "Number of conversations, from the start of the file.", least=1)
 
     def __post_init__(self) -> None:
-        known = (*SHAPE_PEERS, *METHODS)
+        super().__post_init__()
+        _require_methods(self.methods, (*SHAPE_PEERS, *METHODS))
         for method in self.methods:
-            require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas")
-            drafts_from_logits = method in NEED_LOGITS
-            require(
-                not drafts_from_logits, "methods", method, "methods that need no logits (those of a shape are random)"
-            )
-        shown = ",".join(self.methods) or "empty"
-        require(0 < len(self.methods) == len(set(self.methods)), "methods", shown, "each method at most once")
-        require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
+            fits = method not in NEED_LOGITS
+            require(fits, "methods", method, "methods that need no logits (those of a shape are random)")
 
 
 @dataclass(frozen=True)
@@ -144,3 +123,10 @@ class CostConfig:
         for length in self.contexts or ():
             require(length >= 2, "contexts", length, "lengths of 2 tokens or more")
         require(self.contexts is None or len(self.contexts) > 0, "contexts", "empty", "lengths, as in 128,1024")
+
+
+def _require_methods(chosen: Collection[str], known: Collection[str]) -> None:
+    for method in chosen:
+        require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas")
+    once = 0 < len(chosen) == len(set(chosen))
+    require(once, "methods", ",".join(chosen) or "empty", "each method at most once")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hdtool.runtime.config.checks import require
+from hdtool.runtime.config.setting import require
 from hdtool.runtime.source_names import plugins
 
 SOURCE_LETTERS = "CMS"
@@ -51,10 +51,7 @@ METHODS = {
     "hd": Method("context table, history, model store and corpus index in one tree", SOURCE_LETTERS, history=True),
     "logitspec": Method("LogitSpec: last-token logits extended by prompt lookup", "C", "L"),
     "hd+logitspec": Method(
-        "hd with last-token logits and recycled rankings",
-        SOURCE_LETTERS,
-        LOGIT_LETTERS,
-        history=True,
+        "hd with last-token logits and recycled rankings", SOURCE_LETTERS, LOGIT_LETTERS, history=True
     ),
     "hd+amphista": Method("hd with trained heads", SOURCE_LETTERS, history=True),
 }

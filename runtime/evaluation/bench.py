@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
@@ -14,10 +15,8 @@ from hdtool.runtime.decode import Finish, room_for
 from hdtool.runtime.evaluation.contenders import Contender
 from hdtool.runtime.model.load import Loaded
 
-Rounds = dict[str, list[AnsweredQuestion]]
-"""The answers of each contender to one question, one per round."""
 
-
+@dataclass(frozen=True)
 class Bench:
     """Contenders on one model.
 
@@ -25,68 +24,48 @@ class Bench:
     all of them; the order rotates from question to question. Later turns follow a contender's own answers.
     """
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        contenders: Mapping[str, Contender],
-        *,
-        max_new_tokens: int,
-        chat: bool | None = None,
-        rounds: int = 1,
-    ) -> None:
-        self._loaded = loaded
-        self._contenders = contenders
-        self._max_new_tokens = max_new_tokens
-        self._chat = chat
-        self._rounds = rounds
+    loaded: Loaded
+    contenders: Mapping[str, Contender]
+    max_new_tokens: int
+    chat: bool | None = None
+    rounds: int = 1
 
     def check(self, questions: Sequence[Prompt]) -> None:
         """Refuse a question that cannot be answered, before any is answered."""
         for question in questions:
             try:
-                room_for(self._loaded.target, self._encode(question.messages), self._max_new_tokens)
+                room_for(self.loaded.target, self._encode(question.messages), self.max_new_tokens)
                 if question.later_turns:
-                    self._encode(self._conversation(question, [""] * len(question.later_turns)))
+                    self._encode(question.conversation([""] * len(question.later_turns)))
             except PromptError as error:
                 raise PromptError(f"question {question.id}: {error}") from None
 
     def warm_up(self, questions: Sequence[Prompt], count: int) -> None:
         """Answer a few questions of different categories without measuring: fill caches and choose kernels."""
         for question in of_all_categories(questions, count):
-            for contender in self._contenders.values():
+            for contender in self.contenders.values():
                 self._answered(question, contender)
 
     def answers(self, questions: Sequence[Prompt], done: int = 0) -> Iterator[dict[str, AnsweredQuestion]]:
         """The answers of all contenders to each question; of several rounds, the one of median speed."""
         for place, question in enumerate(questions[done:], start=done):
-            yield {name: _of_median_speed(rounds) for name, rounds in self._rounds_of(question, place).items()}
-
-    def _rounds_of(self, question: Prompt, place: int) -> Rounds:
-        found: Rounds = {name: [] for name in self._contenders}
-        for turn in range(place * self._rounds, (place + 1) * self._rounds):
-            for name in in_turn(list(self._contenders), turn):
-                found[name].append(self._answered(question, self._contenders[name]))
-        return found
+            found: dict[str, list[AnsweredQuestion]] = {name: [] for name in self.contenders}
+            for turn in range(place * self.rounds, (place + 1) * self.rounds):
+                for name in in_turn(list(self.contenders), turn):
+                    found[name].append(self._answered(question, self.contenders[name]))
+            yield {name: _of_median_speed(rounds) for name, rounds in found.items()}
 
     def _answered(self, question: Prompt, contender: Contender) -> AnsweredQuestion:
         turns: list[AnsweredTurn] = []
         for _ in range(1 + len(question.later_turns)):
-            ids = self._encode(self._conversation(question, [turn.text for turn in turns]))
-            turns.append(contender.answer(ids) if not turns or self._has_room(ids) else OUT_OF_CONTEXT)
+            ids = self._encode(question.conversation([turn.text for turn in turns]))
+            limit = self.loaded.target.context_limit(len(ids))
+            has_room = not turns or limit is None or len(ids) < limit
+            turns.append(contender.answer(ids) if has_room else OUT_OF_CONTEXT)
         return AnsweredQuestion(question_id(question.id), question.category, tuple(turns))
 
-    def _has_room(self, ids: list[int]) -> bool:
-        limit = self._loaded.target.context_limit(len(ids))
-        return limit is None or len(ids) < limit
-
-    def _conversation(self, question: Prompt, answers: Sequence[str]) -> list[Message]:
-        messages = list(question.messages)
-        for answer, turn in zip(answers, question.later_turns, strict=False):
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        return messages
-
     def _encode(self, messages: Sequence[Message]) -> list[int]:
-        return encode_conversation(self._loaded.tokenizer, messages, chat=self._chat)
+        return encode_conversation(self.loaded.tokenizer, messages, chat=self.chat)
 
 
 OUT_OF_CONTEXT = AnsweredTurn("", [], [], 0.0, finish=str(Finish.CONTEXT))

@@ -38,13 +38,8 @@ class Plan:
 
     def options(self) -> dict[str, Any]:
         """The settings as ``run.json`` records them; a run with equal settings is resumed."""
-        parts = (
-            self.model,
-            self.decoding,
-            self.sampling,
-            self.store_set,
-            self.bench,
-        )  # the bench's threads replace the model's
+        # The threads of the benchmark replace those of the model.
+        parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)
         named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
         methods = list(self.bench.methods) if self.bench.methods else None
         heads = list(self.decoding.heads)
@@ -69,15 +64,11 @@ class Plan:
             self._measure(folder, on_progress)
         return read_results(folder)
 
-    def _databases(self) -> str:
-        """The letters of the databases that any of the methods uses."""
-        ours = [name for name in self.bench.methods or METHODS if name in METHODS]
-        return "".join({letter for name in ours for letter in METHODS[name].databases})
-
     def _measure(self, folder: Path, on_progress: Callable[[int], None]) -> None:
         compute_with(self.bench.threads)
         loaded = load(self.model)
-        store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, self._databases())
+        letters = {one for name in self.bench.methods or METHODS if name in METHODS for one in METHODS[name].databases}
+        store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, "".join(letters))
         heads = methods_with_heads(self.decoding.heads, loaded.target.model)
         methods = self.bench.chosen(has_corpus=store_set.corpus is not None, heads=heads)
         baseline_of(methods, self.bench.baseline)
@@ -92,13 +83,8 @@ class Plan:
         results = ResultFolder(folder, run, ids)
         on_progress(results.answered)
         lineup = Lineup(loaded, store_set, self.model, self.decoding, self.sampling)
-        bench = Bench(
-            loaded,
-            lineup.contenders(methods, self.bench.assistant),
-            max_new_tokens=self.decoding.max_new_tokens,
-            chat=self.chat,
-            rounds=self.bench.rounds,
-        )
+        contenders = lineup.contenders(methods, self.bench.assistant)
+        bench = Bench(loaded, contenders, self.decoding.max_new_tokens, self.chat, self.bench.rounds)
         bench.check(self.questions)
         bench.warm_up(self.questions, self.bench.warm_up)
         for answers in bench.answers(self.questions, results.answered):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -31,22 +32,23 @@ class Contender(Protocol):
     def answer(self, prompt: list[int]) -> AnsweredTurn: ...
 
 
+@dataclass(frozen=True)
 class DraftingContender:
     """One of hdtool's methods."""
 
-    def __init__(self, loaded: Loaded, drafter: Drafter, sampling: SamplingConfig, max_new_tokens: int) -> None:
-        self._loaded = loaded
-        self._drafter = drafter
-        self._sampling = sampling
-        self._most = max_new_tokens
+    loaded: Loaded
+    drafter: Drafter
+    sampling: SamplingConfig
+    max_new_tokens: int
 
     def answer(self, prompt: list[int]) -> AnsweredTurn:
         stats = Stats()
-        counted = stats.counted(self._steps(prompt), self._drafter)
-        steps, seconds = timed(self._loaded.target.device, lambda: list(counted))
+        decoding = steps_of(self.loaded, self.drafter, self.sampling, self.max_new_tokens, prompt)
+        counted = stats.counted(decoding, self.drafter)
+        steps, seconds = timed(self.loaded.target.device, lambda: list(counted))
         output_ids = [token for step in steps for token in step.tokens]
         return AnsweredTurn(
-            text_of(self._loaded.tokenizer, output_ids),
+            text_of(self.loaded.tokenizer, output_ids),
             output_ids,
             [len(step.tokens) for step in steps],
             seconds,
@@ -58,10 +60,13 @@ class DraftingContender:
             sources=stats.sources_json(),
         )
 
-    def _steps(self, prompt: list[int]) -> Iterator[Step]:
-        target, most = self._loaded.target, self._most
-        sampler, stops = self._loaded.sampler(self._sampling, prompt, max_new_tokens=most)
-        return decode(target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=self._drafter)
+
+def steps_of(
+    loaded: Loaded, drafter: Drafter, sampling: SamplingConfig, most: int, prompt: list[int]
+) -> Iterator[Step]:
+    """The steps of an answer of at most so many tokens."""
+    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=most)
+    return decode(loaded.target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter)
 
 
 class GenerateContender:
@@ -71,12 +76,7 @@ class GenerateContender:
     """
 
     def __init__(
-        self,
-        loaded: Loaded,
-        model: PreTrainedModel,
-        sampling: SamplingConfig,
-        max_new_tokens: int,
-        **drafting: Any,
+        self, loaded: Loaded, model: PreTrainedModel, sampling: SamplingConfig, max_new_tokens: int, **drafting: Any
     ) -> None:
         """``drafting`` holds the options of ``generate`` for assisted decoding; without any, it drafts nothing."""
         self._loaded = loaded

@@ -47,12 +47,9 @@ class Lineup:
             if stock is not None and name in PEERS:
                 found[name] = self._peer(name, stock, assistant)
             else:
-                found[name] = self._ours(name)
+                drafter = drafter_for(replace(self._decoding, method=name), self._loaded.target, self._store_set)
+                found[name] = DraftingContender(self._loaded, drafter, self._sampling, self._decoding.max_new_tokens)
         return found
-
-    def _ours(self, name: str) -> Contender:
-        drafter = drafter_for(replace(self._decoding, method=name), self._loaded.target, self._store_set)
-        return DraftingContender(self._loaded, drafter, self._sampling, self._decoding.max_new_tokens)
 
     def _peer(self, name: str, stock: PreTrainedModel, assistant: str | None) -> Contender:
         drafting: dict[str, Any] = {}

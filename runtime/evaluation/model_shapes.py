@@ -15,8 +15,6 @@ from hdtool.runtime.model.load import Loaded, load_tokenizer, pick_device, pick_
 from hdtool.runtime.model.target import Target
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from hdtool.runtime.config import ModelConfig
 
 SEED = 0
@@ -36,7 +34,13 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
         text.vocab_size = len(tokenizer)
     device = pick_device(config.device)
     try:
-        target = Target(_random_model(settings, device, _dtype(config.dtype, device)))
+        dtype = pick_dtype(config.dtype, device)
+        torch.manual_seed(SEED)
+        with device:  # made in place: a copy would need twice the memory
+            model: Any = AutoModelForCausalLM.from_config(
+                settings, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+            )
+        target = Target(model)
     except torch.OutOfMemoryError:
         raise ModelError(f"{shape} does not fit into the memory of its device: take a smaller shape or dtype") from None
     return Loaded(f"{shape}, random weights", target, tokenizer)
@@ -53,18 +57,6 @@ def _settings(shape: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{shape} is no configuration of a model ({reason}): name a config.json") from None
-
-
-def _dtype(wanted: str, device: torch.device) -> torch.dtype:
-    found = pick_dtype(wanted, device)
-    return found if isinstance(found, torch.dtype) else torch.bfloat16
-
-
-def _random_model(settings: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    torch.manual_seed(SEED)
-    with device:  # made in place: a copy would need twice the memory
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=dtype)
-    return model
 
 
 def weights_read(target: Target) -> int:

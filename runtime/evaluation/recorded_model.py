@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,14 +126,7 @@ def bandwidth(device: torch.device) -> float:
     """Bytes per second that this device reads and writes in a copy; the best of several copies."""
     size = COPIED.get(device.type, COPIED_ELSEWHERE)
     source, copy = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(COPIES):
-        started = time.perf_counter()
-        copy.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2 * size / best
+    return 2 * size / min(timed(device, lambda: copy.copy_(source))[1] for _ in range(COPIES))
 
 
 def fitting(turns: Sequence[RecordedTurn], target: Target, most: int) -> list[RecordedTurn]:
@@ -143,7 +135,5 @@ def fitting(turns: Sequence[RecordedTurn], target: Target, most: int) -> list[Re
     for turn in turns:
         limit = target.context_limit(len(turn.prompt))
         if limit is None or len(turn.prompt) + min(most, len(turn.answer)) <= limit:
-            kept.append(
-                RecordedTurn(turn.conversation, turn.category, turn.number, turn.prompt, turn.answer[:most], turn.most)
-            )
+            kept.append(replace(turn, answer=turn.answer[:most]))
     return kept

@@ -10,6 +10,8 @@ from hdtool.data.chat import conversation_text, encode_text, has_chat_template
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.prompts import Message
 from hdtool.data.traces import Recorded, Trace
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.model.load import load_stops, load_tokenizer
 from hdtool.runtime.text_stream import text_of
 
 if TYPE_CHECKING:
@@ -37,10 +39,15 @@ class TurnReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: Container[int], end: int | None, chat: bool | None = None
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._stops = stops
         self._end = end
         self._chat = has_chat_template(tokenizer) if chat is None else chat
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, chat: bool | None = None) -> TurnReader:
+        tokenizer = load_tokenizer(model)
+        return cls(tokenizer, load_stops(model, tokenizer), tokenizer.eos_token_id, chat)
 
     def turns(self, trace: Trace) -> list[RecordedTurn]:
         try:
@@ -49,7 +56,7 @@ class TurnReader:
             raise RecordError(f"{trace.where}: {error}") from None
 
     def _turn(self, trace: Trace, number: int, recorded: Recorded) -> RecordedTurn:
-        asked = conversation_text(self._tokenizer, trace.messages[: recorded.place], chat=self._chat)
+        asked = conversation_text(self.tokenizer, trace.messages[: recorded.place], chat=self._chat)
         prompt = self._ids(asked)
         if not prompt:
             raise PromptError("there is nothing before the answer: leave the conversation out")
@@ -62,13 +69,13 @@ class TurnReader:
     def _answer(self, asked: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
         """The tokens of an answer recorded as text, which counts as complete."""
         text = messages[-1]["content"]
-        whole = conversation_text(self._tokenizer, messages, chat=True, answered=True) if self._chat else asked + text
+        whole = conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else asked + text
         ids = self._ids(whole)
         answer = ids[len(prompt) :]
         ended = self._ending_of(answer)
         # A template may render a given answer differently, or not mark its end.
         if ids[: len(prompt)] != prompt or (self._chat and ended is None):
-            answer = encode_text(self._tokenizer, text, special=False)
+            answer = encode_text(self.tokenizer, text, special=False)
             ended = self._ending_of(answer)
         if ended is not None:
             return answer[: ended + 1]
@@ -77,14 +84,14 @@ class TurnReader:
         return [*answer, self._end]
 
     def _ids(self, text: str) -> list[int]:
-        return encode_text(self._tokenizer, text, special=not self._chat)
+        return encode_text(self.tokenizer, text, special=not self._chat)
 
     def _ending_of(self, answer: list[int]) -> int | None:
         return next((place for place, token in enumerate(answer) if token in self._stops), None)
 
     def _checked(self, ids: Sequence[int], text: str) -> list[int]:
         """The recorded ids; raises unless they decode to the recorded text."""
-        if max(ids) >= len(self._tokenizer) or text_of(self._tokenizer, ids) != text:
+        if max(ids) >= len(self.tokenizer) or text_of(self.tokenizer, ids) != text:
             raise PromptError(
                 "the ids of an answer do not spell its text with this tokenizer: name the model that answered, "
                 "with --model"

@@ -8,8 +8,9 @@ answer counts. The drafter starts each turn with its whole prompt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -52,33 +53,23 @@ def play(
     contender: Contender, turns: Sequence[RecordedTurn], store_set: StoreSet, on_turn: Callable[[], None] = lambda: None
 ) -> ReplayResult:
     """Replay recorded answers one after another with a fresh drafter; ``on_turn`` is called after each."""
-    for _ in _replayed(contender, _start(turns), store_set)[0]:
-        pass
-    replayed, drafter = _replayed(contender, turns, store_set)
-    done = []
-    for turn in replayed:
-        done.append(turn)
-        on_turn()
-    return ReplayResult(contender.name, tuple(done), dict(drafter.seconds))
-
-
-def _start(turns: Sequence[RecordedTurn]) -> Iterator[RecordedTurn]:
-    """The first turns, up to ``WARM_UP`` tokens."""
-    tokens = 0
-    for turn in turns:
-        if tokens >= WARM_UP:
-            return
-        yield turn
-        tokens += len(turn.answer)
+    before = accumulate((len(turn.answer) for turn in turns), initial=0)
+    start = [turn for turn, tokens in zip(turns, before, strict=False) if tokens < WARM_UP]
+    _replayed(contender, start, store_set, lambda: None)
+    return _replayed(contender, turns, store_set, on_turn)
 
 
 def _replayed(
-    contender: Contender, turns: Iterable[RecordedTurn], store_set: StoreSet
-) -> tuple[Iterator[ReplayedTurn], Drafter]:
+    contender: Contender, turns: Sequence[RecordedTurn], store_set: StoreSet, on_turn: Callable[[], None]
+) -> ReplayResult:
     budget = contender.budget()
     drafter = drafter_within(lambda: budget, contender.config, store_set)
     observe = budget.start_step if isinstance(budget, CostBudget) else lambda context: None
-    return (_play_turn(drafter, turn, observe) for turn in turns), drafter
+    done = []
+    for turn in turns:
+        done.append(_play_turn(drafter, turn, observe))
+        on_turn()
+    return ReplayResult(contender.name, tuple(done), dict(drafter.seconds))
 
 
 def _play_turn(drafter: Drafter, turn: RecordedTurn, observe_context: Callable[[int], None]) -> ReplayedTurn:

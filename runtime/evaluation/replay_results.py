@@ -43,13 +43,17 @@ class ReplayedTurn:
     """Steps in which a source drafted anything, per source."""
 
     @property
+    def tokens_per_step(self) -> float:
+        return len(self.tokens) / len(self.accept_lengths)
+
+    @property
     def contexts(self) -> Ints:
         """Per step: the tokens in the KV cache before its pass."""
         return self.prompt_tokens + np.cumsum(self.accept_lengths) - self.accept_lengths
 
 
 @dataclass(frozen=True)
-class InputShare:
+class SourceShare:
     """Counts of one source."""
 
     drafted: int
@@ -138,7 +142,7 @@ class ReplayResult:
             for name in names
         }
 
-    def by_source(self) -> dict[SourceName, InputShare]:
+    def by_source(self) -> dict[SourceName, SourceShare]:
         """The counts of each source that drafted anything or took any time."""
         drafted = sum((turn.drafted for turn in self.turns), np.zeros(len(SourceName), np.int64))
         hits = sum((turn.hits for turn in self.turns), np.zeros(len(SourceName), np.int64))
@@ -149,7 +153,7 @@ class ReplayResult:
             seconds = self.source_seconds.get(source, 0.0)
             if source and (drafted[source] or seconds):
                 taken = tokens[origins == source]
-                shares[source] = InputShare(
+                shares[source] = SourceShare(
                     int(drafted[source]), len(taken), int(hits[source]), len(np.unique(taken)), seconds
                 )
         return shares

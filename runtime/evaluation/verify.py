@@ -10,9 +10,9 @@ import torch
 
 from hdtool.data.errors import HdtoolError, reason_of
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode, room_for
+from hdtool.runtime.decode import room_for
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.evaluation.contenders import generate_ids
+from hdtool.runtime.evaluation.contenders import generate_ids, steps_of
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.precision import HIGHER, logits_after, logits_step_by_step, more_precise
@@ -111,7 +111,8 @@ class Verifier:
         drafted, steps = self._decoded(ids, self._drafter)
         pairs = [(Oracle.PLAIN, plain, drafted)]
         if Oracle.GENERATE in self.oracles:
-            pairs.append((Oracle.GENERATE, generate_ids(self._loaded, self._sampling, ids, self._room(ids)), plain))
+            room, _ = room_for(self._loaded.target, ids, self._most)
+            pairs.append((Oracle.GENERATE, generate_ids(self._loaded, self._sampling, ids, room), plain))
         found = [_difference(prompt, oracle, ids, expected, answer) for oracle, expected, answer in pairs]
         return Check(prompt, len(plain), steps, [difference for difference in found if difference])
 
@@ -134,13 +135,8 @@ class Verifier:
         return [self._explained(*case, names) for case in zip(differences, working, again, strict=True)]
 
     def _decoded(self, ids: list[int], drafter: Drafter) -> tuple[list[int], int]:
-        target, most = self._loaded.target, self._most
-        sampler, stops = self._loaded.sampler(self._sampling, ids, max_new_tokens=most)
-        steps = list(decode(target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
+        steps = list(steps_of(self._loaded, drafter, self._sampling, self._most, ids))
         return [token for step in steps for token in step.tokens], len(steps)
-
-    def _room(self, ids: list[int]) -> int:
-        return room_for(self._loaded.target, ids, self._most)[0]
 
     def _precisely(self, places: Sequence[list[int]]) -> list[torch.Tensor]:
         """On the model's device, or on the CPU if the device has too little memory."""
@@ -160,8 +156,10 @@ class Verifier:
         if difference.expected is None or difference.found is None:
             return Explanation(difference, chosen=sampler.choose(fine), reason="one of the answers ends here")
         pair = difference.expected, difference.found
-        lags = [_lag(sampler.perturbed_scores(fine), token) for token in pair]
-        rounding = _moved(rough, fine)
+        perturbed = sampler.perturbed_scores(fine)
+        lag = max(float(perturbed.max() - perturbed[token]) for token in pair)  # behind the chosen token
+        there = rough.isfinite() & fine.isfinite()
+        rounding = float((rough - fine)[there].abs().max())
         return Explanation(
             difference,
             working=_measure(names[0], rough, pair, sampler),
@@ -169,7 +167,7 @@ class Verifier:
             rounding=rounding,
             chosen=sampler.choose(fine),
             # Either pass may be off by this much, in opposite directions.
-            near_tie=max(lags) <= 2 * rounding,
+            near_tie=lag <= 2 * rounding,
         )
 
 
@@ -189,14 +187,3 @@ def _measure(dtype: str, scores: torch.Tensor, pair: tuple[int, int], sampler: S
     perturbed_scores = sampler.perturbed_scores(scores)
     expected, found = (float(scores[token]) for token in pair)
     return Measure(dtype, expected, found, float((perturbed_scores[pair[0]] - perturbed_scores[pair[1]]).abs()))
-
-
-def _lag(perturbed_scores: torch.Tensor, token: int) -> float:
-    """The distance of a token from the chosen one."""
-    return float(perturbed_scores.max() - perturbed_scores[token])
-
-
-def _moved(rough: torch.Tensor, fine: torch.Tensor) -> float:
-    """The largest change of a logit by rounding."""
-    there = rough.isfinite() & fine.isfinite()
-    return float((rough - fine)[there].abs().max())

@@ -56,23 +56,17 @@ def replay(
     jobs = [Job(contender, part) for contender in contenders for part in parts]
     for contender in contenders:  # compiles the kernels once, and raises here if a store is missing
         drafter_within(contender.budget, contender.config, store_set)
-    processes = min(len(jobs), _default_workers(jobs) if workers is None else workers)
+    if workers is None:
+        tokens = sum(len(turn.answer) for job in jobs for turn in job.turns)
+        workers = (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1
+    processes = min(len(jobs), workers)
     if processes == 1:
-        done = _in_this_process(jobs, store_set, on_progress)
+        played = count(1)
+        done = [play(job.contender, job.turns, store_set, lambda: on_progress(next(played))) for job in jobs]
     else:
         done = _in_processes(jobs, store_set, processes, on_progress)
     names = [contender.name for contender in contenders]
     return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
-
-
-def _default_workers(jobs: Sequence[Job]) -> int:
-    tokens = sum(len(turn.answer) for job in jobs for turn in job.turns)
-    return (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1
-
-
-def _in_this_process(jobs: Sequence[Job], store_set: StoreSet, on_progress: Progress) -> list[ReplayResult]:
-    done = count(1)
-    return [play(job.contender, job.turns, store_set, lambda: on_progress(next(done))) for job in jobs]
 
 
 def _in_processes(

@@ -23,7 +23,6 @@ from hdtool.data.stores.history_manifest import (
     LARGEST_BYTES,
     LOCK_ENDING,
     HistoryManifest,
-    TokenizerFingerprint,
     folder_lock,
     is_new,
     new_build,
@@ -32,6 +31,7 @@ from hdtool.data.stores.history_manifest import (
     sweep_history,
     write_history_manifest,
 )
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import create
 from hdtool.runtime.stores.history_records import Conversation, Records, State
 from hdtool.runtime.stores.history_ring import HistoryRing, create_ring

@@ -199,7 +199,7 @@ def conversations(transaction: Any, path: Path, *, latest_first: bool = False) -
 
 
 def hash_of(tokens: Ints) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32), digest_size=DIGEST).digest()
+    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).data, digest_size=DIGEST).digest()
 
 
 def _key(number: int) -> bytes:

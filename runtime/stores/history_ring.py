@@ -104,7 +104,8 @@ class HistoryRing:
     def tokens(self, first: int, count: int) -> Ints:
         """A copy of the tokens at some places."""
         places = np.arange(first, first + count) & (self.size - 1)
-        return self.places[places, TOKEN]
+        found: Ints = self.places[places, TOKEN]
+        return found
 
     def _allocate(self, start: int, stop: int) -> None:
         """Give places room on the disk, when the first of a portion is written for the first time."""

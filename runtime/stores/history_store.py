@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.history_manifest import TokenizerFingerprint, require_history, stamp_of
+from hdtool.data.stores.history_manifest import require_history, stamp_of
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.kernels.no_copy import Pinned
 from hdtool.runtime.stores.history_files import (
     MOST_BYTES,
@@ -156,6 +157,12 @@ class HistoryStore(Pinned):
                 self._reopen()
             with self._open.records.reading() as transaction:
                 return list(conversations(transaction, self._open.records.path))
+
+    def tokens(self, first: int, count: int) -> Ints:
+        """The tokens at some places; -1 where a conversation begins, and above the committed end."""
+        found = self._open.ring.tokens(first, count)
+        found[max(0, int(self._end[0]) - first) :] = -1
+        return found
 
     def answers(self, chosen: Sequence[Conversation]) -> Iterator[tuple[Conversation, Ints]]:
         """The tokens of conversations; those that were damaged or overwritten are left out."""

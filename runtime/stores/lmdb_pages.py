@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +76,8 @@ def damage_of(path: Path, number: int) -> str:
 
 
 @njit(cache=True, nogil=True)
-def _number(data: Bytes, at: int, width: int) -> int:
-    number = 0
+def _number(data: Bytes, at: Any, width: int) -> Any:
+    number = np.int64(0)
     for byte in range(width):
         number |= np.int64(data[at + byte]) << (8 * byte)
     return number

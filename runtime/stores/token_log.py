@@ -206,7 +206,7 @@ def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
         if owners[(block & mask) // BLOCK] != own.owner:
             continue
         if stop != block:
-            place = block if stop < 0 else np.int64(block + OVERLAP)
+            place = np.int64(block if stop < 0 else block + OVERLAP)
         stop = np.int64(block + BLOCK)
         while place < stop and places[place & mask, TOKEN] >= 0:
             tokens[count] = places[place & mask, TOKEN]

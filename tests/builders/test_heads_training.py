@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from hdtool.builders.heads import distributed as processes
 from hdtool.builders.heads import training
 from hdtool.builders.heads.batch_sampler import BatchSampler
-from hdtool.builders.heads.distributed import SingleProcess
+from hdtool.builders.heads.distributed import Processes
 from hdtool.builders.heads.evaluate import evaluate
 from hdtool.builders.heads.examples import Example, read_examples
 from hdtool.builders.heads.frozen_target import FrozenTarget
@@ -55,7 +55,7 @@ def trained(folder: Path, learned: Sequence[Example], config: TrainConfig, most:
     target = FrozenTarget(Target(model_of("llama")))
     torch.manual_seed(config.seed)
     made = new_heads(target.model, target.hidden_width, target.vocabulary, SMALL)
-    found = Training(made, target, BatchSampler(learned, config), config, folder, SingleProcess())
+    found = Training(made, target, BatchSampler(learned, config), config, folder, Processes())
     for done in found.run({"a": 1}):
         if done == most:
             break
@@ -145,7 +145,7 @@ def read_lessons(path: Path, window: int = 64) -> list[Example]:
     tokenizer = load_tokenizer(ModelConfig())
     turns = TurnReader(tokenizer, frozenset([0, 1]), tokenizer.eos_token_id)
     with bar(1, "reading", quiet=True) as shown:
-        return read_examples(Reading([path]), tokenizer, turns, window, shown)
+        return read_examples(Reading([path]), turns, window, shown)
 
 
 def written(path: Path, *rows: Any) -> Path:

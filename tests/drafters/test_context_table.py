@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     CHAINS,
     LONGEST_MATCH,
-    level_of,
     PLACES,
     WINDOW,
     ContextTable,
+    level_of,
     recent,
 )
 from hdtool.runtime.stores.model_store import sequence_hash

@@ -78,7 +78,7 @@ def test_both_hierarchies_are_played_with_every_choice_and_the_paper_in_every_or
     assert all(config.draft_tokens == 7 and not config.lookahead for config in by_name.values())
 
 
-def test_a_database_that_is_not_there_is_in_no_choice() -> None:
+def test_a_source_that_is_not_there_is_in_no_choice() -> None:
     study = Study([], StoreSet(SHELF.model, None))
     assert study.letters == "CM"
     assert [one.name for one in study.contenders if one.name.startswith("hd ")] == ["hd C", "hd M", "hd CM"]
@@ -94,7 +94,7 @@ def test_a_study_of_the_demo_agrees_with_itself() -> None:
     assert alone["C"].tokens_per_step > alone["M"].tokens_per_step, "the answer repeats itself alone"
     (paper, own) = found.coverage()
     assert paper.positions == own.positions == len(answer)
-    assert own.databases["context"].alone > 0
+    assert own.sources["context"].alone > 0
 
 
 # What they come to -----------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_coverage_is_what_sets_say(rows: list[tuple[int, bool, bool, bool]]) -> 
         rest = set(chain.from_iterable(places[other] for other in "CMS" if other != letter))
         said = set(chain.from_iterable(words[other] for other in "CMS" if other != letter))
         expected = Covered(len(own), len(own - rest), len(words[letter]), len(words[letter] - said))
-        assert found.databases[str(letters[letter])] == expected
+        assert found.sources[str(letters[letter])] == expected
     assert found.nobody == len(rows) - len(set.union(*places.values()))
 
 

@@ -12,7 +12,6 @@ import pytest
 from hdtool.data.errors import ResultError
 from hdtool.runtime.config import METHODS, PEERS
 from hdtool.runtime.evaluation.report.figures import ReportData, figures_of, missing
-from hdtool.runtime.evaluation.report.findings import findings
 from hdtool.runtime.evaluation.report.page import Page
 from hdtool.runtime.evaluation.report.tables import (
     Case,
@@ -24,9 +23,8 @@ from hdtool.runtime.evaluation.report.tables import (
     Shares,
     Size,
     Sizes,
-    Speedups,
+    Speeds,
     Table,
-    TemperatureSpeeds,
     Trial,
     Trials,
 )
@@ -37,9 +35,9 @@ from hdtool.runtime.source_names import registered
 EVIL = "<script>alert('&')</script>"
 DATA = ReportData(
     tables=(Table("Tokens per step", ("method", "all | of them"), (("hd", "2.87"),), "A note."),),
-    speedups=Speedups("generate", ("qa", "overall"), {"pld": (1.2, 1.3), "hd": (0.9, 2.0)}),
+    speedups=Speeds(("qa", "overall"), {"pld": (1.2, 1.3), "hd": (0.9, 2.0)}, "generate"),
     durations=Durations({"generate": ((10, 0.2), (20, 0.4)), "hd": ((10, 0.1), (20, 0.2), (30, 0.3))}),
-    temperatures=TemperatureSpeeds((0.1, 1.0), {"generate": (50.0, 49.0), "hd": (100.0, 80.0)}),
+    temperatures=Speeds((0.1, 1.0), {"generate": (50.0, 49.0), "hd": (100.0, 80.0)}),
     shares=(Shares("hd", 10, {"context": Share(40, 10, 9, 6), "model": Share(0, 0, 0, 0)}),),
     subsets=(Trials("hd", (Trial("C", 1.5, 9, 20), Trial("M", 1.0, 9, 20), Trial("CM", 2.0, 20, 30))),),
     orders=Trials("hd-paper", (Trial("CM", 2.0, 9, 20), Trial("MC", 1.8, 9, 20))),
@@ -56,11 +54,7 @@ def page_of(data: ReportData) -> Page:
         lead="lead",
         command=f"hdtool replay --traces '{EVIL}'",
         facts={"machine": "a machine"},
-        findings=findings(data.shares, data.coverage, data.subsets, data.orders),
-        tables=data.tables,
-        figures=tuple(figures_of(data)),
-        case=data.case,
-        missing=tuple(missing(data)),
+        data=data,
     )
 
 

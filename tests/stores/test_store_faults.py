@@ -28,6 +28,7 @@ from hdtool.data.stores import store_files
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerFingerprint, building, damaged, read_manifest
 from hdtool.data.stores.store_files import PARTS
+from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores
 from hdtool.runtime.stores import suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -232,7 +233,7 @@ def test_names_that_are_no_text_are_recorded_escaped(tmp_path: Path) -> None:
 
 
 def inspected(folder: Path) -> None:
-    inspect(folder, verify=True, latency=True)
+    inspect(folder, verify=True, latency=True, config=ModelConfig())
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -516,7 +517,7 @@ def use(folder: Path) -> None:
     latency_of(store)
     if manifest.kind == "model":
         list(read_entries(folder, manifest))
-    inspect(folder, verify=False, latency=True)
+    inspect(folder, verify=False, latency=True, config=ModelConfig())
     list(rework.Contents.of(folder).documents())
 
 

@@ -1,4 +1,4 @@
-"""Ablations: replays of recorded answers with different databases, and in different orders of them."""
+"""Ablations: replays of recorded answers with different sources, and in different orders of them."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class Study:
 
     @property
     def letters(self) -> str:
-        """The letters of the available databases."""
+        """The letters of the available sources."""
         there = {"C": True, "M": self.store_set.model is not None, "S": self.store_set.corpus is not None}
         return "".join(letter for letter in SOURCE_LETTERS if there[letter])
 
     @cached_property
     def contenders(self) -> list[Contender]:
-        """Both hierarchies with every subset of databases, ``hd-paper`` also in every order."""
+        """Both hierarchies with every subset of sources, ``hd-paper`` also in every order."""
         choices = [(method, chosen) for method in HIERARCHIES for chosen in subsets_of(self.letters)]
         choices += [("hd-paper", order) for order in orders_of(self.letters)]
         return [self.contender(*choice) for choice in dict.fromkeys(choices)]
 
-    def contender(self, method: str, databases: str) -> Contender:
-        """A method with these databases, in this order of look-up."""
-        order = databases + "".join(letter for letter in SOURCE_LETTERS if letter not in databases)
-        config = DecodeConfig(method, draft_tokens=self.nodes, use=databases, order=order, lookahead=False)
-        return Contender(_name(method, databases), config)
+    def contender(self, method: str, sources: str) -> Contender:
+        """A method with these sources, in this order of look-up."""
+        order = sources + "".join(letter for letter in SOURCE_LETTERS if letter not in sources)
+        config = DecodeConfig(method, draft_tokens=self.nodes, use=sources, order=order, lookahead=False)
+        return Contender(_name(method, sources), config)
 
     @property
     def turns(self) -> int:
@@ -62,10 +62,10 @@ class Study:
 
     def results(self, on_progress: Callable[[int], None] = lambda done: None) -> StudyResults:
         """Run all replays; ``on_progress`` receives the number of turns done so far."""
-        contenders, conversations, workers = self.contenders, self.conversations, self.workers
-        return StudyResults(
-            self.letters, replay(contenders, conversations, self.store_set, workers=workers, on_progress=on_progress)
+        played = replay(
+            self.contenders, self.conversations, self.store_set, workers=self.workers, on_progress=on_progress
         )
+        return StudyResults(self.letters, played)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class StudyResults:
     results: Mapping[str, ReplayResult]
 
     def whole(self, method: str) -> ReplayResult:
-        """The replay with all available databases."""
+        """The replay with all available sources."""
         return self.results[_name(method, self.letters)]
 
     def shares(self) -> tuple[Shares, ...]:
@@ -86,19 +86,21 @@ class StudyResults:
         return tuple(self._trials(method, subsets_of(self.letters)) for method in HIERARCHIES)
 
     def orders(self) -> Trials | None:
-        """None if there is only one database."""
+        """None if there is only one source."""
         return self._trials("hd-paper", orders_of(self.letters)) if len(self.letters) > 1 else None
 
     def coverage(self) -> tuple[Coverage, ...]:
         if len(self.letters) < 2:
             return ()
-        singles = {
-            method: {letter: self.results[_name(method, letter)] for letter in self.letters} for method in HIERARCHIES
-        }
-        return tuple(coverage_of(method, results) for method, results in singles.items())
+        return tuple(
+            coverage_of(method, {letter: self.results[_name(method, letter)] for letter in self.letters})
+            for method in HIERARCHIES
+        )
 
     def _trials(self, method: str, choices: Sequence[str]) -> Trials:
-        return Trials(method, tuple(_trial(choice, self.results[_name(method, choice)]) for choice in choices))
+        found = ((choice, self.results[_name(method, choice)]) for choice in choices)
+        rows = (Trial(one, done.tokens_per_step, done.nodes_per_step, done.draft_us(50)) for one, done in found)
+        return Trials(method, tuple(rows))
 
 
 def subsets_of(letters: str) -> tuple[str, ...]:
@@ -110,12 +112,8 @@ def orders_of(letters: str) -> tuple[str, ...]:
     return tuple(map("".join, permutations(letters)))
 
 
-def _name(method: str, databases: str) -> str:
-    return f"{method} {databases}"
-
-
-def _trial(databases: str, result: ReplayResult) -> Trial:
-    return Trial(databases, result.tokens_per_step, result.nodes_per_step, result.draft_us(50))
+def _name(method: str, sources: str) -> str:
+    return f"{method} {sources}"
 
 
 def shares_of(method: str, result: ReplayResult) -> Shares:
@@ -128,7 +126,7 @@ def shares_of(method: str, result: ReplayResult) -> Shares:
 
 
 def coverage_of(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
-    """The tokens accepted from each database as the only one, and those that no other had."""
+    """The tokens accepted from each source as the only one, and those that no other had."""
     tokens = np.concatenate([turn.tokens for turn in next(iter(singles.values())).turns])
     accepted = {
         letter: np.concatenate([turn.sources for turn in result.turns]) == source_of(letter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
+from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.report.tables import Case
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.text_stream import TextStream
@@ -21,7 +21,7 @@ def case_of(method: str, result: ReplayResult, tokenizer: PreTrainedTokenizerBas
     """The answer whose tokens per step are nearest to the average; ``questions`` has one entry per turn."""
     every = list(zip(result.turns, questions, strict=True))
     fit = [one for one in every if len(one[0].tokens) in LENGTHS] or every
-    typical, question = min(fit, key=lambda one: abs(_tokens_per_step(one[0]) - result.tokens_per_step))
+    typical, question = min(fit, key=lambda one: abs(one[0].tokens_per_step - result.tokens_per_step))
     return Case(
         method=method,
         question=question,
@@ -38,7 +38,3 @@ def pieces(
     text = TextStream(tokenizer)
     parts = [(text.add([token]), str(SourceName(source))) for token, source in zip(tokens, sources, strict=True)]
     return tuple(piece for piece in (*parts, (text.end(), str(SourceName.NONE))) if piece[0])
-
-
-def _tokens_per_step(turn: ReplayedTurn) -> float:
-    return len(turn.tokens) / len(turn.accept_lengths)

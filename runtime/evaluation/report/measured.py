@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hdtool.data.bench_results import Results
@@ -12,12 +12,11 @@ from hdtool.runtime.evaluation.report.tables import (
     Durations,
     Share,
     Shares,
-    Speedups,
+    Speeds,
     Table,
-    TemperatureSpeeds,
     wins_of,
 )
-from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores, scores_of
+from hdtool.runtime.evaluation.scores import OVERALL, Scores, scores_of
 from hdtool.runtime.source_names import source_named
 
 
@@ -33,14 +32,14 @@ class Measured:
     def scores(self) -> Scores:
         return scores_of(self.results, self.baseline)
 
-    def speedups(self) -> Speedups:
+    def speedups(self) -> Speeds:
         scores = self.scores
         methods = {
             method: tuple(found[method].speedup for found in scores.tasks.values())
             for method in self.results.run.methods
             if method != scores.baseline
         }
-        return Speedups(scores.baseline, tuple(scores.tasks), methods)
+        return Speeds(tuple(scores.tasks), methods, scores.baseline)
 
     def durations(self) -> Durations:
         answers = {
@@ -49,7 +48,7 @@ class Measured:
         }
         return Durations({method: points for method, points in answers.items() if points})
 
-    def temperatures(self) -> TemperatureSpeeds | None:
+    def temperatures(self) -> Speeds | None:
         """None if there is only one temperature."""
         runs = {temperature_of(one): one for one in (self.results, *self.others)}
         if len(runs) < 2:
@@ -59,7 +58,7 @@ class Measured:
             method: tuple(scores[method].tokens_per_second for scores in overall.values())
             for method in self.results.run.methods
         }
-        return TemperatureSpeeds(tuple(overall), methods)
+        return Speeds(tuple(overall), methods)
 
     def shares(self) -> tuple[Shares, ...]:
         """The sources of the methods that drafted from more than one."""
@@ -69,19 +68,29 @@ class Measured:
     def tables(self) -> tuple[Table, ...]:
         scores = self.scores
         against = f"against {scores.baseline}"
-        whole = scores.tasks[OVERALL]
+        rows = (
+            (
+                method,
+                None if score.identical is None else f"{score.identical:,} of {score.questions:,}",
+                score.nodes_per_step,
+                score.draft_us_per_step,
+                score.model_ms_per_step,
+            )
+            for method, score in scores.tasks[OVERALL].items()
+        )
+        columns = {
+            "method": "",
+            "identical answers": "",
+            "nodes a step": ".1f",
+            "drafting, µs a step": ",.0f",
+            "in the model, ms a step": ".2f",
+        }
+        note = f"Identical: questions with the very tokens of {scores.reference} in all turns."
         return (
-            _by_task("Tokens per second", scores, lambda score: f"{score.tokens_per_second:,.1f}"),
-            _by_task(f"Speed-up {against}", scores, lambda score: f"{score.speedup:.2f}"),
-            _by_task("Tokens per step", scores, lambda score: f"{score.tokens_per_step:.2f}"),
-            Table(
-                "All questions",
-                ("method", "identical answers", "nodes a step", "drafting, µs a step", "in the model, ms a step"),
-                tuple((method, *_cells(score)) for method, score in whole.items()),
-                f"Identical: questions with the very tokens of {scores.reference} in all turns."
-                if scores.reference
-                else "",
-            ),
+            _by_task("Tokens per second", scores, "tokens_per_second", ",.1f"),
+            _by_task(f"Speed-up {against}", scores, "speedup", ".2f"),
+            _by_task("Tokens per step", scores, "tokens_per_step", ".2f"),
+            Table.of("All questions", columns, rows, note if scores.reference else ""),
         )
 
 
@@ -89,20 +98,12 @@ def temperature_of(results: Results) -> float:
     return float(results.run.options["temperature"])
 
 
-def _by_task(title: str, scores: Scores, formatted: Callable[[Score], str]) -> Table:
-    methods = scores.tasks[OVERALL]
-    rows = ((method, *(formatted(found[method]) for found in scores.tasks.values())) for method in methods)
+def _by_task(title: str, scores: Scores, name: str, form: str) -> Table:
     sizes = (f"{task} ({next(iter(found.values())).questions})" for task, found in scores.tasks.items())
-    return Table(title, ("method", *sizes), tuple(rows))
-
-
-def _cells(score: Score) -> tuple[str, ...]:
-    return (
-        "-" if score.identical is None else f"{score.identical:,} of {score.questions:,}",
-        f"{score.nodes_per_step:.1f}",
-        "-" if score.draft_us_per_step is None else f"{score.draft_us_per_step:,.0f}",
-        "-" if score.model_ms_per_step is None else f"{score.model_ms_per_step:.2f}",
+    rows = (
+        (method, *(getattr(found[method], name) for found in scores.tasks.values())) for method in scores.tasks[OVERALL]
     )
+    return Table.of(title, {"method": "", **dict.fromkeys(sizes, form)}, rows)
 
 
 def _shares(method: str, rows: Sequence[AnsweredQuestion]) -> Shares:

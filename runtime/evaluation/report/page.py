@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hdtool.data.files.ownership import MARKDOWN_ENTRY
-from hdtool.runtime.evaluation.report.figures import Figure
-from hdtool.runtime.evaluation.report.findings import Finding
-from hdtool.runtime.evaluation.report.tables import Case, Table
+from hdtool.runtime.evaluation.report.figures import Figure, ReportData, figures_of, missing
+from hdtool.runtime.evaluation.report.findings import Finding, findings
+from hdtool.runtime.evaluation.report.tables import Table
 from hdtool.runtime.evaluation.report.theme import DARK, LIGHT
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -33,11 +34,19 @@ class Page:
     command: str
     """The command line that made the report."""
     facts: Mapping[str, str]
-    findings: Sequence[Finding]
-    tables: Sequence[Table]
-    figures: Sequence[Figure]
-    case: Case | None
-    missing: Sequence[tuple[str, str]]
+    data: ReportData
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        return findings(self.data.shares, self.data.coverage, self.data.subsets, self.data.orders)
+
+    @cached_property
+    def figures(self) -> tuple[Figure, ...]:
+        return tuple(figures_of(self.data))
+
+    @property
+    def missing(self) -> tuple[tuple[str, str], ...]:
+        return tuple(missing(self.data))
 
     def html(self, pictures: Pictures) -> str:
         environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
@@ -58,6 +67,6 @@ class Page:
             facts,
             Table("", ("claim", "", "here"), tuple(verdicts)).markdown(),
         ]
-        for table in [*self.tables, *(one.table for one in self.figures if one.table)]:
+        for table in [*self.data.tables, *(one.table for one in self.figures if one.table)]:
             parts += [f"## {table.title}", table.markdown(), *([table.note] if table.note else [])]
         return "\n\n".join(parts) + "\n"

@@ -12,8 +12,7 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.report.ablations import Study
-from hdtool.runtime.evaluation.report.figures import ReportData, figures_of, missing
-from hdtool.runtime.evaluation.report.findings import findings
+from hdtool.runtime.evaluation.report.figures import ReportData
 from hdtool.runtime.evaluation.report.measured import Measured, temperature_of
 from hdtool.runtime.evaluation.report.page import Page
 from hdtool.runtime.evaluation.report.tables import Table
@@ -21,7 +20,7 @@ from hdtool.runtime.evaluation.scores import OVERALL
 
 
 def page_of_replay(
-    command: str, study: Study, data: ReportData, results: Mapping[str, ReplayResult], curve: CostCurve | None
+    study: Study, results: Mapping[str, ReplayResult], curve: CostCurve | None, command: str, data: ReportData
 ) -> Page:
     best = max(results.values(), key=lambda one: one.tokens_per_step)
     answers = f"{len(best.turns):,} answers"
@@ -36,11 +35,11 @@ def page_of_replay(
         f"{best.method} gets {best.tokens_per_step:.2f} tokens a forward pass on {answers} that a model gave, where "
         "plain decoding gets 1. The model did not run: the recorded answers determine which draft tokens it accepts."
     )
-    tables = (_rates(results), *([_forecast(results, curve)] if curve else []))
-    return _page("Replay", lead, command, facts, replace(data, tables=tables))
+    tables = (_rates(results), *([forecast(results, curve)] if curve else []))
+    return Page("Replay", lead, command, facts, replace(data, tables=tables))
 
 
-def page_of_bench(command: str, measured: Measured, study: Study, data: ReportData, replayed: str) -> Page:
+def page_of_bench(measured: Measured, study: Study, replayed: str, command: str, data: ReportData) -> Page:
     """``replayed`` is the method that gave the replayed answers."""
     run, scores = measured.results.run, measured.scores
     about, options = run.surroundings, run.options
@@ -70,21 +69,7 @@ def page_of_bench(command: str, measured: Measured, study: Study, data: ReportDa
         temperatures=measured.temperatures(),
         shares=measured.shares() or data.shares,
     )
-    return _page("Benchmark", lead, command, facts, data)
-
-
-def _page(title: str, lead: str, command: str, facts: Mapping[str, str], data: ReportData) -> Page:
-    return Page(
-        title=title,
-        lead=lead,
-        command=command,
-        facts=facts,
-        findings=findings(data.shares, data.coverage, data.subsets, data.orders),
-        tables=data.tables,
-        figures=tuple(figures_of(data)),
-        case=data.case,
-        missing=tuple(missing(data)),
-    )
+    return Page("Benchmark", lead, command, facts, data)
 
 
 def _stores(study: Study) -> str:
@@ -97,25 +82,32 @@ def _rates(results: Mapping[str, ReplayResult]) -> Table:
     parts = {method: one.by_category() for method, one in results.items()}
     first = next(iter(parts.values()))
     categories = list(first) if len(first) > 1 else []
+    columns = {"method": "", "all": ".3f", **dict.fromkeys(categories, ".2f"), "nodes a step": ".1f"}
     rows = (
         (
             method,
-            f"{one.tokens_per_step:.3f}",
-            *(f"{parts[method][name].tokens_per_step:.2f}" for name in categories),
-            f"{one.nodes_per_step:.1f}",
+            one.tokens_per_step,
+            *(parts[method][name].tokens_per_step for name in categories),
+            one.nodes_per_step,
             f"{one.draft_us(50):.0f} / {one.draft_us(99):.0f}",
         )
         for method, one in results.items()
     )
-    columns = ("method", "all", *categories, "nodes a step", "drafting, µs p50 / p99")
-    return Table("Tokens per step", columns, tuple(rows), "Drafting with the tree's mask and positions.")
+    note = "Drafting with the tree's mask and positions."
+    return Table.of("Tokens per step", {**columns, "drafting, µs p50 / p99": ""}, rows, note)
 
 
-def _forecast(results: Mapping[str, ReplayResult], curve: CostCurve) -> Table:
+def forecast(results: Mapping[str, ReplayResult], curve: CostCurve) -> Table:
+    """Tokens per second with passes of this cost, and the methods that do not pay."""
     predicted = {method: one.predict(curve) for method, one in results.items()}
     plain = next(iter(predicted.values())).plain_tokens_per_second
-    rows = [("plain decoding", f"{plain:.1f}", "1.00")]
-    rows += [(method, f"{one.tokens_per_second:.1f}", f"{one.speedup:.2f}") for method, one in predicted.items()]
+    rows = [("plain", plain, 1.0)]
+    rows += [(method, one.tokens_per_second, one.speedup) for method, one in predicted.items()]
     where = ", ".join(part for part in (curve.model, curve.device, curve.dtype) if part)
-    note = f"From what forward passes take{f' ({where})' if where else ''}."
-    return Table("Predicted speed", ("method", "tokens per second", "times plain"), tuple(rows), note)
+    title = "Predicted from what forward passes take" + (f" ({where})" if where else "")
+    refused = (
+        f"{name}: {one.speedup:.2f} times plain decoding: do not use it here"
+        for name, one in predicted.items()
+        if not one.pays and results[name].nodes
+    )
+    return Table.of(title, {"method": "", "tokens/s": ".1f", "times plain": ".2f"}, rows, "\n".join(refused))

@@ -14,8 +14,7 @@ from hdtool.runtime.evaluation.report.tables import (
     Repeats,
     Shares,
     Sizes,
-    Speedups,
-    TemperatureSpeeds,
+    Speeds,
     Trials,
 )
 from hdtool.runtime.evaluation.report.theme import Theme
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
 MARKERS = "osD^vPX<>"
 
 
-def speedups(data: Speedups, axes: Axes, theme: Theme) -> None:
+def speedups(data: Speeds, axes: Axes, theme: Theme) -> None:
     count = len(data.methods)
-    places = np.arange(len(data.tasks))
+    places = np.arange(len(data.places))
     height = 0.84 / count
     for number, (method, factors) in enumerate(data.methods.items()):
         at = places - 0.42 + height * (number + 0.5)
         bars = axes.barh(at, factors, height * 0.92, color=theme.method(method), label=method)
         axes.bar_label(bars, fmt="{:.2f}", fontsize=7, color=theme.foreground, padding=2)
     axes.axvline(1, color=theme.foreground, linewidth=1)
-    axes.set_yticks(places, data.tasks)
+    axes.set_yticks(places, data.places)
     axes.set_ylim(len(places) - 0.45, -0.55)
     axes.grid(False, axis="y")
     axes.set_xlabel(f"speed-up (times the tokens per second of {data.baseline})")
@@ -58,10 +57,10 @@ def durations(data: Durations, axes: Axes, theme: Theme) -> None:
     _legend(axes, 2)
 
 
-def temperatures(data: TemperatureSpeeds, axes: Axes, theme: Theme) -> None:
+def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
     for (method, speeds), marker in zip(data.methods.items(), cycle(MARKERS), strict=False):
-        axes.plot(data.temperatures, speeds, marker + "-", color=theme.method(method), label=method)
-    axes.set_xticks(data.temperatures)
+        axes.plot(data.places, speeds, marker + "-", color=theme.method(method), label=method)
+    axes.set_xticks(data.places)
     axes.set_xlabel("temperature")
     axes.set_ylabel("tokens per second")
     axes.set_ylim(bottom=0)
@@ -93,44 +92,38 @@ def shares(data: Shares, axes: Axes, theme: Theme) -> None:
 
 
 def trials(data: Trials, axes: Axes, theme: Theme) -> None:
-    """A bar for each choice of databases, labelled with their letters in order."""
+    """A bar for each choice of sources, labelled with their letters in order."""
     rows = data.rows
     best = data.best
     for place, row in enumerate(rows):
         bar = axes.bar(place, row.tokens_per_step, 0.7, color=theme.muted, edgecolor=theme.foreground, linewidth=0.8)
         if row is best:
             bar[0].set(linewidth=2.2)
-        _stripes(axes, place, row.databases, theme)
+        width = 0.7 / len(row.sources)
+        for number, letter in enumerate(row.sources):  # the colours of the sources at the foot of the bar
+            left = place - 0.35 + width * number
+            axes.axvspan(left, left + width, 0, 0.03, color=theme.source(str(source_of(letter))), linewidth=0)
         _label(axes, f"{row.tokens_per_step:.2f}\n{row.draft_us:.0f} µs", (place, row.tokens_per_step), 2, fontsize=8)
-    axes.set_xticks(range(len(rows)), [" ".join(row.databases) for row in rows])
+    axes.set_xticks(range(len(rows)), [" ".join(row.sources) for row in rows])
     axes.grid(False, axis="x")
     axes.set_ylabel("tokens per step (plain decoding: 1)")
     axes.set_ylim(1, 1 + 1.22 * (max(1.05, best.tokens_per_step) - 1))
-    axes.set_xlabel(f"databases of {data.method} (C context, M model, S corpus)")
-
-
-def _stripes(axes: Axes, place: int, databases: str, theme: Theme) -> None:
-    """The colours of the databases at the foot of a bar."""
-    width = 0.7 / len(databases)
-    for number, letter in enumerate(databases):
-        left = place - 0.35 + width * number
-        axes.axvspan(left, left + width, 0, 0.03, color=theme.source(str(source_of(letter))), linewidth=0)
+    axes.set_xlabel(f"sources of {data.method} (C context, M model, S corpus)")
 
 
 def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
-    """Per database, the tokens accepted when it is the only one, and those that no other had."""
-    names = list(data.databases)
-    for place, name in enumerate(names):
-        found = data.databases[name]
+    """Per source, the tokens accepted when it is the only one, and those that no other had."""
+    names = list(data.sources)
+    for place, (name, found) in enumerate(data.sources.items()):
         colour = theme.source(name)
         axes.bar(place, found.positions, 0.62, color=theme.background, edgecolor=colour, linewidth=1.5)
         axes.bar(place, found.alone, 0.62, color=colour, edgecolor=colour, linewidth=1.5)
         share = found.alone / data.positions if data.positions else 0.0
         text = f"{found.positions:,}\n{found.alone:,} alone\n({share:.1%} of all)"
         _label(axes, text, (place, found.positions), 3, fontsize=9)
-    axes.set_ylim(0, 1.35 * max(1, *(found.positions for found in data.databases.values())))
+    axes.set_ylim(0, 1.35 * max(1, *(found.positions for found in data.sources.values())))
     axes.bar(0, 0, color=theme.background, edgecolor=theme.foreground, linewidth=1.5, label="accepted")
-    axes.bar(0, 0, color=theme.foreground, label="accepted from no other database")
+    axes.bar(0, 0, color=theme.foreground, label="accepted from no other source")
     axes.set_xticks(range(len(names)), names)
     axes.grid(False, axis="x")
     axes.set_ylabel("tokens of the answers")

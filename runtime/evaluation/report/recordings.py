@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hdtool.data.progress import bar
-from hdtool.data.prompts import Message, Prompt
+from hdtool.data.prompts import Prompt
 from hdtool.data.spec_bench import AnsweredQuestion
 from hdtool.data.traces import STOPPED, Recorded, Trace
 from hdtool.runtime.evaluation.report.ablations import Study
@@ -20,19 +20,14 @@ if TYPE_CHECKING:
 
 
 def data_of(
-    study: Study,
-    traces: Sequence[Trace],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    build: BuildIndex,
-    quiet: bool = False,
+    study: Study, traces: Sequence[Trace], tokenizer: PreTrainedTokenizerBase, *, build: BuildIndex, quiet: bool = False
 ) -> ReportData:
     """Replay the answers of ``traces``, which ``study`` holds as token ids, for all figures of a report."""
     with bar(study.turns, "turns", quiet=quiet) as progress:
         found = study.results(progress.to)
     with bar(len(PARTS) + 1, "sizes of the corpus index", quiet=quiet) as progress:
         by_size = sizes(study, build, progress.advance)
-    questions = [_asked(trace, answer) for trace in traces for answer in trace.answers]
+    questions = [trace.messages[answer.place - 1]["content"] for trace in traces for answer in trace.answers]
     return ReportData(
         shares=found.shares(),
         subsets=found.subsets(),
@@ -44,11 +39,6 @@ def data_of(
     )
 
 
-def _asked(trace: Trace, answer: Recorded) -> str:
-    """The message before an answer."""
-    return trace.messages[answer.place - 1]["content"]
-
-
 def traces_of(questions: Sequence[Prompt], answers: Sequence[AnsweredQuestion]) -> list[Trace]:
     """A benchmark's questions with one method's answers, as traces; questions without an answer are left out."""
     pairs = zip(questions, answers, strict=False)  # a benchmark may be incomplete
@@ -57,13 +47,12 @@ def traces_of(questions: Sequence[Prompt], answers: Sequence[AnsweredQuestion]) 
 
 
 def _trace(question: Prompt, answered: AnsweredQuestion) -> Trace:
-    messages: list[Message] = list(question.messages)
-    recorded = []
     turns = [turn for turn in answered.turns if turn.output_ids]  # none if the context was full before
-    for number, turn in enumerate(turns):
-        if number:
-            messages.append({"role": "user", "content": question.later_turns[number - 1]})
-        most = None if turn.finish == STOPPED else len(turn.output_ids)
-        recorded.append(Recorded(len(messages), tuple(turn.output_ids), most))
-        messages.append({"role": "assistant", "content": turn.text})
-    return Trace(question.id, question.category, tuple(messages), tuple(recorded), f"question {question.id}")
+    end = len(question.messages) + 2 * len(turns) - 1
+    messages = question.conversation([turn.text for turn in turns])[:end]
+    places = range(len(question.messages), end, 2)
+    recorded = tuple(
+        Recorded(place, tuple(turn.output_ids), None if turn.finish == STOPPED else len(turn.output_ids))
+        for place, turn in zip(places, turns, strict=True)
+    )
+    return Trace(question.id, question.category, tuple(messages), recorded, f"question {question.id}")

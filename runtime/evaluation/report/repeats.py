@@ -45,7 +45,10 @@ def repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet
     steps = 2 ** np.arange(int(np.log2(FARTHEST)) + 1)
     return Repeats(
         generations=tuple(int(group[-1]) + 1 for group in groups),
-        places={name: _by_group(found, groups) for name, found in places.items()},
+        places={
+            name: tuple(float(np.concatenate([found[place] for place in group]).mean()) for group in groups)
+            for name, found in places.items()
+        },
         distances=tuple(steps.tolist()),
         within=tuple((np.searchsorted(np.sort(back), steps, "right") / sum(map(len, hashes))).tolist()),
     )
@@ -99,7 +102,3 @@ def _known(hashes: Hashes, documents: npt.NDArray[Any]) -> Flags:
         place = np.minimum(np.searchsorted(wanted, there), len(wanted) - 1)
         known[place[wanted[place] == there]] = True
     return np.asarray(known[which], np.bool_)
-
-
-def _by_group(found: Sequence[Flags], groups: Sequence[npt.NDArray[Any]]) -> tuple[float, ...]:
-    return tuple(float(np.concatenate([found[place] for place in group]).mean()) for group in groups)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True)
-class Speedups:
-    """The speed of each method on each task over that of a baseline."""
+class Speeds:
+    """The speed of each method on each task, over that of a baseline, or at each temperature, in tokens per second."""
 
-    baseline: str
-    tasks: tuple[str, ...]
+    places: tuple[Any, ...]
+    """Tasks or temperatures."""
     methods: Mapping[str, tuple[float, ...]]
+    baseline: str = ""
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,6 @@ class Durations:
             return float(seconds.sum() / tokens.sum()), 0.0
         slope, start = np.polyfit(tokens, seconds, 1)
         return float(slope), float(start)
-
-
-@dataclass(frozen=True)
-class TemperatureSpeeds:
-    """Tokens per second of each method at each temperature."""
-
-    temperatures: tuple[float, ...]
-    methods: Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -75,9 +69,9 @@ class Shares:
 
 @dataclass(frozen=True)
 class Trial:
-    """A replay of one choice of databases."""
+    """A replay of one choice of sources."""
 
-    databases: str
+    sources: str
     """Their letters, in the order of look-up."""
     tokens_per_step: float
     nodes_per_step: float
@@ -87,13 +81,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """Replays of one method that differ only in their databases."""
+    """Replays of one method that differ only in their sources."""
 
     method: str
     rows: tuple[Trial, ...]
 
-    def __getitem__(self, databases: str) -> Trial:
-        return next(row for row in self.rows if row.databases == databases)
+    def __getitem__(self, sources: str) -> Trial:
+        return next(row for row in self.rows if row.sources == sources)
 
     @property
     def best(self) -> Trial:
@@ -102,12 +96,12 @@ class Trials:
 
 @dataclass(frozen=True)
 class Covered:
-    """The tokens accepted from one database when it is the only one."""
+    """The tokens accepted from one source when it is the only one."""
 
     positions: int
     """Accepted tokens."""
     alone: int
-    """Accepted tokens that no other database, as the only one, had accepted."""
+    """Accepted tokens that no other source, as the only one, had accepted."""
     words: int
     """Distinct accepted tokens."""
     words_alone: int
@@ -115,14 +109,14 @@ class Covered:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The part of the answers accepted from each database."""
+    """The part of the answers accepted from each source."""
 
     method: str
     positions: int
     """Tokens of all answers."""
-    databases: Mapping[str, Covered]
+    sources: Mapping[str, Covered]
     nobody: int
-    """Tokens that were accepted from no database."""
+    """Tokens that were accepted from no source."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +176,23 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
 
+    @classmethod
+    def of(cls, title: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]], note: str = "") -> Table:
+        """A table of values; ``columns`` holds the format of each, and ``-`` stands for None."""
+
+        def cells(row: Sequence[Any]) -> tuple[str, ...]:
+            forms = columns.values()
+            return tuple("-" if cell is None else format(cell, form) for cell, form in zip(row, forms, strict=True))
+
+        return cls(title, tuple(columns), tuple(map(cells, rows)), note)
+
+    @property
+    def lines(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the columns, and the rows."""
+        return (self.columns, *self.rows)
+
     def markdown(self) -> str:
-        lines = (f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in (self.columns, *self.rows))
+        lines = (f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in self.lines)
         head, *body = lines
         return "\n".join([head, "|---" * len(self.columns) + "|", *body])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hdtool.data.errors import ResultError
+from hdtool.data.errors import ResultError, worded
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import is_own_html, is_own_markdown, is_own_png
 from hdtool.runtime.evaluation.report.page import Page
@@ -40,11 +40,9 @@ def write(folder: Path, page: Page) -> Path:
 
 def prepare(folder: Path) -> None:
     """Refuse a folder that cannot take the report, before anything is measured for it."""
-    try:
+    with worded(ResultError, f"{folder} cannot be written", "choose another --report"):
         folder.mkdir(parents=True, exist_ok=True)
         names = [path.name for path in folder.iterdir() if PICTURE.fullmatch(path.name)]
-    except OSError as error:
-        raise ResultError(f"{folder} cannot be written ({error.strerror or error}): choose another --report") from None
     for name in (INDEX, TABLES, *names):
         _file(folder, name).check()
 

@@ -1,0 +1,125 @@
+"""Settings of the runtime as parameters of commands: one parameter stands for the options of its fields."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from operator import getitem
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from hdtool.cli.parameters.command import BUILD, DRAFTING, HEADS, INPUT, MEASUREMENT, MODEL, SAMPLING, TRAINING, option
+from hdtool.cli.parameters.unused_options import method_names
+from hdtool.data.errors import OptionError
+from hdtool.runtime.config import SOURCE_NAMES
+from hdtool.runtime.config.setting import Settings, option_of
+
+T = TypeVar("T")
+PANELS = {
+    "BenchConfig": MEASUREMENT,
+    "BenchConfig.assistant": MODEL,
+    "BenchConfig.num_prompts": INPUT,
+    "BenchConfig.threads": MODEL,
+    "BuildConfig": BUILD,
+    "BuildConfig.max_bad_fraction": INPUT,
+    "DecodeConfig": DRAFTING,
+    "DecodeConfig.batch_size": SAMPLING,
+    "DecodeConfig.max_new_tokens": SAMPLING,
+    "HeadsConfig": HEADS,
+    "ModelConfig": MODEL,
+    "ModelConfig.generation_config": SAMPLING,
+    "ReplayConfig": DRAFTING,
+    "ReplayConfig.limit": INPUT,
+    "ReplayConfig.workers": MEASUREMENT,
+    "SamplingConfig": SAMPLING,
+    "ServeConfig": DRAFTING,
+    "ShapeConfig": MEASUREMENT,
+    "ShapeConfig.limit": INPUT,
+    "StoresConfig": DRAFTING,
+    "TrainConfig": TRAINING,
+    "TrainConfig.max_bad_fraction": INPUT,
+    "VerifyConfig": INPUT,
+}
+"""Panels of the help by settings class, and by option where it differs."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The options of a settings class that a command has."""
+
+    names: tuple[str, ...] = ()
+    """Empty means all."""
+    left_out: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults that differ from those of the class."""
+    helps: Mapping[str, Any] = field(default_factory=dict)
+    """Helps that differ from those of the class, or whole options."""
+
+    def described(self, **helps: Any) -> Chosen:
+        return replace(self, helps=helps)
+
+
+def only(*names: str, **defaults: Any) -> Chosen:
+    """These options alone, in this order."""
+    return Chosen(names, defaults=defaults)
+
+
+def without(*names: str, **defaults: Any) -> Chosen:
+    """All options but these."""
+    return Chosen(left_out=names, defaults=defaults)
+
+
+def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with an option for each field of the settings among its parameters."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type[Settings], dict[str, Field[Any]]]] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        annotation = parameter.annotation
+        kind, *markers = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+        if not isinstance(kind, type) or not issubclass(kind, Settings):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        chosen: Chosen = markers[0] if markers else Chosen()
+        known = {option_of(one): one for one in fields(kind) if one.metadata or one.name in chosen.helps}
+        names = [name for name in chosen.names or known if name not in chosen.left_out]
+        groups[parameter.name] = kind, {name: known[name] for name in names}
+        parameters += [_parameter(kind, name, known[name], chosen) for name in names]
+
+    def command(**given: Any) -> Any:
+        for name, (kind, taken) in groups.items():
+            values = {one.name: given.pop(option) for option, one in taken.items()}
+            given[name] = kind(**{field: _value(field, value) for field, value in values.items() if value is not None})
+        return function(**given)
+
+    command.__doc__ = function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _parameter(settings: type[Settings], name: str, one: Field[Any], chosen: Chosen) -> inspect.Parameter:
+    kind = get_type_hints(settings)[one.name]
+    default = chosen.defaults.get(name, inspect.Parameter.empty if one.default is MISSING else one.default)
+    if any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
+        kind, default = list[str] | None, None
+    if name in ("sources", "order"):
+        default = ",".join(SOURCE_NAMES[letter] for letter in default)
+    shown = chosen.helps.get(name, one.metadata.get("help"))
+    if isinstance(shown, str):
+        flags = [f"--{part.replace('_', '-')}" for part in (name, one.metadata["alias"]) if part]
+        panel = PANELS.get(f"{settings.__name__}.{name}", PANELS[settings.__name__])
+        names = flags if default is False or len(flags) > 1 else []
+        shown = option(panel, shown, *names, values=one.metadata["values"])
+    annotation = getitem(Annotated, (kind, shown))
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _value(name: str, given: Any) -> Any:
+    return method_names(given) if name == "methods" else tuple(given) if isinstance(given, list) else given
+
+
+def numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
+    """The numbers of an option that takes several with commas between them."""
+    try:
+        return None if listed is None else tuple(map(kind, listed.split(",")))
+    except ValueError:
+        raise OptionError(f"--{name} must be {expected}, got {listed}") from None
