@@ -36,7 +36,9 @@ class Answerer:
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
         choose_threads(self.loaded.target, model.threads)
-        self.store_set = StoreSet.for_tokenizer(self.loaded.tokenizer, store_set or StoresConfig(), decoding.databases)
+        self.store_set = StoreSet.for_tokenizer(
+            self.loaded.tokenizer, store_set or StoresConfig(), decoding.databases, identified=decoding.keeps_history
+        )
         self._drafters = drafters_for(decoding, self.loaded.target, self.store_set)
         self._decoding = decoding
         self._sampling = sampling

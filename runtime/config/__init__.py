@@ -4,7 +4,7 @@ Imports `data` and nothing heavy.
 """
 
 from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.decoding import DecodeConfig, PaperConfig, ReplayConfig, StoresConfig, VerifyConfig
+from hdtool.runtime.config.decoding import HOME, DecodeConfig, PaperConfig, ReplayConfig, StoresConfig, VerifyConfig
 from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
 from hdtool.runtime.config.measuring import PEERS, SHAPE_PEERS, SHAPES, BenchConfig, CostConfig, ShapeConfig
 from hdtool.runtime.config.methods import (
@@ -22,6 +22,7 @@ from hdtool.runtime.config.serving import ServeConfig
 
 __all__ = [
     "FIXED_BUDGET",
+    "HOME",
     "LARGEST_BUDGET",
     "LOWEST_TEMPERATURE",
     "METHODS",

@@ -21,7 +21,7 @@ from hdtool.runtime.config.methods import (
 from hdtool.runtime.config.setting import Settings, require, setting
 
 TREES = ("dynamic", "static")
-MEMORY, NO_HISTORY = "memory", "none"
+MEMORY, HOME, NO_HISTORY = "memory", "home", "none"
 STORE_SOURCES = tuple(SOURCE_NAMES[letter] for letter in SOURCE_LETTERS)
 REPLAYED_SOURCES = tuple(SOURCE_NAMES[letter] for letter in STORE_LETTERS)
 ORDER = "Order in which hd-paper queries its sources: names or letters."
@@ -58,11 +58,11 @@ class DecodeConfig(Settings):
     )
     history: str = setting(
         MEMORY,
-        f"Earlier answers to draft from: {MEMORY}, those of this process; {NO_HISTORY}; or the folder of a history "
-        "store, which lasts.",
-        values=(MEMORY, NO_HISTORY),
+        f"Earlier answers to draft from: {MEMORY}, those of this process; the folder of a history store, which lasts; "
+        f"{HOME}, such a store in hdtool's home; or {NO_HISTORY}.",
+        values=(MEMORY, HOME, NO_HISTORY),
     )
-    history_prompts: bool = setting(False, "Keep prompts in the history as well as answers.", option="history-prompts")
+    history_prompts: bool = setting(False, "Keep prompts in the history as well as answers.")
     tree: str = setting(
         "dynamic",
         "Draft tree of medusa and amphista: dynamic, the most probable paths of each step, or static, as trained.",
@@ -81,6 +81,11 @@ class DecodeConfig(Settings):
         require(bool(self.sources) or not known, "sources", self.use, f"sources of method {self.method}: {names}")
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
         require(len(self.order) == len(SOURCE_LETTERS), "order", self.order, f"all of {SOURCE_LETTERS}, in any order")
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether the history is kept on the disk."""
+        return HISTORY_LETTER in self.sources and self.history != MEMORY
 
     @property
     def databases(self) -> str:

@@ -67,6 +67,8 @@ OPTION_METHODS = {
     "lookahead": ("hd-paper",),
     "heads": NEED_HEADS,
     "tree": ("medusa", "amphista"),
+    "history": HIERARCHIES,
+    "history_prompts": HIERARCHIES,
     "model_db": tuple(name for name, method in METHODS.items() if "M" in method.databases),
     "corpus_db": tuple(name for name, method in METHODS.items() if "S" in method.databases),
 }

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from threading import Timer
 
-from hdtool.data.errors import StoreError
+from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.stores.home import history_at_home
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Probs, SharedBudget
-from hdtool.runtime.config import NEED_HEADS, DecodeConfig, PaperConfig
+from hdtool.runtime.config import HOME, NEED_HEADS, DecodeConfig, PaperConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
@@ -22,9 +24,11 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.drafters.rest import CorpusDrafter
+from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import plugins
 from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.store_set import StoreSet
 
 PATIENCE = 2.0
@@ -53,13 +57,22 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
             return FixedBudget(config.draft_tokens)
         return MeasuredBudget(target, curve()) if batch == 1 else SharedBudget(target, curve(), together, batch)
 
-    stores = replace(store_set, history=store_set.history or history_for(config))
+    stores = replace(store_set, history=store_set.history or history_for(config, target, store_set))
     return [drafter_within(budget, config, stores, target) for _ in range(batch)]
 
 
-def history_for(config: DecodeConfig) -> History | None:
+def history_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> History | None:
     """The history that the drafters of a model share, if their method has one."""
-    return History(prompts=config.history_prompts) if "H" in config.sources else None
+    if "H" not in config.sources:
+        return None
+    store = None
+    if config.keeps_history:
+        if not store_set.tokenizer:
+            raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")
+        model = fingerprint(target.model)
+        folder = history_at_home(model, store_set.tokenizer) if config.history == HOME else Path(config.history)
+        store = HistoryStore.open(folder, store_set.tokenizer, model)
+    return History(prompts=config.history_prompts, store=store)
 
 
 def drafter_within(

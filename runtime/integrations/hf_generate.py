@@ -82,7 +82,9 @@ class Generator:
     ) -> Generator:
         """A generator that drafts as ``hdtool generate`` does: by a method, from the stores of the tokenizer."""
         config = decoding or DecodeConfig()
-        stores = StoreSet.for_tokenizer(tokenizer, store_set or StoresConfig(), config.databases)
+        stores = StoreSet.for_tokenizer(
+            tokenizer, store_set or StoresConfig(), config.databases, identified=config.keeps_history
+        )
         return cls(lambda target: drafter_for(config, target, stores), seed=seed)
 
     def __call__(

@@ -56,6 +56,6 @@ class History:
         return self.answers.lane()
 
 
-def address_of(log: TokenLog | None) -> int:
-    """The address of a log for compiled code; 0 is none."""
-    return int(log.memory.ctypes.data) if log is not None else 0
+def address_of(log: Ints | None) -> int:
+    """The address of the record of a log, for compiled code; 0 is none."""
+    return int(log.ctypes.data) if log is not None else 0

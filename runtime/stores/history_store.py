@@ -89,7 +89,8 @@ class HistoryStore(Pinned):
             store.keep(lambda _: True, most_bytes=most_bytes)
         return store
 
-    def __len__(self) -> int:
+    @property
+    def places(self) -> int:
         """Places in use, as of the last refresh."""
         return int(min(self._end[0], self._open.ring.size))
 
@@ -109,11 +110,14 @@ class HistoryStore(Pinned):
 
     def refresh(self) -> None:
         """Take notice of what other processes appended, dropped or replaced; called between answers."""
-        with self._lock, self._faults_noted():
-            if stamp_of(self.folder) != self._open.stamp:
-                self._reopen()
-            self._end[0] = self._committed().end
-            self.fault = ""
+        with self._lock:
+            end = 0
+            with self._faults_noted():
+                if stamp_of(self.folder) != self._open.stamp:
+                    self._reopen()
+                end = self._committed().end
+                self.fault = ""
+            self._end[0] = end  # of a store that was deleted, nothing is looked up
 
     def append(self, tokens: Sequence[int] | Ints, prompt_tail: Sequence[int] | Ints, source: str = ANSWERS) -> bool:
         """Add an answer, after the last tokens of its prompt; whether that succeeded.

@@ -76,7 +76,7 @@ def history_latency(store: HistoryStore) -> dict[str, float]:
     """Microseconds of a look-up after parts of the store's own conversations, after a warm-up."""
     rng, taken = np.random.default_rng(0), []
     for number in range(LOOKUPS + WARM_UP):
-        start = int(rng.integers(0, max(1, len(store) - LONGEST_MATCH)))
+        start = int(rng.integers(0, max(1, store.places - LONGEST_MATCH)))
         context = store.tokens(start, LONGEST_MATCH).astype(np.int64)
         started = time.perf_counter()
         matches(store.log, context)

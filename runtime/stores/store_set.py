@@ -37,20 +37,30 @@ class StoreSet:
     """The letters of those that are drafted from; for others no store is opened."""
     history: History | None = None
     """Earlier answers; without it, the drafters of a model begin with an empty one."""
+    tokenizer: TokenizerFingerprint | None = None
+    """Of the tokenizer, if a store was opened or it was asked for."""
 
     @classmethod
     def for_tokenizer(
-        cls, tokenizer: PreTrainedTokenizerBase, config: StoresConfig, databases: str = SOURCE_LETTERS
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        config: StoresConfig,
+        databases: str = SOURCE_LETTERS,
+        *,
+        identified: bool = False,
     ) -> StoreSet:
-        """The stores that ``config`` names; a store of another tokenizer is refused."""
+        """The stores that ``config`` names; a store of another tokenizer is refused.
+
+        With ``identified``, the fingerprint of the tokenizer is computed even if no store is opened.
+        """
         model_db = config.model_db if "M" in databases else NONE
         corpus_db = config.corpus_db if "S" in databases else NONE
-        if model_db == corpus_db == NONE:
+        if model_db == corpus_db == NONE and not identified:
             return cls(databases=databases)
         fingerprint = TokenizerFingerprint.of(tokenizer)
         model = _open(model_db or _fitting(MODEL, fingerprint, config.namespace), ModelStore, fingerprint)
         corpus = _open(corpus_db or _fitting(CORPUS, fingerprint, config.namespace), CorpusIndex, fingerprint)
-        return cls(model, corpus, databases)
+        return cls(model, corpus, databases, tokenizer=fingerprint)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
         """Sent to another process, it opens its stores anew: they are mapped, not copied."""

@@ -20,7 +20,13 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATC
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import no_shards, range_record
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS, note
-from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS, LOG_MATCHES, LOGS, PREDICTION
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
+    ANSWERS,
+    LOG_MATCHES,
+    LOGS,
+    PREDICTION,
+    STORED,
+)
 from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import RankedNodes, Rankings
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import model_record
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
@@ -126,7 +132,8 @@ class Hierarchy(Pinned):
             work["has"][0, source] = bool(there)
         if self._history:
             work["has"][0, SourceName.HISTORY] = True
-            self._memory.matches["log"][ANSWERS] = address_of(self._history.answers)
+            self._memory.matches["log"][ANSWERS] = address_of(self._history.answers.memory)
+            self._memory.matches["log"][STORED] = address_of(self._history.stored_log)
         work["plugins"] = len(self._plugins)
         work["instant_at"] = work["instant"].ctypes.data
 
@@ -201,7 +208,7 @@ class Hierarchy(Pinned):
         lane, before = log.lane(), self._tails[0]
         log.start(lane, before[before >= 0])
         log.append(lane, prediction)
-        self._memory.matches["log"][PREDICTION] = address_of(log)
+        self._memory.matches["log"][PREDICTION] = address_of(log.memory)
         self._memory.work["has"][0, SourceName.PREDICTION] = True
 
     def end(self) -> None:
