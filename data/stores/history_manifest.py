@@ -89,9 +89,9 @@ def new_build() -> str:
     return secrets.token_hex(4)
 
 
-def stamp_of(folder: Path) -> tuple[int, int]:
-    """Differs when the manifest was replaced; raises an OSError if there is none."""
-    found = os.stat(folder / MANIFEST)
+def stamp_of(path: Path | str) -> tuple[int, int]:
+    """Differs when the manifest at a path was replaced; raises an OSError if there is none."""
+    found = os.stat(path)
     return found.st_ino, found.st_mtime_ns
 
 

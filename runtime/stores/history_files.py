@@ -32,7 +32,7 @@ from hdtool.data.stores.history_manifest import (
     write_history_manifest,
 )
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store_files import create
+from hdtool.data.stores.store_files import MANIFEST, create
 from hdtool.runtime.stores.history_records import Conversation, Records, State
 from hdtool.runtime.stores.history_ring import HistoryRing, create_ring
 
@@ -106,7 +106,7 @@ def open_files(folder: Path) -> OpenFiles:
         manifest = read_history_manifest(folder)
         try:
             with worded(folder):
-                stamp = stamp_of(folder)
+                stamp = stamp_of(folder / MANIFEST)
                 ring = HistoryRing(folder, manifest)
                 records = Records.of(manifest.path(folder, "conversations"), manifest.size)
                 return OpenFiles(manifest, stamp, ring, records)

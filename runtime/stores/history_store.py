@@ -7,6 +7,7 @@ conversations are removed before their places are overwritten.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 import warnings
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.history_manifest import require_history, stamp_of
 from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.kernels.no_copy import Pinned
 from hdtool.runtime.stores.history_files import (
     MOST_BYTES,
@@ -55,6 +57,8 @@ AHEAD = 64
 LARGEST_PLACE = 1 << 31
 LEFT_FREE = 16 << 20
 """Bytes of the disk that a store leaves free."""
+CHECKED = 1.0
+"""Seconds after which the free room is looked up again."""
 ATTEMPTS = 100
 """How often an append begins anew because room was made or the store was replaced."""
 
@@ -67,10 +71,12 @@ class HistoryStore(Pinned):
     def __init__(self, folder: Path) -> None:
         """Open the store in a folder, whatever model it is of."""
         self.folder = Path(folder).expanduser()
+        self._manifest_path = str(self.folder / MANIFEST)
         self.fault = ""
         """Why the last append or refresh failed."""
         self._lock = threading.RLock()
         self._log, self._end = np.zeros(1, LOG), np.zeros(1, np.int64)
+        self._room_until = 0.0
         self._was: OpenFiles | None = None
         compile_ring()
         self._use(open_files(self.folder))
@@ -113,7 +119,7 @@ class HistoryStore(Pinned):
         with self._lock:
             end = 0
             with self._faults_noted():
-                if stamp_of(self.folder) != self._open.stamp:
+                if not self._is_current():
                     self._reopen()
                 end = self._committed().end
                 self.fault = ""
@@ -141,7 +147,7 @@ class HistoryStore(Pinned):
         with self._lock:
             while True:
                 with worded(self.folder), self._open.records.writing() as transaction:
-                    if stamp_of(self.folder) == self._open.stamp:
+                    if self._is_current():
                         everything = list(conversations(transaction, self._open.records.path))
                         kept = [each for each in everything if wanted(each)]
                         size = self.manifest.size
@@ -157,7 +163,7 @@ class HistoryStore(Pinned):
     def conversations(self) -> list[Conversation]:
         """All conversations, the oldest first."""
         with self._lock, worded(self.folder):
-            if stamp_of(self.folder) != self._open.stamp:
+            if not self._is_current():
                 self._reopen()
             with self._open.records.reading() as transaction:
                 return list(conversations(transaction, self._open.records.path))
@@ -178,32 +184,24 @@ class HistoryStore(Pinned):
 
     def _append(self, before: Ints, tokens: Ints, source: str) -> None:
         for _ in range(ATTEMPTS):
-            if stamp_of(self.folder) != self._open.stamp:
-                self._reopen()
             with self._open.records.writing() as transaction:
-                end = self._append_once(transaction, before, tokens, source)
-            if end:
+                if is_current := self._is_current():
+                    end = self._append_once(transaction, before, tokens, source)
+            if not is_current:
+                self._reopen()
+            elif end:
                 self._end[0] = end
                 self._open.records.sync()
                 return
         raise StoreError(f"{self.folder} was replaced {ATTEMPTS} times during an append: wait for the other commands")
 
     def _append_once(self, transaction: Any, before: Ints, tokens: Ints, source: str) -> int:
-        """The new end; 0 if the store was replaced, or if what was removed must be committed first."""
-        manifest, stamp, ring, records = self._open
-        if stamp_of(self.folder) != stamp:
-            return 0
+        """The new end; 0 if the store was made anew, or if what was removed must be committed first."""
+        ring, records = self._open.ring, self._open.records
         state = state_of(transaction, records.path)
-        needed = 1 + len(before) + len(tokens)
-        largest = most_places(manifest.most_bytes)
-        self._check_room(2 * ring.nbytes if state.end + needed > ring.size and ring.size < largest else 0)
-        if (state.end + needed > ring.size and ring.size < largest) or state.end + needed >= LARGEST_PLACE:
-            size = ring.size
-            while size < min(largest, state.end + needed):
-                size *= 2
-            make_anew(self.folder, self._open, list(conversations(transaction, records.path)), size=size)
-            return 0
-        if self._remove_oldest(transaction, state.end + needed - ring.size):
+        stop = state.end + 1 + len(before) + len(tokens)
+        self._check_room()
+        if self._grows(transaction, stop) or self._remove_oldest(transaction, stop - ring.size):
             return 0
         end = ring.append(state.end, before, tokens)
         first = end - len(tokens)
@@ -212,11 +210,24 @@ class HistoryStore(Pinned):
         put_state(transaction, State(end, state.next + 1))
         return end
 
+    def _grows(self, transaction: Any, stop: int) -> bool:
+        """Make the store anew if its places are too few, or their numbers too large; whether that was done."""
+        size, largest = self._open.ring.size, most_places(self.manifest.most_bytes)
+        if not (stop > size < largest or stop >= LARGEST_PLACE):
+            return False
+        while size < min(largest, stop):
+            size *= 2
+        self._check_room(2 * self._open.ring.nbytes)
+        make_anew(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size=size)
+        return True
+
     def _remove_oldest(self, transaction: Any, below: int) -> bool:
         """Remove the conversations with places below this one, and the oldest of too many; whether there was one."""
         size, path = self._open.ring.size, self._open.records.path
         most = size // PLACES_PER_CONVERSATION
         surplus = count_of(transaction) + 1 - most
+        if surplus <= 0 >= below:
+            return False
         surplus += most // AHEAD if surplus > 0 else 0
         removed: list[Conversation] = []
         for each in conversations(transaction, path):
@@ -230,9 +241,14 @@ class HistoryStore(Pinned):
             delete(transaction, each)
         return bool(removed)
 
-    def _check_room(self, needed: int) -> None:
+    def _check_room(self, needed: int = 0) -> None:
+        """Raise if the disk is full; asked once a second, and before the store is made anew."""
+        if not needed and time.monotonic() < self._room_until:
+            return
+        self._room_until = 0.0
         if (free := disk_usage(self.folder).free) < needed + LEFT_FREE:
-            raise OSError(28, f"No space left on device, {free >> 20} MiB free")
+            raise OSError(errno.ENOSPC, f"No space left on device, {free >> 20} MiB free")
+        self._room_until = time.monotonic() + CHECKED
 
     def _repair(self) -> None:
         """After a power failure, remove the conversations whose tokens did not get to the disk.
@@ -247,6 +263,10 @@ class HistoryStore(Pinned):
             if latest and not list(self.answers([latest])):
                 whole = {each.number for each, _ in self.answers(self.conversations())}
                 self.keep(lambda each: each.number in whole)
+
+    def _is_current(self) -> bool:
+        """Whether no other process has made the files anew."""
+        return stamp_of(self._manifest_path) == self._open.stamp
 
     def _committed(self) -> State:
         with self._open.records.reading() as transaction:

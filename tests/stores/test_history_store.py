@@ -476,8 +476,9 @@ def test_a_disk_that_takes_no_more_is_one_warning(tmp_path: Path, file_limit: No
 
 def test_a_disk_that_is_almost_full_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path)
-    store.append([1, 2, 3], [])
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(history_store, "CHECKED", 0.0)
+    assert store.append([1, 2, 3], [])
     with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="1 MiB free") as caught:
         patched.setattr(history_store, "disk_usage", lambda _: usage)
         assert not store.append([1, 2, 4], [])
@@ -625,7 +626,7 @@ def test_a_finished_answer_moves_to_the_store(tmp_path: Path) -> None:
     history = History(1 << 12, store=opened(tmp_path))
     assert history.stored_log is not None and History(1 << 12).stored_log is None
     lane, other = history.lane(), history.lane()
-    prompt, tokens = list(range(100, 120)), list(range(200))
+    prompt, tokens = list(range(1100, 1120)), list(range(200))
     history.start(lane, prompt, 20)
     history.start(other, prompt, 20)
     for at in range(0, 200, 10):  # in blocks that alternate
@@ -637,7 +638,7 @@ def test_a_finished_answer_moves_to_the_store(tmp_path: Path) -> None:
     assert lane["owner"][0] == 0
     assert history.store and held(history.store) == [tokens]
     assert history.store.conversations()[0].before == OVERLAP
-    assert found(history.store, 118, 119) == [0]
+    assert found(history.store, 1118, 1119) == [0]
     history.start(other, prompt, 20)  # ends the answer before it
     assert len(held(history.store)) == 2
     history.finish(other)
