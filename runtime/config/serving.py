@@ -18,6 +18,7 @@ class ServeConfig(Settings):
     )
     context_mib: int = setting(256, "Memory for the context tables of all requests, in MiB.", least=1)
     """Requests beyond it are not drafted for."""
+    history: bool = setting(True, "Draft from earlier answers of this server, which are kept in memory.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

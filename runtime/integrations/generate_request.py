@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,20 @@ class GenerateRequest:
             wants_logits=details and bool(settings.output_logits),
             wants_details=details,
         )
+
+
+def predicted_ids(prediction: Sequence[int] | torch.Tensor | None) -> list[int]:
+    """The token ids of a predicted output, given as a list or as a tensor of one row."""
+    ids = prediction.tolist() if isinstance(prediction, torch.Tensor) else prediction
+    if ids is None:
+        return []
+    if isinstance(ids, Sequence) and len(ids) == 1 and isinstance(ids[0], Sequence) and not isinstance(ids, str):
+        ids = ids[0]
+    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(type(token) is int for token in ids):
+        raise OptionError(
+            "a prediction must be token ids of one answer: give tokenizer(text, add_special_tokens=False)['input_ids']"
+        )
+    return list(ids)
 
 
 def _refuse_settings(settings: GenerationConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,13 +16,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from hdtool.data.errors import OptionError
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.methods import HIERARCHIES
 from hdtool.runtime.decode import Finish, decode
-from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.integrations.call_lock import CallLock
-from hdtool.runtime.integrations.generate_request import GenerateRequest
+from hdtool.runtime.integrations.generate_request import GenerateRequest, predicted_ids
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, use_masked_attention
@@ -45,6 +47,10 @@ Maker = Callable[[Target], Drafter]
 NESTED = (
     "a Generator is called from inside its own call of generate, as from a logits processor, a stopping criterion or a "
     "streamer: give the inner call a Generator of its own"
+)
+NO_PREDICTION = (
+    "a prediction is given to generate, but this Generator's drafter does not use one: make it by Generator.drafting "
+    f"with method {', '.join(HIERARCHIES)}, or leave the prediction out"
 )
 
 
@@ -97,9 +103,14 @@ class Generator:
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
         seed: int | None = None,
+        prediction: Sequence[int] | torch.Tensor | None = None,
         **model_arguments: Any,
     ) -> Generated:
-        """Called by ``generate``; ``seed`` can be passed through ``generate``."""
+        """Called by ``generate``; ``seed`` and ``prediction`` can be passed through ``generate``.
+
+        A ``prediction`` is token ids that the answer will probably have: they are drafted from, and never read by the
+        model.
+        """
         refuse_by_configuration(model.config)
         request = GenerateRequest.of(
             input_ids,
@@ -111,10 +122,11 @@ class Generator:
         )
         streamer = streamer or _argument_of_generate("streamer")
         sampler = _Recorder(request, logits_processor, self._seed_for(request, seed), input_ids.device)
+        predicted = predicted_ids(prediction)
         output: list[int] = []
         with self._calls.held(), _prepared(model):
             stops = Stops((), stopping_criteria, sampler, sampler.device, lambda: sampler.scores_recorded)
-            for tokens in self._steps(model, request, sampler, stops):
+            for tokens in self._steps(model, request, sampler, stops, predicted):
                 output += tokens
                 if streamer is not None:
                     for token in tokens:
@@ -131,11 +143,26 @@ class Generator:
         )
 
     def _steps(
-        self, model: PreTrainedModel, request: GenerateRequest, sampler: _Recorder, stops: Stops
+        self,
+        model: PreTrainedModel,
+        request: GenerateRequest,
+        sampler: _Recorder,
+        stops: Stops,
+        prediction: Sequence[int],
     ) -> Iterator[list[int]]:
         target = self._target_for(model)
         self.stats = Stats()
-        steps = decode(target, request.prompt, sampler, max_new_tokens=request.most, stops=stops, drafter=self._drafter)
+        if prediction and not isinstance(self._drafter, HistoryDrafter):
+            raise OptionError(NO_PREDICTION)
+        steps = decode(
+            target,
+            request.prompt,
+            sampler,
+            max_new_tokens=request.most,
+            stops=stops,
+            drafter=self._drafter,
+            prediction=prediction,
+        )
         for step in self.stats.counted(steps, self._drafter):
             yield step.tokens
         if self.stats.finish is Finish.CONTEXT:

@@ -83,7 +83,7 @@ class TokenLog(Pinned):
 
     def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
         """Begin an answer after these tokens, of which the last few are copied; if ``learned``, all are appended."""
-        self._grow()
+        self.grow()
         self._answers += 1
         ids = np.asarray(tokens if learned else tokens[-OVERLAP:], np.int64)
         start(self.memory, lane, self._answers, ids, min(CHAINED, len(ids)) if learned else len(ids))
@@ -116,7 +116,7 @@ class TokenLog(Pinned):
         self.memory["places"], self.memory["heads"] = self._places.ctypes.data, self._heads.ctypes.data
         self.memory["owners"] = self._owners.ctypes.data
 
-    def _grow(self) -> None:
+    def grow(self) -> None:
         """Double the ring once it is half full; places keep their numbers."""
         size, end = len(self._places), int(self._end[0])
         if size >= self.most or 2 * end <= size:

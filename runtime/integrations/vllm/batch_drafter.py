@@ -16,6 +16,7 @@ from hdtool.runtime.integrations.vllm.chain import draft_rows, no_requests
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.integrations.vllm.request_matching import NO_TABLE, match_rows
 from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 
 TABLES_PER_BLOCK = 32
@@ -25,7 +26,7 @@ Ints = npt.NDArray[Any]
 
 
 class BatchDrafter(Pinned):
-    """A hierarchy with one context table per request; stores and learned weights are shared."""
+    """A hierarchy with one context table per request; stores, history and learned weights are shared."""
 
     def __init__(
         self, store_set: StoreSet, config: ServeConfig, *, rows: int, longest: int, vocabulary: int = ANY_TOKEN
@@ -36,10 +37,11 @@ class BatchDrafter(Pinned):
         self.most = max(1, min(rows, (config.context_mib << 20) // TABLE.itemsize))
         """The maximum number of context tables; requests without a table get no drafts."""
         self._longest = longest
-        self._hierarchy = Hierarchy(store_set.model, store_set.corpus, vocabulary=vocabulary)
+        self.history = History() if config.history else None
+        self._hierarchy = Hierarchy(store_set.model, store_set.corpus, vocabulary=vocabulary, history=self.history)
         self._tables: list[Ints] = []
         self._count = 0
-        self._requests = no_requests(self.most, self._hierarchy.shards)
+        self._requests = no_requests(self.most, self._hierarchy.shards, history=bool(self.history))
         self._rows_of = np.full(self.most, NO_TABLE, np.int64)
         self._chosen = np.empty(rows, np.int64)
         self._drafts = np.empty((rows, config.draft_tokens), np.int64)
@@ -70,6 +72,8 @@ class BatchDrafter(Pinned):
         sent[:] = 0
         floor = self.min_probability.floor(len(rows))
         if len(rows) and floor < NO_DRAFT_ABOVE:
+            if self.history:
+                self.history.answers.grow()
             self._make_tables(len(rows))
             self._grow(rows, lengths, contexts, floor)
             for row, size, tokens in zip(rows.tolist(), sent.tolist(), self._drafts[: len(rows)].tolist(), strict=True):

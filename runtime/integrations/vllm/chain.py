@@ -15,13 +15,18 @@ from numba import njit
 from hdtool.runtime.drafters.hierarchy.estimator import DRAFTING, expand
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, add
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE, places_of
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
 from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
+from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.stores.token_log import LANE, LOG, OVERLAP, finish, start
 
 WORTH_ADDING = 0.3
 """Evidence is skipped below this share of the minimum probability of a token."""
 
-TABLE_AT = Memory._fields.index("table")
+FIRST_ANSWER = 1 << 10
+"""Lower numbers are left to the drafter that the requests share."""
+TABLE_AT, LANE_AT = Memory._fields.index("table"), Memory._fields.index("lane")
 
 Ints = npt.NDArray[Any]
 
@@ -35,12 +40,24 @@ class Requests(NamedTuple):
     """The last tokens of each request."""
     places: Ints
     """The ranges of these tokens in the corpus index."""
+    lanes: Ints
+    """Where their answers are appended to the history."""
+    lanes_at: Ints
+    """The addresses of these records."""
+    answers: Ints
+    """The number of the next answer; 0 without a history."""
 
 
-def no_requests(most: int, shards: int) -> Requests:
+def no_requests(most: int, shards: int, *, history: bool = False) -> Requests:
     """Empty state for ``most`` requests."""
-    places = np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64)
-    return Requests(np.zeros(most, np.int64), np.full((most, LONGEST_MATCH), -1, np.int64), places)
+    tails, places = (
+        np.full((most, LONGEST_MATCH), -1, np.int64),
+        np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64),
+    )
+    lanes = np.zeros(most, LANE)
+    lanes_at = lanes.ctypes.data + np.arange(most, dtype=np.int64) * LANE.itemsize
+    answers = np.full(1, FIRST_ANSWER if history else 0, np.int64)
+    return Requests(np.zeros(most, np.int64), tails, places, lanes, lanes_at, answers)
 
 
 @njit(cache=True, nogil=True)
@@ -69,9 +86,13 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
 
 
 @njit(cache=True, nogil=True)
-def catch_up(corpus: Ints, at: Ints, context: Ints, few: int) -> None:
-    """Append the new tokens of ``context`` to the table; update the weights if they are at most ``few``."""
-    table = memory_at(at).table[0]
+def catch_up(corpus: Ints, at: Ints, context: Ints, few: int, answers: Ints) -> None:
+    """Append the new tokens of ``context`` to the table; update the weights if they are at most ``few``.
+
+    If there are more, a new answer of the history begins after them.
+    """
+    memory = memory_at(at)
+    table = memory.table[0]
     end = table.end
     if end > 0 and len(context) - end <= few:
         new = np.empty(len(context) - end, np.int64)
@@ -84,6 +105,13 @@ def catch_up(corpus: Ints, at: Ints, context: Ints, few: int) -> None:
     tail = np.empty(len(context) - first, np.int64)
     tail[:] = context[first:]
     restart(corpus, at, tail)
+    if answers[0] > 0:
+        log = array_at(memory.matches[ANSWERS].log, 1, LOG)
+        finish(log, memory.lane)
+        before = tail[max(0, len(tail) - OVERLAP) :]
+        start(log, memory.lane, answers[0], before, len(before))
+        memory.matches[ANSWERS].owner = answers[0]
+        answers[0] += 1
 
 
 @njit(cache=True, nogil=True)
@@ -110,13 +138,15 @@ def draft_rows(
         request = chosen[turn]
         if request >= 0:
             at[TABLE_AT] = requests.tables[request]
+            at[LANE_AT] = requests.lanes_at[request]
             memory = memory_at(at)
+            memory.matches[ANSWERS].owner = memory.lane[0].owner
             work, ranges = memory.work[0], memory.ranges[0]
             work.tails[0] = requests.tails[request]
             places_of(ranges)[0] = requests.places[request]
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
-            catch_up(corpus, at, contexts[rows[turn], :length], most + 1)
+            catch_up(corpus, at, contexts[rows[turn], :length], most + 1, requests.answers)
             # The target adds a bonus token after the last draft.
             size = grow_chain(corpus, at, min(most, longest - length - 1), floor)
             sizes[turn] = size

@@ -12,7 +12,7 @@ from hdtool.runtime.config import ServeConfig, StoresConfig
 
 KEY = "hdtool"
 STORES = ("model_db", "corpus_db")
-DRAFTING = ("min_draft_prob", "context_mib")
+DRAFTING = ("min_draft_prob", "context_mib", "history")
 
 
 @dataclass(frozen=True)
