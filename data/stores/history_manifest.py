@@ -181,12 +181,16 @@ def sweep_history(folder: Path, manifest: HistoryManifest) -> None:
 
     Readers keep the files that they have opened. The caller holds the lock of the folder.
     """
-    for name in os.listdir(folder):
-        ours = _OURS.fullmatch(name) or _TEMPORARY.fullmatch(name)
-        if ours and manifest.build not in name and is_regular(folder / name):
-            # Where an open file cannot be deleted, a later command deletes it.
-            with suppress(FileNotFoundError, PermissionError):
-                (folder / name).unlink()
+    for path in leftovers(folder, manifest):
+        # Where an open file cannot be deleted, a later command deletes it.
+        with suppress(FileNotFoundError, PermissionError):
+            path.unlink()
+
+
+def leftovers(folder: Path, manifest: HistoryManifest) -> list[Path]:
+    """The files of a history store that its manifest does not name."""
+    names = (name for name in os.listdir(folder) if _OURS.fullmatch(name) or _TEMPORARY.fullmatch(name))
+    return [folder / name for name in names if manifest.build not in name and is_regular(folder / name)]
 
 
 @contextmanager

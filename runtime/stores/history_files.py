@@ -25,6 +25,7 @@ from hdtool.data.stores.history_manifest import (
     HistoryManifest,
     folder_lock,
     is_new,
+    leftovers,
     new_build,
     read_history_manifest,
     stamp_of,
@@ -98,6 +99,14 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, mos
             if is_new(folder):
                 size = min(SMALLEST, most_places(most_bytes))
                 _write(folder, HistoryManifest(tokenizer, model, most_bytes, size, new_build()), None, ())
+
+
+def sweep_if_killed(folder: Path) -> None:
+    """Delete what a command left that was killed while it made a store anew: dropped conversations may be in it."""
+    with worded(folder):
+        if leftovers(folder, read_history_manifest(folder)):
+            with folder_lock(folder):
+                sweep_history(folder, read_history_manifest(folder))
 
 
 def open_files(folder: Path) -> OpenFiles:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ LONGEST_SOURCE = 200
 
 _opened: WeakValueDictionary[str, Records] = WeakValueDictionary()
 """LMDB opens a file once in a process."""
+_opening = threading.Lock()
 
 Ints = npt.NDArray[Any]
 
@@ -86,11 +88,13 @@ class Records:
     def of(cls, path: Path, places: int) -> Records:
         """The records in a file; a damaged file is a ``StoreError``."""
         name = os.path.realpath(path)
-        if (found := _opened.get(name)) is None:
-            if not path.is_file():
-                raise StoreError(f"{path} is missing")
-            found = _opened[name] = cls(path, places)
-            found._check()
+        with _opening:
+            if (found := _opened.get(name)) is None:
+                if not path.is_file():
+                    raise StoreError(f"{path} is missing")
+                found = cls(path, places)
+                found._check()
+                _opened[name] = found
         return found
 
     @classmethod

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.history_manifest import require_history, stamp_of
+from hdtool.data.stores.history_manifest import read_history_manifest, require_history, stamp_of
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.kernels.no_copy import Pinned
@@ -32,6 +32,7 @@ from hdtool.runtime.stores.history_files import (
     make_anew,
     most_places,
     open_files,
+    sweep_if_killed,
     worded,
 )
 from hdtool.runtime.stores.history_records import (
@@ -79,6 +80,7 @@ class HistoryStore(Pinned):
         self._room_until = 0.0
         self._was: OpenFiles | None = None
         compile_ring()
+        sweep_if_killed(self.folder)
         self._use(open_files(self.folder))
         self._repair()
 
@@ -89,8 +91,8 @@ class HistoryStore(Pinned):
         """Open the store of a model, or create it; ``most_bytes`` changes the bound of the one that is there."""
         folder = Path(folder).expanduser()
         create_if_new(folder, tokenizer, model, most_bytes or MOST_BYTES)
+        require_history(read_history_manifest(folder), folder, tokenizer, model)
         store = cls(folder)
-        require_history(store.manifest, folder, tokenizer, model)
         if most_bytes and most_bytes != store.manifest.most_bytes:
             store.keep(lambda _: True, most_bytes=most_bytes)
         return store

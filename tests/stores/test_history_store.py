@@ -34,7 +34,7 @@ from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.history_manifest import FILES, HistoryManifest, read_history_manifest
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manifest
-from hdtool.runtime.stores import history_store
+from hdtool.runtime.stores import history_files, history_store
 from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.history_files import FEWEST, SMALLEST
 from hdtool.runtime.stores.history_store import ANSWERS, HistoryStore
@@ -360,6 +360,32 @@ def test_two_processes_append_and_a_third_reads(tmp_path: Path) -> None:
     assert seen, "the reader saw what others appended"
 
 
+def test_nothing_is_lost_while_another_process_drops(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", most_bytes=64 << 20)
+    processes = [writer(tmp_path / "store", name, 300, 20) for name in (1, 2)]
+    drops = 0
+    while any(process.poll() is None for process in processes):
+        assert store.append([3, 2, 1], [], "noise")
+        drops += drop_conversations(tmp_path / "store", source="noise").conversations
+    for process in processes:
+        assert process.communicate() and process.returncode == 0
+    answers = held(opened(tmp_path / "store"))
+    assert sorted(answer[:2] for answer in answers) == [[name, number] for name in (1, 2) for number in range(300)]
+    assert drops > 3
+
+
+def test_files_of_a_killed_command_go_when_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drop that was killed after the manifest was replaced leaves the old files."""
+    mixed_store(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(history_files, "sweep_history", lambda *_: None)
+        drop_conversations(tmp_path, source="secret")
+    assert planted_in(tmp_path)
+    opened(tmp_path)
+    assert planted_in(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == len(FILES) + 3
+
+
 def test_a_reader_sees_nothing_before_it_refreshes(tmp_path: Path) -> None:
     store, other = opened(tmp_path), opened(tmp_path)
     for _ in range(10):
@@ -554,7 +580,7 @@ def test_nothing_of_a_dropped_source_is_left_in_any_file(tmp_path: Path) -> None
 def test_old_conversations_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, now = opened(tmp_path), time.time()
     for days in range(10, 0, -1):
-        monkeypatch.setattr(history_store.time, "time", lambda days=days: now - 86_400 * days)
+        monkeypatch.setattr(time, "time", lambda days=days: now - 86_400 * days)
         store.append([*PLANTED] if days > 5 else [days, days], [])
     monkeypatch.undo()
     assert planted_in(tmp_path)
@@ -576,8 +602,6 @@ def test_a_drop_that_fails_leaves_the_store_as_it_was(tmp_path: Path, monkeypatc
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
-
-    from hdtool.runtime.stores import history_files
 
     monkeypatch.setattr(history_files, "write_history_manifest", fail)
     with pytest.raises(StoreError, match="cannot be written"):
