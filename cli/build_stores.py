@@ -19,7 +19,9 @@ def build_model_db(
     *,
     inputs: Annotated[
         list[str],
-        option(INPUT, "The model's answers, as collect writes them, or any input of build-corpus-db.", "--from"),
+        option(
+            INPUT, "The model's answers: a history store, a file of collect, or any input of build-corpus-db.", "--from"
+        ),
     ],
     loading: options.Tokenizer,
     out: options.StoreOut = None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +13,11 @@ import typer
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import only
+from hdtool.data.errors import OptionError
 from hdtool.runtime.config import BuildConfig
+
+LARGEST_AGE = 36_500
+"""Days."""
 
 
 def merge(
@@ -60,22 +66,47 @@ def add(
 def drop(
     store: options.StoreFolder,
     source: Annotated[
-        str,
+        str | None,
         option(
             INPUT,
             "Input to remove: its name as inspect shows it, its file name if unique, or 8 or more digits of its hash.",
         ),
-    ],
+    ] = None,
+    older_than: Annotated[
+        float | None, option(INPUT, "Of a history store, remove the conversations that are older than so many days.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Remove the contribution of one input from a store.
 
-    For privacy or licences: no file keeps anything that only this input contributed.
+    For privacy or licences: no file keeps anything that only this input contributed. Of a history store, conversations
+    are removed by their source, by their age, or by both.
     """
     from hdtool.builders.stores import edit_store as rework
     from hdtool.cli.output.store_output import report
+    from hdtool.data.stores.store_files import holds_history
 
+    if source is None and older_than is None:
+        raise OptionError("nothing to remove: give --source, or --older-than for a history store")
+    if holds_history(store):
+        _drop_conversations(store, source, older_than, as_json=as_json)
+        return
+    if older_than is not None or source is None:
+        raise OptionError(f"--older-than is for history stores, and {store} is none: give --source")
     dropped = rework.drop(store, source)
     for share in dropped.removed:
         print(f"removed {share.label}: {share.records:,} documents, {share.tokens:,} tokens", file=sys.stderr)
     report(store, dropped.manifest, as_json=as_json)
+
+
+def _drop_conversations(store: Path, source: str | None, days: float | None, *, as_json: bool) -> None:
+    from hdtool.builders.stores.history_documents import drop_conversations
+    from hdtool.cli.output.show_history import history_in_words, history_shown
+
+    if days is not None and not 0 <= days <= LARGEST_AGE:
+        raise OptionError(f"--older-than must be between 0 and {LARGEST_AGE} days, got {days:g}")
+    before = None if days is None else timedelta(days=days)
+    dropped = drop_conversations(store, source=source, before=before)
+    print(f"removed {dropped.conversations:,} conversations, {dropped.tokens:,} tokens", file=sys.stderr)
+    shown = history_shown(store, None, latency=False, verify=False)
+    print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))

@@ -38,9 +38,14 @@ def inspect(
     """Show what a store holds and what it would draft."""
     from hdtool.cli.output.store_output import description
     from hdtool.data.stores.store import damaged, read_store
+    from hdtool.data.stores.store_files import holds_history
 
     if after == "":
         raise OptionError("--after is empty: give the text after which the store shall draft")
+
+    if holds_history(store):
+        _inspect_history(store, after, ngrams, config, latency=latency, verify=verify, as_json=as_json)
+        return
 
     def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str], list[dict[str, Any]]]:
         opened = None
@@ -66,6 +71,33 @@ def inspect(
 
         shown |= latency_of(opened)
     print(json.dumps(shown, ensure_ascii=False) if as_json else _in_words(shown))
+
+
+def _inspect_history(
+    folder: Path,
+    after: str | None,
+    ngrams: str | None,
+    config: ModelConfig,
+    *,
+    latency: bool,
+    verify: bool,
+    as_json: bool,
+) -> None:
+    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.cli.output.show_history import history_in_words, history_shown
+    from hdtool.runtime.model.load import load_tokenizer
+
+    if ngrams is not None:
+        raise OptionError("--ngrams lists a model store, and this is a history store: leave it out, or take --after")
+
+    def tokenize() -> tuple[PreTrainedTokenizerBase, list[int]]:
+        assert after is not None
+        quiet_libraries()
+        tokenizer = load_tokenizer(config)
+        return tokenizer, _ids(tokenizer, "--after", after)
+
+    shown = history_shown(folder, tokenize if after is not None else None, latency=latency, verify=verify)
+    print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown) + _found(shown)))
 
 
 def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, Any]]:
@@ -136,6 +168,12 @@ def _in_words(shown: dict[str, Any]) -> str:
         lines.append(f"source     {share.label}: {share.records:,} documents, {share.tokens:,} tokens")
     if "verified" in shown:
         lines.append(f"verified   all {shown['verified']} files are as they were written")
+    return "\n".join(lines + _found(shown))
+
+
+def _found(shown: dict[str, Any]) -> list[str]:
+    """The lines of what was looked up."""
+    lines = []
     if "lookup_us_p50" in shown:
         lines.append(f"look-up    {shown['lookup_us_p50']:.1f} µs at the median, {shown['lookup_us_p99']:.1f} at p99")
     if "after" in shown:
@@ -150,4 +188,4 @@ def _in_words(shown: dict[str, Any]) -> str:
             lines.append(f"  {row['total']:>13,}  {row['text']!r}: {continuations}")
         if not shown["ngrams"]:
             lines.append("           nothing: no n-gram in the store begins with this text")
-    return "\n".join(lines)
+    return lines

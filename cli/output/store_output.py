@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hdtool.builders.stores.engine import Engine
+    from hdtool.builders.stores.history_documents import HistoryDocuments
     from hdtool.data.records import Reading
-    from hdtool.data.stores.documents import Document
+    from hdtool.data.stores.documents import Document, Source
     from hdtool.data.stores.store import Manifest
     from hdtool.runtime.config import BuildConfig
 
@@ -32,19 +33,38 @@ def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
         yield engine
 
 
+class BuildInputs:
+    """History stores and texts that a store is built from."""
+
+    def __init__(self, history: HistoryDocuments, read: Reading | None = None) -> None:
+        self._history, self._read = history, read
+
+    @property
+    def sources(self) -> list[Source]:
+        """Known once all documents were read."""
+        return [*self._history.sources, *(self._read.sources if self._read else ())]
+
+
 @contextmanager
 def reading(
     inputs: list[str], tokenizer: Any, engine: Engine, kind: str, tolerance: float, *, quiet: bool
-) -> Iterator[tuple[Reading, Iterator[Document]]]:
+) -> Iterator[tuple[BuildInputs, Iterator[Document]]]:
     """Read inputs for a kind of store with a progress bar, then print what could not be used."""
+    from hdtool.builders.stores.history_documents import HistoryDocuments, history_folders
     from hdtool.data.inputs import find_inputs
     from hdtool.data.progress import bar
     from hdtool.data.records import Reading
+    from hdtool.data.stores.manifest import TokenizerFingerprint
 
-    source = Reading(find_inputs(inputs), answers_only=kind == "model", tolerance=tolerance)
+    folders, others = history_folders(inputs)
+    history = HistoryDocuments(folders, TokenizerFingerprint.of(tokenizer))
+    if folders and not others:
+        yield BuildInputs(history), iter(history)
+        return
+    source = Reading(find_inputs(others), answers_only=kind == "model", tolerance=tolerance)
     with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         engine.prepare(source)
-        yield source, engine.documents(source, tokenizer, shown)
+        yield BuildInputs(history, source), history.with_others(engine.documents(source, tokenizer, shown))
     for line in source.tally.left_out():
         print(line, file=sys.stderr)
 
