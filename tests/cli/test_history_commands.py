@@ -1,0 +1,80 @@
+"""``--history`` and the commands on history stores, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hdtool.cli.app import run
+
+ASKED = ("generate", "--prompt", "Write a story about a fox.", "--max-new-tokens", "48", "--json")
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+
+
+def shown(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run([*arguments]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def complaint(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run([*arguments]) in (1, 2)
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_history_lasts_is_shown_built_from_and_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = (shown(capfd, *ASKED, "--history", "past") for _ in range(2))
+    assert first["output_ids"] == second["output_ids"]
+    assert second["steps"] < first["steps"]
+    assert second["sources"]["history"]["accepted"] > 0
+
+    listed = shown(capfd, "inspect", "past", "--verify", "--json")
+    assert (listed["kind"], listed["entries"], listed["tokens"]) == ("history", 2, 96)
+    assert listed["sources"][0]["name"] == "answers"
+    assert listed["verified"] == 2
+    found = shown(capfd, "inspect", "past", "--after", first["text"].rsplit(" ", 2)[0], "--json")["after"]
+    assert found and found[0]["count"] == 2
+
+    built = shown(capfd, "build-model-db", "--from", "past", "--out", "phrases", "--json")
+    assert (built["kind"], built["tokens"]) == ("model", 96)
+    assert complaint(capfd, "merge", "past", "phrases", "--out", "both").startswith("error: past is a history store")
+    assert "choose another place" in complaint(capfd, "build-model-db", "--from", "past", "--out", "past")
+
+    kept = shown(capfd, "drop", "past", "--older-than", "1", "--json")
+    assert kept["entries"] == 2
+    assert "no source elsewhere" in complaint(capfd, "drop", "past", "--source", "elsewhere")
+    assert shown(capfd, "drop", "past", "--source", "answers", "--json")["tokens"] == 0
+
+
+def test_nothing_is_written_unless_asked_for(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    once, never = (shown(capfd, *ASKED, "--history", where) for where in ("memory", "none"))
+    assert once["output_ids"] == never["output_ids"]
+    assert "history" not in never["sources"]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and "costs" not in path.parts]
+
+
+def test_a_history_at_home_is_found_again(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for _ in range(2):
+        made = shown(capfd, *ASKED, "--history", "home")
+    assert made["sources"]["history"]["accepted"] > 0
+    assert len(list((tmp_path / "home").rglob("manifest.json"))) == 1
+
+
+def test_what_cannot_be_is_refused_in_one_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("mine")
+    assert "letter.txt" in complaint(capfd, *ASKED, "--history", "other")
+    assert (tmp_path / "other" / "letter.txt").read_text() == "mine"
+    assert "--history has no effect" in complaint(capfd, *ASKED, "--method", "pld", "--history", "past")
+    assert "--source, or --older-than" in complaint(capfd, "drop", "other")
+    assert "--older-than is for history stores" in complaint(capfd, "drop", "other", "--older-than", "3")
+    assert not (tmp_path / "past").exists()
