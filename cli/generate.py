@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import OptionError, PromptError
+from hdtool.data.predictions import read_prediction
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
@@ -21,6 +23,7 @@ def generate(
     *,
     prompt: options.Prompt = None,
     prompts: options.Prompts = None,
+    prediction: options.Prediction = None,
     chat: options.Chat = None,
     decoding: DecodeConfig,
     store_set: Annotated[StoresConfig, without("namespace")],
@@ -35,7 +38,8 @@ def generate(
     Streams the answers to standard output. Drafting changes their speed, not their text. Under torchrun, the processes
     share one model: torchrun --nproc-per-node 2 -m hdtool.cli generate ...
     """
-    asked = _asked(prompt, prompts)
+    predicted = read_prediction(prediction) if prediction is not None else ""
+    asked = [replace(one, prediction=one.prediction or predicted) for one in _asked(prompt, prompts)]
 
     from hdtool.cli.output.show_answers import (
         batch_summary,

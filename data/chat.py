@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+LINE_END = "\n"
+
+
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
@@ -58,6 +61,36 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool)
     """The token ids of a text; ``special`` adds the tokenizer's special tokens, such as the start of a text."""
     # verbose=False: hdtool checks the length itself, against the context of the model.
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def encode_answer(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, *, chat: bool | None = None
+) -> list[int]:
+    """The token ids that an answer with this text would have, without the token that ends it.
+
+    They may differ from those of the text alone: a tokenizer may begin a text with a space, and a template may have
+    one before an answer.
+    """
+    chat = has_chat_template(tokenizer) if chat is None else chat
+    asked = conversation_text(tokenizer, messages, chat=chat)
+    answer = _rendered_answer(tokenizer, messages, text, asked) if chat else text
+    for before, after in ((asked, answer), (LINE_END, text)):
+        ids = encode_text(tokenizer, before, special=not chat)
+        whole = encode_text(tokenizer, before + after, special=not chat)
+        # Tokens may join the end of one text and the start of the other.
+        if whole[: len(ids)] == ids:
+            return whole[len(ids) :]
+    return encode_text(tokenizer, text, special=False)
+
+
+def _rendered_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, asked: str) -> str:
+    """The text of an answer as the chat template has it, with what it puts before it."""
+    try:
+        whole = _through_template(tokenizer, [*messages, {"role": "assistant", "content": text}], answered=True)
+    except PromptError:
+        return text
+    before, found, _ = whole.removeprefix(asked).partition(text.strip())
+    return before + found if found and whole.startswith(asked) else text
 
 
 def _through_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answered: bool) -> str:

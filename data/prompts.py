@@ -2,7 +2,7 @@
 
 A file holds one prompt per line, as plain text or as JSON. A JSON object has ``messages`` (chat), ``turns``
 (Spec-Bench: user turns that are answered one after another) or one of ``prompt``, ``question``, ``instruction``,
-``text``.
+``text``. Its ``prediction`` is what the answer will probably look like.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from hdtool.data.errors import PromptError
 from hdtool.data.inputs import ENDINGS, RowError, decoded, faults_named, parsed
+from hdtool.data.predictions import prediction_of
 
 Message = dict[str, str]
 
@@ -30,6 +31,8 @@ class Prompt:
     later_turns: tuple[str, ...] = ()
     id: str = ""
     category: str = ""
+    prediction: str = ""
+    """What the first answer will probably look like: it is drafted from, and never read by the model."""
 
     @classmethod
     def from_text(cls, text: str, *, id: str = "", where: str = "the prompt") -> Prompt:
@@ -105,7 +108,8 @@ def _prompt_of(row: Any, where: str, number: str) -> Prompt:
         raise PromptError(f"{where} holds a JSON {_json_name(row)}: a prompt is an object with messages or a prompt")
     messages, later = _asked(row, where)
     name = next((row[key] for key in ("id", "question_id") if row.get(key) is not None), number)
-    return Prompt(messages, later, id=str(name), category=str(row.get("category", "")))
+    prediction = prediction_of(row.get("prediction"), where)
+    return Prompt(messages, later, id=str(name), category=str(row.get("category", "")), prediction=prediction)
 
 
 def _asked(row: dict[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:

@@ -19,10 +19,13 @@ class Conversation:
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.messages: list[Message] = list(prompt.messages)
+        self.prediction = prompt.prediction
+        """Of the next answer; empty if there is none."""
         self._later = iter(prompt.later_turns)
 
     def add_answer(self, text: str) -> bool:
         """Add an answer and the next user turn to the messages; return False if there is no further turn."""
+        self.prediction = ""
         turn = next(self._later, None)
         if turn is None:
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hdtool.data.chat import encode_conversation
+from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answer import Answer, CollectedAnswer, Conversation
@@ -12,7 +12,7 @@ from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.batched_answers import BatchedAnswers, BatchKey
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import Step, decode, room_for
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafter import Drafter, HistoryDrafter
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.model.cpu_threads import choose_threads
@@ -79,14 +79,22 @@ class Answerer:
         ids, drafter = self._encode(conversation.messages), self._drafters[0]
         most = self._decoding.max_new_tokens
         sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=most)
-        steps = decode(self.loaded.target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter)
+        steps = decode(
+            self.loaded.target,
+            ids,
+            sampler,
+            max_new_tokens=most,
+            stops=stops,
+            drafter=drafter,
+            prediction=self._prediction(conversation, drafter),
+        )
         return Answer(self.loaded, drafter, conversation, len(ids), steps)
 
     def _request(self, conversation: Conversation, drafter: Drafter) -> Request[CollectedAnswer]:
         ids = self._ids(conversation.messages)
         answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids))
         sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=self._decoding.max_new_tokens)
-        return Request(answer, ids, sampler, drafter, stops)
+        return Request(answer, ids, sampler, drafter, stops, self._prediction(conversation, drafter))
 
     def _decode_batch(
         self, next_request: Callable[[], Request[BatchKey] | None]
@@ -103,6 +111,12 @@ class Answerer:
         ids = self._encode(messages)
         room_for(self.loaded.target, ids, self._decoding.max_new_tokens)
         return ids
+
+    def _prediction(self, conversation: Conversation, drafter: Drafter) -> list[int]:
+        """The prediction of the next answer, if there is one and the drafter uses it."""
+        if not conversation.prediction or not isinstance(drafter, HistoryDrafter):
+            return []
+        return encode_answer(self.loaded.tokenizer, conversation.messages, conversation.prediction, chat=self._chat)
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
         return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat)

@@ -69,7 +69,14 @@ class BatchedAnswers:
                 continue
             self._free.pop()
             conversation.answers.append(request.key)
-            return Request((conversation, request.key), request.prompt, request.sampler, request.drafter, request.stops)
+            return Request(
+                (conversation, request.key),
+                request.prompt,
+                request.sampler,
+                request.drafter,
+                request.stops,
+                request.prediction,
+            )
         return None
 
     def _add(self, conversation: BatchedConversation, answer: CollectedAnswer, step: Step) -> None:

@@ -93,6 +93,16 @@ class Stats:
         }
 
     @property
+    def accepted_prediction_tokens(self) -> int:
+        """Accepted draft tokens of a predicted output, as OpenAI's API counts them."""
+        return int(self.accepted[SourceName.PREDICTION])
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Draft tokens of a predicted output that were not accepted; a token counts in each step that drafts it."""
+        return int(self.drafted[SourceName.PREDICTION]) - self.accepted_prediction_tokens
+
+    @property
     def tokens_per_step(self) -> float:
         return self.tokens / self.steps if self.steps else 0.0
 

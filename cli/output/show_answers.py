@@ -77,6 +77,8 @@ def record(answer: Answer) -> dict[str, Any]:
         **rounded(stats, tokens_per_step=3, seconds=6, tokens_per_second=2),
         **rounded(stats, draft_us_per_step=1, verify_ms_per_step=4, outside_us_per_step=1),
         "finish": stats.finish,
+        "accepted_prediction_tokens": stats.accepted_prediction_tokens,
+        "rejected_prediction_tokens": stats.rejected_prediction_tokens,
         "sources": stats.sources_json(),
     }
 
@@ -107,8 +109,9 @@ def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
 def _contribution(stats: Stats, source: SourceName) -> str:
     drafted, accepted = stats.drafted[source], stats.accepted[source]
     share = f" ({accepted / drafted:.0%})" if drafted else ""
+    rejected = f" and {drafted - accepted:,} rejected" if source is SourceName.PREDICTION else ""
     return (
-        f"  {source}: drafted {drafted:,}, of which {accepted:,}{share} were accepted, "
+        f"  {source}: drafted {drafted:,}, of which {accepted:,}{share} were accepted{rejected}, "
         f"in {stats.hits[source]:,} of {stats.steps:,} steps, {stats.source_us_per_step(source):.0f} µs a step"
     )
 

@@ -16,6 +16,10 @@ INTERRUPTED = 130
 
 Prompt = Annotated[str | None, option(INPUT, "Text to answer. Default: --prompts or standard input.")]
 Prompts = Annotated[Path | None, option(INPUT, "File of prompts, one per line: text, or JSON with prompt or messages.")]
+Prediction = Annotated[
+    Path | None,
+    option(INPUT, "File with what the answer will probably look like; it is drafted from and never read by the model."),
+]
 Chat = Annotated[
     bool | None, option(INPUT, "Apply the model's chat template or not. Default: if it has one.", "--chat/--raw")
 ]

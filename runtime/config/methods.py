@@ -66,6 +66,7 @@ OPTION_METHODS = {
     "order": ("hd-paper",),
     "lookahead": ("hd-paper",),
     "heads": NEED_HEADS,
+    "prediction": HIERARCHIES,
     "tree": ("medusa", "amphista"),
     "history": HIERARCHIES,
     "history_prompts": HIERARCHIES,

@@ -25,6 +25,7 @@ VALUES = {
     "order": "SMC",
     "lookahead": None,
     "heads": "folder",
+    "prediction": "file",
     "tree": "static",
     "model_db": "folder",
     "corpus_db": "folder",
@@ -107,6 +108,10 @@ def test_one_of_several_methods_is_enough() -> None:
     [
         (["generate", "--prompt", "x", "--top-p", "0.9"], "--top-p has no effect with greedy decoding: set --temper"),
         (["collect", "--prompts", "x", "--out", "y", "--top-k", "9"], "--top-k has no effect with greedy decoding"),
+        (
+            ["generate", "--prompt", "x", "--prediction", "y", "--draft-tokens", "0"],
+            "effect with --draft-tokens 0: leave",
+        ),
         (["generate", "--prompt", "x", "--json", "--color"], "--color has no effect with --json"),
         (["build-corpus-db", "x", "--out", "y", "--namespace", "z"], "--namespace has no effect with --out"),
         (["build-corpus-db", "x", "--address", "a:1"], "--address has no effect without --engine ray"),

@@ -32,6 +32,19 @@ def read(folder: Path, content: str | bytes, name: str = "prompts.jsonl") -> lis
         ({"id": "a", "messages": [USER]}, Prompt((USER,), id="a")),
         ({"messages": [USER, {"role": "assistant", "content": "old answer"}]}, Prompt((USER,), id="1")),
         ("hi", Prompt((USER,), id="1")),
+        ({"prompt": "hi", "prediction": "yes"}, Prompt((USER,), id="1", prediction="yes")),
+        ({"prompt": "hi", "prediction": None}, Prompt((USER,), id="1")),
+        (
+            {"messages": [USER], "prediction": {"type": "content", "content": "yes"}},
+            Prompt((USER,), id="1", prediction="yes"),
+        ),
+        (
+            {
+                "turns": ["hi", "and?"],
+                "prediction": {"type": "content", "content": [{"type": "text", "text": part} for part in ("y", "es")]},
+            },
+            Prompt((USER,), ("and?",), "1", prediction="yes"),
+        ),
     ],
 )
 def test_every_known_shape(tmp_path: Path, row: object, expected: Prompt) -> None:
@@ -65,6 +78,14 @@ def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}', "needs a `role` and a text"),
         ('{"messages": [{"role": "king", "content": "a"}]}', "unknown role 'king'"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "answers only"),
+        ('{"prompt": "a", "prediction": 3}', "`prediction` must be a text or"),
+        ('{"prompt": "a", "prediction": {"type": "text", "content": "b"}}', "`prediction` must be a text or"),
+        ('{"prompt": "a", "prediction": {"type": "content"}}', "`prediction` must be a text or"),
+        ('{"prompt": "a", "prediction": {"type": "content", "content": ["b"]}}', "`prediction` must be a text or"),
+        ('{"prompt": "a", "prediction": ["b"]}', "`prediction` must be a text or"),
+        ('{"prompt": "a", "prediction": " "}', "`prediction` is empty"),
+        ('{"prompt": "a", "prediction": {"type": "content", "content": []}}', "`prediction` is empty"),
+        ('{"prompt": "a", "prediction": "\\ud800"}', "`prediction` is not valid Unicode"),
         ('{"prompt": 1' + "0" * 5000 + "}", "is not valid JSON"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Step, decode
@@ -27,9 +27,11 @@ def run(
     *,
     stops: Collection[int] = (),
     drafter: Drafter | None = None,
+    prediction: Sequence[int] = (),
 ) -> list[Step]:
     sampler = Sampler(sampling, prompt)
-    return list(decode(target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
+    steps = decode(target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter, prediction=prediction)
+    return list(steps)
 
 
 def said(steps: list[Step]) -> list[int]:

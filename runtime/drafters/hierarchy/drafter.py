@@ -139,6 +139,7 @@ class Hierarchy(Pinned):
 
     def _compile(self) -> None:
         """Compile everything, or load it from the cache, before the first step."""
+        self.predict((0,))
         self.begin(())
         feed(self._corpus, self._at, np.empty(0, np.int64))
         grow(self._corpus, self._at, 1)

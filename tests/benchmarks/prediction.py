@@ -1,0 +1,114 @@
+"""Predicted outputs on the demo model: useless, misleading, half right and exact ones, each against none.
+
+    python -m tests.benchmarks.prediction [--prompts 24] [--rounds 5] [--draft-tokens N]
+
+All kinds answer each prompt in turn, so a slower minute is everybody's; of each prompt the median of the rounds counts.
+A new drafter for each kind, with the demo's stores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.prompts import read_prompts
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.stats import Stats
+from hdtool.runtime.stores.store_set import StoreSet
+
+NONE, FOREIGN, SHUFFLED, HALF, EXACT = "none", "useless", "misleading", "half right", "exact"
+KINDS = (NONE, FOREIGN, SHUFFLED, HALF, EXACT)
+RUN = 8
+"""Tokens in a row that are right, or wrong, where half of them are."""
+PIECE = 3
+"""Tokens in a row that are right in a prediction that misleads: two match, and one of those after them is right."""
+
+Ids = list[int]
+
+
+def predictions(answers: Sequence[Ids], number: int) -> dict[str, Ids]:
+    """What is predicted for the answer to a prompt, by kind."""
+    true, other = answers[number], answers[(number + 1) % len(answers)]
+    filled = (other * (len(true) // len(other) + 1))[: len(true)]
+    half = [(filled if at // RUN % 2 else true)[at] for at in range(len(true))]
+    pieces = [true[at : at + PIECE] for at in range(0, len(true), PIECE)]
+    # Its pieces in another order match the context often, and mislead.
+    return {
+        NONE: [],
+        FOREIGN: other,
+        SHUFFLED: [*chain.from_iterable(pieces[1::2] + pieces[::2])],
+        HALF: half,
+        EXACT: true,
+    }
+
+
+def answer(loaded: Loaded, prompt: Ids, drafter: Drafter, most: int, prediction: Ids) -> tuple[Stats, Ids]:
+    sampler, stops = loaded.sampler(SamplingConfig(), prompt, max_new_tokens=most)
+    stats, said = Stats(), []
+    for step in decode(
+        loaded.target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter, prediction=prediction
+    ):
+        stats.add(step)
+        said += step.tokens
+    return stats, said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
+    parser.add_argument("--draft-tokens", type=int, help="default: as many as pay")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    loaded = load(ModelConfig(device="cpu", dtype="float32", threads=options.threads))
+    stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX)))
+    config = DecodeConfig(draft_tokens=options.draft_tokens)
+    asked = list(read_prompts(demo.PROMPTS))[: options.prompts]
+    prompts = [encode_conversation(loaded.tokenizer, prompt.messages) for prompt in asked]
+    plain = drafter_for(DecodeConfig("ar"), loaded.target, stores)
+    answers = [answer(loaded, prompt, plain, options.tokens, [])[1] for prompt in prompts]
+    seconds: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in KINDS}
+    sums = {kind: Stats() for kind in KINDS}
+    for round_ in range(options.rounds):
+        # New ones in each round: a drafter that has answered the same prompt before knows the answer.
+        drafters = {kind: drafter_for(config, loaded.target, stores) for kind in KINDS}
+        for number, prompt in enumerate(prompts):
+            turn = (number + round_) % len(KINDS)
+            for kind in (*KINDS[turn:], *KINDS[:turn]):
+                stats, said = answer(loaded, prompt, drafters[kind], options.tokens, predictions(answers, number)[kind])
+                assert said == answers[number]
+                seconds[kind][number].append(stats.seconds)
+                sums[kind] = Stats.total([sums[kind], stats])
+    tokens = sum(map(len, answers))
+    print(f"{machine()}; {len(prompts)} prompts, {tokens:,} tokens, {options.rounds} rounds\n")
+    print("| prediction | tokens per step | µs a step around the model | accepted | rejected | time of an answer |")
+    print("|---|---|---|---|---|---|")
+    for kind, total in sums.items():
+        ratio = statistics.median(
+            of / base
+            for number in range(len(prompts))
+            for of, base in zip(seconds[kind][number], seconds[NONE][number], strict=True)
+        )
+        spent = sum(statistics.median(rounds) for rounds in seconds[kind].values())
+        base = sum(statistics.median(rounds) for rounds in seconds[NONE].values())
+        print(
+            f"| {kind} | {total.tokens_per_step:.3f} | {total.outside_us_per_step:.0f} | "
+            f"{total.accepted_prediction_tokens // options.rounds:,} | "
+            f"{total.rejected_prediction_tokens // options.rounds:,} | {spent / base - 1:+.1%} (paired median "
+            f"{ratio - 1:+.1%}) |"
+        )
+
+
+if __name__ == "__main__":
+    main()
