@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from hdtool.cli.parameters.command import INPUT, completion, option
 from hdtool.cli.parameters.settings import only, without
 from hdtool.data.errors import RecordError
 from hdtool.data.traces import read_traces
-from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig, ShapeConfig, StoresConfig
+from hdtool.runtime.config import SHAPES, WARM, DecodeConfig, ModelConfig, ShapeConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.runtime.evaluation.recorded_model import ReplayRunner, Timing
@@ -67,7 +68,7 @@ def bench_shape(
         left_out = len(every) - len(turns)
         print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
     store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores)
-    benchmark = PairedBenchmark(_runners(config.methods, loaded, store_set, decoding))
+    benchmark = PairedBenchmark(partial(_runners, config.methods, loaded, store_set, decoding))
     with bar(len(turns), "answers", quiet=quiet) as shown:
         for done in benchmark.run(turns):
             shown.to(done)
@@ -110,6 +111,7 @@ def _report(loaded: Loaded, traces: str, answers: int, found: dict[str, Timing])
         "captured": target.captures,
         "traces": traces,
         "answers": answers,
+        "drafters": WARM,
         "bandwidth_limit_ms": round(1e3 * limit, 4),
         "methods": {name: _figures(one, limit) for name, one in found.items()},
     }
@@ -151,6 +153,7 @@ def table(found: dict[str, Any]) -> str:
             f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters in {found['dtype']}, {steps}",
             f"{found['machine']}, threads: {found['threads']}",
             f"{found['answers']} answers as recorded in {found['traces']}: real steps, recorded acceptance",
+            "drafters: warm, with the history and the weights of the answers before",
             f"reading the weights once takes {found['bandwidth_limit_ms']:.2f} ms at the speed of a copy",
             "",
             tables.table(rows, widths=(16, *[9] * (len(COLUMNS) + 1))),

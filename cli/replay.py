@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, MEASUREMENT, OUTPUT, option
 from hdtool.cli.parameters.settings import only, without
-from hdtool.data.errors import RecordError
-from hdtool.runtime.config import ModelConfig, ReplayConfig, StoresConfig
+from hdtool.data.errors import OptionError, RecordError
+from hdtool.runtime.config import METHODS, ModelConfig, ReplayConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.data.files.atomic_write import OutputFile
@@ -29,8 +29,11 @@ TURN_KEYS = (
     "accept_lengths",
     "nodes",
     "sources",
+    "history",
+    "warm_tokens",
 )
 """Keys of a line of ``--steps``, by which such a file is recognised."""
+KEYS_BEFORE_THE_HISTORY = TURN_KEYS[:-2]
 NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs the model"
 
 
@@ -40,6 +43,10 @@ def replay(
         list[Path], option(INPUT, "Recordings, repeatable: chat JSONL, output of collect, or Spec-Bench answers.")
     ],
     questions: Annotated[Path | None, option(INPUT, "Questions of Spec-Bench answer files: question.jsonl.")] = None,
+    warm: Annotated[
+        list[Path] | None,
+        option(INPUT, "Recordings, repeatable, that are replayed before and not counted: they fill the history."),
+    ] = None,
     config: ReplayConfig,
     chat: Annotated[
         bool | None,
@@ -65,7 +72,8 @@ def replay(
     """Estimate gains offline from recorded answers.
 
     A recorded answer shows of every draft which tokens the model would have accepted, so no model is needed. Methods
-    that draft from logits cannot be replayed; hd-paper is replayed without its lookahead branch.
+    that draft from logits cannot be replayed; hd-paper is replayed without its lookahead branch. The history of hd
+    grows with the recordings, in their order.
     """
     from hdtool.cli.output.replay_table import in_words, record, turn_record
     from hdtool.cli.output.show_answers import quiet_libraries
@@ -79,12 +87,15 @@ def replay(
     from hdtool.runtime.evaluation.report.pages import page_of_replay
     from hdtool.runtime.evaluation.report.write import prepare
     from hdtool.runtime.evaluation.worker_pool import replay as replayed
+    from hdtool.runtime.evaluation.worker_pool import turns_in
     from hdtool.runtime.stores.store_set import StoreSet
 
+    _refuse_repeated(traces, warm or [], config)
     curve = CostCurve.given(cost) if cost is not None else None
     if steps:
         _steps_file(steps).check()
     recorded = _answered(read_traces(traces, questions)[: config.limit])
+    before = _answered(read_traces(warm)) if warm else []
     quiet_libraries()
     if report:
         prepare(report)
@@ -95,17 +106,42 @@ def replay(
     if "hd-paper" in chosen:
         print(NO_LOOKAHEAD, file=sys.stderr)
     conversations = [reader.turns(trace) for trace in over(recorded, "conversations", quiet=quiet)]
+    warming = [reader.turns(trace) for trace in before]
     contenders = [Contender(name, config.decoding(name), curve) for name in chosen]
-    with bar(len(chosen) * sum(map(len, conversations)), "turns", quiet=quiet) as shown:
-        played = replayed(contenders, conversations, store_set, workers=config.workers, on_progress=shown.to)
+    with bar(turns_in(contenders, conversations, warming), "turns", quiet=quiet) as shown:
+        played = replayed(
+            contenders, conversations, store_set, workers=config.workers, on_progress=shown.to, warm=warming
+        )
     if steps:
-        rows = (turn_record(name, turn) for name, one in played.items() for turn in one.turns)
+        rows = (turn_record(one, turn) for one in played.values() for turn in one.turns)
         _steps_file(steps).write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    print(json.dumps(record(played, curve), ensure_ascii=False) if as_json else in_words(played, curve))
+    files = [str(path) for path in warm or ()]
+    print(json.dumps(record(played, curve, files), ensure_ascii=False) if as_json else in_words(played, curve, files))
     if report:
         study = Study(conversations, store_set, config.draft_tokens, config.workers)
-        page_of = partial(page_of_replay, study, played, curve)
+        page_of = partial(page_of_replay, study, played, curve, files)
         write_report(report, study, recorded, reader.tokenizer, page_of, quiet=quiet)
+
+
+def _refuse_repeated(traces: list[Path], warm: list[Path], config: ReplayConfig) -> None:
+    """Refuse files that would be replayed after themselves: the history and the weights would know their answers."""
+    for number, path in enumerate(traces):
+        if any(_same(path, other) for other in warm):
+            raise OptionError(f"{path} is in --traces and in --warm, and its figures would be too high: name another")
+        if config.history and any(_same(path, other) for other in traces[:number]):
+            raise OptionError(f"{path} is given twice, and the history would hold its answers: name it once")
+    if warm and not any(METHODS[name].history for name in config.methods_with(corpus=True)):
+        raise OptionError(
+            f"--warm has no effect with method {', '.join(config.methods)}, which keeps nothing between conversations: "
+            "leave it out"
+        )
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them does not exist
+        return one == other
 
 
 def _answered(traces: list[Trace]) -> list[Trace]:
@@ -121,4 +157,5 @@ def _steps_file(path: Path) -> OutputFile:
     from hdtool.data.files.ownership import json_lines_with
 
     advice = "choose another --steps, or move it away"
-    return OutputFile(path, "a file of replay --steps", json_lines_with(TURN_KEYS), RecordError, advice)
+    known, earlier = json_lines_with(TURN_KEYS), json_lines_with(KEYS_BEFORE_THE_HISTORY)
+    return OutputFile(path, "a file of replay --steps", lambda it: known(it) or earlier(it), RecordError, advice)

@@ -86,6 +86,9 @@ def read_results(folder: Path) -> Results:
 def refuse_other_options(folder: Path, run: Run, options: Mapping[str, Any]) -> None:
     """Raise unless a run was started with these options."""
     for name, wanted in options.items():
+        if name not in run.options:
+            option = f"--{name.replace('_', '-')}"
+            raise ResultError(f"{folder} holds an incomplete run of an hdtool without {option}: {ELSEWHERE}")
         found = run.options.get(name)
         if found != wanted:
             if name == "questions":

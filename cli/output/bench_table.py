@@ -8,12 +8,19 @@ from typing import Any
 
 from hdtool.cli.output import tables
 from hdtool.data.bench_results import Results
+from hdtool.runtime.config import COLD, WARM
 from hdtool.runtime.evaluation.report.tables import Table
 from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores
 
 WIDTH = 80
 COLUMNS = (17, 7, 8, 8, 9, 8, 8)
 """Least widths, so that the blocks align."""
+DRAFTERS = {
+    COLD: "drafters: cold, a fresh one for each question",
+    WARM: "drafters: warm, with the history and the weights of the questions before",
+    None: "drafters: warm, with the weights of the questions before, without a history",
+}
+"""What the drafters knew; runs of earlier versions do not say it."""
 
 
 def record(results: Results, scores: Scores) -> dict[str, Any]:
@@ -23,6 +30,7 @@ def record(results: Results, scores: Scores) -> dict[str, Any]:
     return {
         **{name: run.surroundings[name] for name in about},
         "temperature": run.options["temperature"],
+        "drafters": run.options.get("drafters"),
         "questions": run.questions,
         "started": run.started,
         **scores.to_json(),
@@ -37,6 +45,7 @@ def table(results: Results, scores: Scores) -> str:
         f"{about['model']} on {about['device']} in {about['dtype']}, {run.questions} questions, "
         f"temperature {run.options['temperature']:g}",
         f"{about['machine']}, threads: {about['threads']}",
+        DRAFTERS[run.options.get("drafters")],
     ]
     notes = [f"tokens/s: mean over questions; speed-up: against {scores.baseline}", "per step: tokens per forward pass"]
     if scores.reference:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from hdtool.cli.output.tables import rounded, table
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 Results = Mapping[str, "ReplayResult"]
 
 
-def record(played: Results, curve: CostCurve | None) -> dict[str, Any]:
-    """What ``--json`` prints; names stay as they are once they have shipped."""
+def record(played: Results, curve: CostCurve | None, warm: Sequence[str] = ()) -> dict[str, Any]:
+    """What ``--json`` prints; names stay as they are once they have shipped. ``warm`` are the files of ``--warm``."""
     shown: dict[str, Any] = {"methods": {name: _method(one, curve) for name, one in played.items()}}
+    shown["warm"] = list(warm)
     if curve:
         of_any = next(iter(played.values())).predict(curve)
         shown["plain"] = {"tokens_per_second": round(of_any.plain_tokens_per_second, 2)}
@@ -36,6 +38,7 @@ def _method(one: ReplayResult, curve: CostCurve | None) -> dict[str, Any]:
         "observe_us_p50": round(one.observe_us(50), 1),
         "observe_us_p99": round(one.observe_us(99), 1),
         **forecast,
+        **_memory(one),
         "by_category": {name: _rates(part) for name, part in one.by_category().items()},
         "by_source": {
             str(source): {
@@ -59,12 +62,16 @@ def _rates(one: ReplayResult) -> dict[str, Any]:
     }
 
 
-def turn_record(method: str, turn: ReplayedTurn) -> dict[str, Any]:
+def _memory(one: ReplayResult) -> dict[str, Any]:
+    return {"history": "growing" if one.history else "none", "warm_tokens": one.warm_tokens}
+
+
+def turn_record(one: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
     """A line of ``--steps``."""
     from hdtool.runtime.source_names import SourceName
 
     return {
-        "method": method,
+        "method": one.method,
         "conversation": turn.conversation,
         "category": turn.category,
         "turn": turn.number,
@@ -74,16 +81,18 @@ def turn_record(method: str, turn: ReplayedTurn) -> dict[str, Any]:
         "accept_lengths": turn.accept_lengths.tolist(),
         "nodes": turn.nodes.tolist(),
         "sources": [str(SourceName(source)) for source in turn.sources.tolist()],
+        **_memory(one),
     }
 
 
-def in_words(played: Results, curve: CostCurve | None) -> str:
-    from hdtool.runtime.evaluation.report.pages import forecast
+def in_words(played: Results, curve: CostCurve | None, warm: Sequence[str] = ()) -> str:
+    from hdtool.runtime.evaluation.report.pages import forecast, memory_of
 
     first = next(iter(played.values()))
     conversations = len({turn.conversation for turn in first.turns})
     blocks = [
-        f"{conversations:,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens",
+        f"{conversations:,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens\n"
+        + fill("history: " + "; ".join(memory_of(played, warm)), 80),
         table(_overview(played).lines),
     ]
     if len(first.by_category()) > 1:

@@ -6,7 +6,16 @@ Imports `data` and nothing heavy.
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import HOME, DecodeConfig, PaperConfig, ReplayConfig, StoresConfig, VerifyConfig
 from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
-from hdtool.runtime.config.measuring import PEERS, SHAPE_PEERS, SHAPES, BenchConfig, CostConfig, ShapeConfig
+from hdtool.runtime.config.measuring import (
+    COLD,
+    PEERS,
+    SHAPE_PEERS,
+    SHAPES,
+    WARM,
+    BenchConfig,
+    CostConfig,
+    ShapeConfig,
+)
 from hdtool.runtime.config.methods import (
     FIXED_BUDGET,
     LARGEST_BUDGET,
@@ -21,6 +30,7 @@ from hdtool.runtime.config.model import LOWEST_TEMPERATURE, ModelConfig, Samplin
 from hdtool.runtime.config.serving import ServeConfig
 
 __all__ = [
+    "COLD",
     "FIXED_BUDGET",
     "HOME",
     "LARGEST_BUDGET",
@@ -35,6 +45,7 @@ __all__ = [
     "SHAPE_PEERS",
     "SOURCE_LETTERS",
     "SOURCE_NAMES",
+    "WARM",
     "BenchConfig",
     "BuildConfig",
     "CostConfig",

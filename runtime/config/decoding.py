@@ -152,6 +152,9 @@ class ReplayConfig(Settings):
         values=REPLAYED_SOURCES,
     )
     order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
+    history: bool = setting(
+        True, "Draft from the answers of earlier conversations, in the order of the recordings, or forget them."
+    )
     limit: int | None = setting(None, "Number of conversations, from the start of the recordings.", least=1)
     workers: int | None = setting(None, "Worker processes. Default: one per core for large recordings.", least=1)
 
@@ -178,7 +181,12 @@ class ReplayConfig(Settings):
     def decoding(self, method: str) -> DecodeConfig:
         """Settings of a method, as far as they have an effect without the model."""
         return DecodeConfig(
-            method=method, draft_tokens=self.draft_tokens, use=self.use, order=self.order, lookahead=False
+            method=method,
+            draft_tokens=self.draft_tokens,
+            use=self.use,
+            order=self.order,
+            lookahead=False,
+            history=MEMORY if self.history else NO_HISTORY,
         )
 
 

@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 CONTENDERS = (*METHODS, *PEERS)
+COLD, WARM = "cold", "warm"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ class BenchConfig(Settings):
     )
     rounds: int = setting(1, "Runs of each question; the run of median speed counts.", least=1)
     warm_up: int = setting(2, "Questions answered before the measurement, not counted.", least=0)
+    drafters: str = setting(
+        COLD,
+        f"{COLD}: a fresh drafter for each question; {WARM}: a drafter keeps the history and the weights of the "
+        "questions before.",
+        values=(COLD, WARM),
+    )
     threads: int | None = setting(None, "CPU threads of torch. Default: torch's own setting.", least=1)
     out: str = "bench"
     """The folder of the results."""
@@ -74,6 +81,7 @@ class BenchConfig(Settings):
         require(not unused, "assistant", self.assistant, "left out without the method generate-assisted")
         needed = assisted and self.methods is not None
         require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
+        require(self.drafters in (COLD, WARM), "drafters", self.drafters, f"{COLD} or {WARM}")
         fits = self.baseline is None or self.baseline in chosen
         require(fits, "baseline", self.baseline, f"one of {', '.join(chosen)}")
 

@@ -11,6 +11,7 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt, of_all_categories
 from hdtool.data.spec_bench import AnsweredQuestion, AnsweredTurn, question_id
+from hdtool.runtime.config import COLD, WARM
 from hdtool.runtime.decode import Finish, room_for
 from hdtool.runtime.evaluation.contenders import Contender
 from hdtool.runtime.model.load import Loaded
@@ -22,6 +23,9 @@ class Bench:
 
     All of them answer a question before the next one starts, so that a change in the speed of the machine affects
     all of them; the order rotates from question to question. Later turns follow a contender's own answers.
+
+    No drafter answers a question twice, because its history would hold the answer. ``COLD`` drafters answer one
+    question; ``WARM`` ones answer all questions in one round and begin after the warm-up.
     """
 
     loaded: Loaded
@@ -29,9 +33,11 @@ class Bench:
     max_new_tokens: int
     chat: bool | None = None
     rounds: int = 1
+    drafters: str = COLD
 
     def check(self, questions: Sequence[Prompt]) -> None:
         """Refuse a question that cannot be answered, before any is answered."""
+        self._refuse_repeated(questions)
         for question in questions:
             try:
                 room_for(self.loaded.target, self._encode(question.messages), self.max_new_tokens)
@@ -44,16 +50,33 @@ class Bench:
         """Answer a few questions of different categories without measuring: fill caches and choose kernels."""
         for question in of_all_categories(questions, count):
             for contender in self.contenders.values():
-                self._answered(question, contender)
+                self._answered(question, contender.fresh())
 
     def answers(self, questions: Sequence[Prompt], done: int = 0) -> Iterator[dict[str, AnsweredQuestion]]:
         """The answers of all contenders to each question; of several rounds, the one of median speed."""
+        lasting = [self._fresh() for _ in range(self.rounds)] if self.drafters == WARM else None
         for place, question in enumerate(questions[done:], start=done):
             found: dict[str, list[AnsweredQuestion]] = {name: [] for name in self.contenders}
-            for turn in range(place * self.rounds, (place + 1) * self.rounds):
-                for name in in_turn(list(self.contenders), turn):
-                    found[name].append(self._answered(question, self.contenders[name]))
+            for number in range(self.rounds):
+                contenders = lasting[number] if lasting else self._fresh()
+                for name in in_turn(list(contenders), place * self.rounds + number):
+                    found[name].append(self._answered(question, contenders[name]))
             yield {name: _of_median_speed(rounds) for name, rounds in found.items()}
+
+    def _fresh(self) -> dict[str, Contender]:
+        return {name: contender.fresh() for name, contender in self.contenders.items()}
+
+    def _refuse_repeated(self, questions: Sequence[Prompt]) -> None:
+        """Refuse equal questions for warm drafters, which would draft the answer from the history."""
+        asked: dict[str, str] = {}
+        for question in questions if self.drafters == WARM else ():
+            text = json.dumps([question.messages, question.later_turns])
+            if text in asked:
+                raise PromptError(
+                    f"questions {asked[text]} and {question.id} are equal, and warm drafters would know the answer to "
+                    f"the second: remove it, or measure with --drafters {COLD}"
+                )
+            asked[text] = question.id
 
     def _answered(self, question: Prompt, contender: Contender) -> AnsweredQuestion:
         turns: list[AnsweredTurn] = []

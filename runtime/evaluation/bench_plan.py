@@ -56,10 +56,13 @@ class Plan:
         folder = Path(self.bench.out)
         before = Run.read(folder)
         if before is not None:
-            refuse_other_options(folder, before, self.options())
+            options = self.options()
+            # A complete run of an earlier version is shown as it is; one that lacks settings is not resumed.
+            refuse_other_options(folder, before, {name: options[name] for name in options if name in before.options})
             found = read_results(folder)
             if found.complete:
                 return found
+            refuse_other_options(folder, before, options)
         with locked(folder):
             self._measure(folder, on_progress)
         return read_results(folder)
@@ -84,7 +87,8 @@ class Plan:
         on_progress(results.answered)
         lineup = Lineup(loaded, store_set, self.model, self.decoding, self.sampling)
         contenders = lineup.contenders(methods, self.bench.assistant)
-        bench = Bench(loaded, contenders, self.decoding.max_new_tokens, self.chat, self.bench.rounds)
+        most = self.decoding.max_new_tokens
+        bench = Bench(loaded, contenders, most, self.chat, self.bench.rounds, self.bench.drafters)
         bench.check(self.questions)
         bench.warm_up(self.questions, self.bench.warm_up)
         for answers in bench.answers(self.questions, results.answered):

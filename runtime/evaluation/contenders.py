@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -31,6 +31,10 @@ class Contender(Protocol):
 
     def answer(self, prompt: list[int]) -> AnsweredTurn: ...
 
+    def fresh(self) -> Contender:
+        """The same contender, without anything that it learned from the prompts before."""
+        ...
+
 
 @dataclass(frozen=True)
 class DraftingContender:
@@ -40,6 +44,10 @@ class DraftingContender:
     drafter: Drafter
     sampling: SamplingConfig
     max_new_tokens: int
+    new_drafter: Callable[[], Drafter]
+
+    def fresh(self) -> DraftingContender:
+        return replace(self, drafter=self.new_drafter())
 
     def answer(self, prompt: list[int]) -> AnsweredTurn:
         stats = Stats()
@@ -86,6 +94,9 @@ class GenerateContender:
         self._drafting = drafting
         refuse_settings(model.generation_config)
         self._sampling = sampling
+
+    def fresh(self) -> GenerateContender:
+        return self  # it drafts from no earlier answers
 
     def answer(self, prompt: list[int]) -> AnsweredTurn:
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)

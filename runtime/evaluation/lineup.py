@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.errors import ModelError
 from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
 from hdtool.runtime.config import PEERS, DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.evaluation.contenders import Contender, DraftingContender, GenerateContender
+from hdtool.runtime.evaluation.replay import with_own_history
 from hdtool.runtime.kernels.small_batch_linear import has_own_products, share_weights
 from hdtool.runtime.model.load import Loaded, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
@@ -47,9 +53,26 @@ class Lineup:
             if stock is not None and name in PEERS:
                 found[name] = self._peer(name, stock, assistant)
             else:
-                drafter = drafter_for(replace(self._decoding, method=name), self._loaded.target, self._store_set)
-                found[name] = DraftingContender(self._loaded, drafter, self._sampling, self._decoding.max_new_tokens)
+                new = partial(self._new_drafter, replace(self._decoding, method=name))
+                most = self._decoding.max_new_tokens
+                found[name] = DraftingContender(self._loaded, new(), self._sampling, most, new)
         return found
+
+    @cached_property
+    def _curve(self) -> CostCurve:
+        """Passes are timed once for all drafters."""
+        return cost_here(self._loaded.target)
+
+    def _new_drafter(self, config: DecodeConfig) -> Drafter:
+        """A drafter with an empty history of its own."""
+        target = self._loaded.target
+
+        def budget() -> FixedBudget | MeasuredBudget:
+            return (
+                MeasuredBudget(target, self._curve) if config.draft_tokens is None else FixedBudget(config.draft_tokens)
+            )
+
+        return drafter_within(budget, config, with_own_history(self._store_set, config), target)
 
     def _peer(self, name: str, stock: PreTrainedModel, assistant: str | None) -> Contender:
         drafting: dict[str, Any] = {}

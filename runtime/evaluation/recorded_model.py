@@ -87,19 +87,23 @@ def generate_runner(target: Target, **options: Any) -> ReplayRunner:
 
 @dataclass
 class PairedBenchmark:
-    """All contenders answer a turn before the next turn starts; the order rotates from turn to turn."""
+    """All contenders answer a turn before the next turn starts; the order rotates from turn to turn.
 
-    runners: Mapping[str, ReplayRunner]
+    Each runs every turn once: the warm-up has runners of its own, whose history is discarded.
+    """
+
+    new_runners: Callable[[], Mapping[str, ReplayRunner]]
     results: dict[str, Timing] = field(default_factory=dict)
 
     def run(self, turns: Sequence[RecordedTurn]) -> Iterator[int]:
         """Yields how many turns are done; the first turn is run once before as a warm-up."""
-        for run in self.runners.values():
+        for run in self.new_runners().values():
             run(turns[0])
-        totals: dict[str, list[Timing]] = {name: [] for name in self.runners}
+        runners = self.new_runners()
+        totals: dict[str, list[Timing]] = {name: [] for name in runners}
         for place, turn in enumerate(turns):
-            for name in in_turn(list(self.runners), place):
-                totals[name].append(self.runners[name](turn))
+            for name in in_turn(list(runners), place):
+                totals[name].append(runners[name](turn))
             self.results = {name: _sum(parts) for name, parts in totals.items()}
             yield place + 1
 

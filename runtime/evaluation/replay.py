@@ -2,14 +2,15 @@
 
 A recorded answer decides for every draft whether the model would have accepted it, as long as the method drafts
 from tokens alone. As in the loop, the pass over the prompt is a step with one token, and the token that ends an
-answer counts. The drafter starts each turn with its whole prompt.
+answer counts. The drafter starts each turn with its whole prompt. Where the method has a history, it grows with the
+answers, as it does for a user.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -19,12 +20,14 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import CostBudget, FixedBudget
 from hdtool.runtime.config import FIXED_BUDGET, DecodeConfig
+from hdtool.runtime.config.methods import HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, tree_mask
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 
@@ -43,33 +46,64 @@ class Contender:
     """With ``curve`` and no number of draft nodes, the curve decides how many pay."""
     curve: CostCurve | None = None
 
+    @property
+    def has_history(self) -> bool:
+        return has_history(self.config)
+
     def budget(self) -> FixedBudget | CostBudget:
         if self.config.draft_tokens is None and self.curve:
             return CostBudget(self.curve)
         return FixedBudget(FIXED_BUDGET if self.config.draft_tokens is None else self.config.draft_tokens)
 
 
+def has_history(config: DecodeConfig) -> bool:
+    return HISTORY_LETTER in config.sources
+
+
+def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
+    """The stores with an empty history in memory, if the settings have one, whatever history they had."""
+    return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
+
+
 def play(
-    contender: Contender, turns: Sequence[RecordedTurn], store_set: StoreSet, on_turn: Callable[[], None] = lambda: None
+    contender: Contender,
+    turns: Sequence[RecordedTurn],
+    store_set: StoreSet,
+    on_turn: Callable[[], None] = lambda: None,
+    warm: Sequence[RecordedTurn] = (),
 ) -> ReplayResult:
-    """Replay recorded answers one after another with a fresh drafter; ``on_turn`` is called after each."""
+    """Replay recorded answers one after another with a fresh drafter and a history of its own.
+
+    Those of ``warm`` come first and are not counted; ``on_turn`` is called after each of both.
+    """
     before = accumulate((len(turn.answer) for turn in turns), initial=0)
     start = [turn for turn, tokens in zip(turns, before, strict=False) if tokens < WARM_UP]
-    _replayed(contender, start, store_set, lambda: None)
-    return _replayed(contender, turns, store_set, on_turn)
+    _replayed(contender, start, store_set, lambda: None)  # its drafter and its history are discarded
+    return _replayed(contender, turns, store_set, on_turn, warm)
 
 
 def _replayed(
-    contender: Contender, turns: Sequence[RecordedTurn], store_set: StoreSet, on_turn: Callable[[], None]
+    contender: Contender,
+    turns: Sequence[RecordedTurn],
+    store_set: StoreSet,
+    on_turn: Callable[[], None],
+    warm: Sequence[RecordedTurn] = (),
 ) -> ReplayResult:
     budget = contender.budget()
-    drafter = drafter_within(lambda: budget, contender.config, store_set)
+    drafter = drafter_within(lambda: budget, contender.config, with_own_history(store_set, contender.config))
     observe = budget.start_step if isinstance(budget, CostBudget) else lambda context: None
-    done = []
-    for turn in turns:
-        done.append(_play_turn(drafter, turn, observe))
-        on_turn()
-    return ReplayResult(contender.name, tuple(done), dict(drafter.seconds))
+
+    def played(some: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
+        for turn in some:
+            yield _play_turn(drafter, turn, observe)
+            on_turn()
+
+    warmed = sum(len(turn.tokens) for turn in played(warm))
+    before = dict(drafter.seconds)
+    done = tuple(played(turns))
+    # The time of a source is a share of the whole, so that it may even fall.
+    seconds = {source: max(0.0, taken - before.get(source, 0.0)) for source, taken in drafter.seconds.items()}
+    return ReplayResult(contender.name, done, seconds, contender.has_history, warmed)
 
 
 def _play_turn(drafter: Drafter, turn: RecordedTurn, observe_context: Callable[[int], None]) -> ReplayedTurn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -87,6 +87,10 @@ class ReplayResult:
     method: str
     turns: tuple[ReplayedTurn, ...]
     source_seconds: Mapping[SourceName, float]
+    history: bool = False
+    """Whether the method drafted from the answers before."""
+    warm_tokens: int = 0
+    """Tokens of answers that were replayed before and are not counted."""
 
     @classmethod
     def joined(cls, parts: Sequence[ReplayResult]) -> ReplayResult:
@@ -95,7 +99,7 @@ class ReplayResult:
         for part in parts:
             for source, taken in part.source_seconds.items():
                 seconds[source] += taken
-        return cls(parts[0].method, tuple(turn for part in parts for turn in part.turns), seconds)
+        return replace(parts[0], turns=tuple(turn for part in parts for turn in part.turns), source_seconds=seconds)
 
     @cached_property
     def tokens(self) -> int:
@@ -138,7 +142,7 @@ class ReplayResult:
         """One result per category, without the times of the sources."""
         names = dict.fromkeys(turn.category for turn in self.turns)
         return {
-            name: ReplayResult(self.method, tuple(turn for turn in self.turns if turn.category == name), {})
+            name: replace(self, turns=tuple(turn for turn in self.turns if turn.category == name), source_seconds={})
             for name in names
         }
 

@@ -1,7 +1,8 @@
 """Replay in several processes.
 
 A job is one contender on one part of the conversations. Parts have a fixed size and each starts with a fresh
-drafter, so the results do not depend on the number of processes.
+drafter, so the results do not depend on the number of processes. With a history, conversations depend on those
+before, so one job has all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from hdtool.data.errors import HdtoolError
+from hdtool.runtime.config import METHODS
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
@@ -40,6 +42,8 @@ Progress = Callable[[int], None]
 class Job:
     contender: Contender
     turns: list[RecordedTurn]
+    warm: list[RecordedTurn]
+    """Replayed before, not counted."""
 
 
 def replay(
@@ -49,24 +53,47 @@ def replay(
     *,
     workers: int | None = None,
     on_progress: Progress = lambda done: None,
+    warm: Sequence[Conversation] = (),
 ) -> dict[str, ReplayResult]:
-    """Replay every contender on all conversations; ``on_progress`` receives the number of turns done so far."""
-    starts = range(0, len(conversations), CONVERSATIONS_PER_JOB)
-    parts = [list(chain.from_iterable(conversations[start : start + CONVERSATIONS_PER_JOB])) for start in starts]
-    jobs = [Job(contender, part) for contender in contenders for part in parts]
+    """Replay every contender on all conversations; ``on_progress`` receives the number of turns done so far.
+
+    Those of ``warm`` are replayed before them, and before each part, and are not counted.
+    """
+    jobs = _jobs(contenders, conversations, warm)
     for contender in contenders:  # compiles the kernels once, and raises here if a store is missing
         drafter_within(contender.budget, contender.config, store_set)
     if workers is None:
-        tokens = sum(len(turn.answer) for job in jobs for turn in job.turns)
+        tokens = sum(len(turn.answer) for job in jobs for turn in (*job.warm, *job.turns))
         workers = (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1
     processes = min(len(jobs), workers)
     if processes == 1:
         played = count(1)
-        done = [play(job.contender, job.turns, store_set, lambda: on_progress(next(played))) for job in jobs]
+        done = [_played(job, store_set, lambda: on_progress(next(played))) for job in jobs]
     else:
         done = _in_processes(jobs, store_set, processes, on_progress)
     names = [contender.name for contender in contenders]
     return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
+
+
+def turns_in(
+    contenders: Sequence[Contender], conversations: Sequence[Conversation], warm: Sequence[Conversation]
+) -> int:
+    """The number of turns of a replay, those that are not counted included."""
+    return sum(len(job.turns) + len(job.warm) for job in _jobs(contenders, conversations, warm))
+
+
+def _jobs(
+    contenders: Sequence[Contender], conversations: Sequence[Conversation], warm: Sequence[Conversation]
+) -> list[Job]:
+    jobs = []
+    for contender in contenders:
+        size = len(conversations) if contender.has_history else CONVERSATIONS_PER_JOB
+        # The other methods keep nothing from one conversation to the next.
+        before = warm if METHODS[contender.config.method].history else ()
+        for start in range(0, len(conversations), max(1, size)):
+            part = conversations[start : start + size]
+            jobs.append(Job(contender, list(chain.from_iterable(part)), list(chain.from_iterable(before))))
+    return jobs
 
 
 def _in_processes(
@@ -121,7 +148,11 @@ def _start_worker(store_set: StoreSet, turns_done: Any) -> None:
 
 
 def _run(job: Job) -> ReplayResult:
-    return play(job.contender, job.turns, _worker["store_set"], _count_turn)
+    return _played(job, _worker["store_set"], _count_turn)
+
+
+def _played(job: Job, store_set: StoreSet, on_turn: Callable[[], None]) -> ReplayResult:
+    return play(job.contender, job.turns, store_set, on_turn, job.warm)
 
 
 def _count_turn() -> None:

@@ -77,7 +77,9 @@ def main() -> None:
 
 def answering(method: str, size: int, threads: int) -> Answerer:
     return Answerer(
-        ModelConfig(device="cpu", threads=threads), DecodeConfig(method, MOST, batch_size=size), SamplingConfig()
+        ModelConfig(device="cpu", threads=threads),
+        DecodeConfig(method, MOST, batch_size=size, history="none"),  # all rounds have the same prompts
+        SamplingConfig(),
     )
 
 

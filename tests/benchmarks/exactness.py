@@ -46,7 +46,7 @@ def answer(loaded: Loaded, ids: Ids, sampling: SamplingConfig, most: int, drafte
 
 
 def drafters(loaded: Loaded, names: list[str]) -> dict[str, Drafter]:
-    """One for each method; each lives through all answers."""
+    """One for each method; each lives through all answers of one way of sampling, so that its history lacks them."""
     store_set = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig())
     return {name: drafter_for(DecodeConfig(name), loaded.target, store_set) for name in names}
 
@@ -62,13 +62,13 @@ def main() -> int:
     loaded = load(ModelConfig(device="cpu", dtype="float32"))
     prompts = [encode_conversation(loaded.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)]
     prompts = prompts[: options.prompts]
-    methods = drafters(loaded, options.methods)
     print(f"{machine()}; {len(prompts)} prompts, up to {options.tokens} tokens each, float32\n")
-    print("| identical answers (tokens per step) | plain = generate | " + " | ".join(methods) + " | minutes |")
-    print("|---" * (len(methods) + 3) + "|")
+    print("| identical answers (tokens per step) | plain = generate | " + " | ".join(options.methods) + " | minutes |")
+    print("|---" * (len(options.methods) + 3) + "|")
     wrong = 0
     for name in options.samplings:
         started = time.monotonic()
+        methods = drafters(loaded, options.methods)
         equal, steps, tokens, library = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0), 0, 0
         for number, ids in enumerate(prompts):
             sampling = SAMPLINGS[name][number % len(SAMPLINGS[name])]

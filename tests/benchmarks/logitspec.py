@@ -65,7 +65,7 @@ class Bench:
         self.tokens = tokens
 
     def drafter(self, method: str, **options: object) -> Drafter:
-        config = DecodeConfig(method, **options)  # type: ignore[arg-type]
+        config = DecodeConfig(method, history="none", **options)  # type: ignore[arg-type]  # prompts are repeated
         return drafter_for(config, self.loaded.target, self.store_set)
 
     def answer(self, prompt: Ids, drafter: Drafter, sampling: SamplingConfig | None = None) -> list[Step]:

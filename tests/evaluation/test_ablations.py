@@ -344,3 +344,10 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert run(["bench", "--report", str(tmp_path / "file"), "--out", str(tmp_path / "bench")]) == 1
     assert "choose another --report" in capfd.readouterr().err
     assert not (tmp_path / "bench").exists()
+
+
+def test_replays_of_sources_have_no_history() -> None:
+    """Their subject is the sources alone, and conversations are replayed many times."""
+    study = Study([], StoreSet())
+    assert not any(contender.has_history for contender in study.contenders)
+    assert not study.contender("hd", "CMS").has_history

@@ -69,6 +69,9 @@ class Scripted:
         self._tokenizer = loaded.tokenizer
         self._seconds = iter(seconds or [])
 
+    def fresh(self) -> Scripted:
+        return self
+
     def answer(self, prompt: list[int]) -> AnsweredTurn:
         self._log.append((self._name, str(self._tokenizer.decode(prompt))))
         said = turn_of([2, 1], next(self._seconds, 1.0))
@@ -141,6 +144,92 @@ def test_warming_up_takes_questions_of_different_categories(embedded: Loaded) ->
     bench = Bench(embedded, {name: Scripted(name, log, embedded) for name in "ab"}, max_new_tokens=8)
     bench.warm_up([question("1", "x"), question("2", "x"), question("3", "y"), question("4", "z")], 2)
     assert asked_of(log) == [("a", "1"), ("b", "1"), ("a", "3"), ("b", "3")]
+
+
+# What drafters know ----------------------------------------------------------------------------
+
+
+class Learner:
+    """A contender that keeps the prompts that it answered; ``every`` holds those of all."""
+
+    def __init__(self, every: list[list[str]], loaded: Loaded) -> None:
+        self._every, self._loaded = every, loaded
+        self._asked: list[str] = []
+        every.append(self._asked)
+
+    def fresh(self) -> Learner:
+        return Learner(self._every, self._loaded)
+
+    def answer(self, prompt: list[int]) -> AnsweredTurn:
+        self._asked.append(str(self._loaded.tokenizer.decode(prompt)).split("question ")[1].split("<")[0].strip())
+        return turn_of([2, 1], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("drafters", "expected"),
+    [("cold", [["1"], ["2"]] + [[name] for name in "123" for _ in range(2)]), ("warm", [["1"], ["2"], *["123"] * 2])],
+)
+def test_no_drafter_answers_a_question_twice(embedded: Loaded, drafters: str, expected: list[Any]) -> None:
+    every: list[list[str]] = []
+    bench = Bench(embedded, {"a": Learner(every, embedded)}, max_new_tokens=8, rounds=2, drafters=drafters)
+    questions = [question(name, name) for name in "123"]
+    bench.check(questions)
+    bench.warm_up(questions, 2)
+    assert len(list(bench.answers(questions))) == 3
+    assert sorted(asked for asked in every if asked) == sorted(list(names) for names in expected)
+
+
+def test_turns_of_a_question_have_one_drafter(embedded: Loaded) -> None:
+    every: list[list[str]] = []
+    bench = Bench(embedded, {"a": Learner(every, embedded)}, max_new_tokens=8)
+    list(bench.answers([question("1", "qa", "later"), question("2")]))
+    assert [asked for asked in every if asked] == [["1", "1"], ["2"]]
+
+
+def test_equal_questions_are_refused_for_warm_drafters(embedded: Loaded) -> None:
+    equal = [question("1", "x"), question("2", "x"), replace(question("1", "y"), id="3")]
+    Bench(embedded, {}, max_new_tokens=8).check(equal)
+    with pytest.raises(PromptError, match="questions 1 and 3 are equal, and warm drafters would know the answer"):
+        Bench(embedded, {}, max_new_tokens=8, drafters="warm").check(equal)
+
+
+def test_only_warm_drafters_know_earlier_answers_and_none_knows_its_own(embedded: Loaded) -> None:
+    """With the method that drafts most, and two questions with the same answer."""
+    asked = [
+        replace(question(name), messages=({"role": "user", "content": f"def add(a, b):{end}"},))
+        for name, end in (("1", ""), ("2", " "))
+    ]
+    decoding = DecodeConfig(draft_tokens=8, max_new_tokens=60)
+    lineup = Lineup(embedded, StoreSet(), ModelConfig(), decoding, SamplingConfig())
+
+    def steps(drafters: str, rounds: int, warm_up: int, questions: list[Prompt]) -> list[list[list[int]]]:
+        """For each question, the tokens of each step of each round."""
+        every: list[list[list[int]]] = []
+
+        class Noted(Bench):
+            def _answered(self, *arguments: Any) -> Any:
+                found = super()._answered(*arguments)
+                noted.append(found.step_tokens)
+                return found
+
+        bench = Noted(embedded, lineup.contenders(["hd"]), 60, False, rounds, drafters)
+        noted: list[list[int]] = []
+        bench.warm_up(questions, warm_up)
+        noted.clear()
+        for _ in bench.answers(questions):
+            every.append(noted.copy())
+            noted.clear()
+        return every
+
+    (first,), (second,) = cold = steps("cold", 1, 0, asked)
+    assert steps("cold", 3, 2, asked) == [[first] * 3, [second] * 3]
+    (_, (known,)) = steps("warm", 1, 0, asked)
+    assert len(known) < len(second), "the answer to the first question helps"
+    assert steps("warm", 3, 2, asked) == [[first] * 3, [known] * 3]
+    contender = lineup.contenders(["hd"])["hd"]
+    ids = embedded.tokenizer(asked[0].messages[0]["content"])["input_ids"]
+    one, again = (len(contender.answer(ids).step_tokens) for _ in range(2))
+    assert len(cold[0][0]) == one > again, "a drafter that answers twice would flatter"
 
 
 def test_a_limit_takes_of_all_categories_in_turn() -> None:
@@ -331,6 +420,33 @@ def test_other_settings_go_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixtur
         capfd, *arguments, "--num-prompts", "5"
     )
     assert "with methods ar, not ar,pld" in complaint(capfd, *arguments, "--methods", "pld")
+    assert "with drafters cold, not warm" in complaint(capfd, *arguments, "--drafters", "warm")
+
+
+def test_the_table_and_the_record_name_the_drafters(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for drafters in ("cold", "warm"):
+        arguments = ["bench", "--methods", "ar", "--out", str(tmp_path / drafters), *QUICK, "--drafters", drafters]
+        assert run([*arguments, "--json"]) == run(arguments) == 0
+        told, table = capfd.readouterr().out.split("\n", 1)
+        assert json.loads(told)["drafters"] == drafters
+        assert f"\ndrafters: {drafters}, " in table
+
+
+def test_a_bench_of_before_is_opened_and_not_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--methods", "ar", "--out", str(tmp_path), *QUICK]
+    assert run(["bench", *arguments]) == 0
+    kept = json.loads((tmp_path / "run.json").read_text())
+    for name in ("drafters", "history", "history_prompts"):
+        del kept["options"][name]
+    (tmp_path / "run.json").write_text(json.dumps(kept))
+    capfd.readouterr()
+    assert run(["bench", *arguments, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["drafters"] is None
+    assert run(["bench", *arguments]) == 0
+    assert "drafters: warm, with the weights of the questions before, without a history" in capfd.readouterr().out
+    answers = tmp_path / "ar.jsonl"
+    answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))
+    assert "holds an incomplete run of an hdtool without --" in complaint(capfd, *arguments)
 
 
 @pytest.mark.parametrize("name", ["ar.jsonl", "run.json"])
@@ -370,6 +486,7 @@ def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture
         ),
         (["--methods", "ar", "--baseline", "pld"], "--baseline must be one of ar, got pld", 2),
         (["--num-prompts", "0"], "--num-prompts must be 1 or more, got 0", 2),
+        (["--drafters", "hot"], "--drafters must be cold or warm, got hot", 2),
         (["--rounds", "0"], "--rounds must be 1 or more, got 0", 2),
         (["--warm-up", "-1"], "--warm-up must be 0 or more, got -1", 2),
         (["--threads", "0"], "--threads must be 1 or more, got 0", 2),

@@ -14,7 +14,7 @@ from hdtool.cli.app import run
 from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
-from hdtool.runtime.evaluation.recorded_model import drafting_runner, fitting
+from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, ReplayRunner, drafting_runner, fitting
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.model.cuda_graphs import direct
@@ -82,6 +82,23 @@ def test_as_much_is_accepted_as_in_a_replay(budget: int) -> None:
         assert found.stats.steps == len(there.accept_lengths) < len(turn.answer)
         assert found.stats.tokens == found.tokens == len(turn.answer)
         assert found.later.steps == found.stats.steps - 1
+
+
+def test_the_warm_up_is_no_history() -> None:
+    """The first answer is made twice, and nothing of it repeats."""
+    target, answer = Target(model_of("llama"), direct), list(range(3, 43))
+    turns = [RecordedTurn(name, "", 0, [50, 51, ord(name)], answer) for name in "ab"]
+    config = DecodeConfig("hd", draft_tokens=8)
+
+    def runners() -> dict[str, ReplayRunner]:
+        return {"hd": drafting_runner(target, drafter_for(config, target, StoreSet()))}
+
+    benchmark, steps = PairedBenchmark(runners), []
+    for _ in benchmark.run(turns):
+        stats = benchmark.results["hd"].stats
+        assert stats
+        steps.append(stats.steps)
+    assert steps[0] == len(answer) and steps[1] - steps[0] < 12
 
 
 def test_answers_that_do_not_fit_are_left_out_and_long_ones_are_cut_off() -> None:

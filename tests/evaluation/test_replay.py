@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdtool.cli.app import run
-from hdtool.cli.replay import TURN_KEYS
+from hdtool.cli.replay import KEYS_BEFORE_THE_HISTORY, TURN_KEYS
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import HdtoolError
@@ -46,6 +46,7 @@ from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.trees import tokens_to, trees
@@ -247,9 +248,80 @@ def test_each_part_starts_anew(
     store_set: StoreSet, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 1)
-    parted = replay(contenders(), conversations, store_set, workers=1)["hd"]
-    alone = [replay(contenders(), [turns], store_set, workers=1)["hd"] for turns in conversations]
+    parted = replay([remembering(history=False)], conversations, store_set, workers=1)["hd"]
+    alone = [replay([remembering(history=False)], [turns], store_set, workers=1)["hd"] for turns in conversations]
     assert counted(parted) == counted(ReplayResult.joined(alone))
+
+
+# The history ----------------------------------------------------------------------------------
+
+
+def remembering(*, history: bool = True, name: str = "hd") -> Contender:
+    return Contender(name, ReplayConfig(draft_tokens=8, history=history).decoding(name))
+
+
+@pytest.fixture(scope="module")
+def repeated() -> list[list[RecordedTurn]]:
+    """Conversations of which each second one repeats the answer before to another prompt."""
+    rng = np.random.default_rng(0)
+    answers = rng.integers(5, 4000, (4, 40)).tolist()
+    prompts = rng.integers(5, 4000, (8, 12)).tolist()
+    return [[RecordedTurn(str(at), "", 0, prompt, answers[at // 2])] for at, prompt in enumerate(prompts)]
+
+
+def steps_of(one: ReplayResult) -> list[int]:
+    return [len(turn.accept_lengths) for turn in one.turns]
+
+
+def test_the_history_grows_in_the_order_of_the_recordings(repeated: list[list[RecordedTurn]]) -> None:
+    grown = replay([remembering()], repeated, StoreSet(), workers=1)["hd"]
+    forgot = replay([remembering(history=False)], repeated, StoreSet(), workers=1)["hd"]
+    assert steps_of(forgot) == [40] * 8 and (grown.history, forgot.history) == (True, False)
+    assert steps_of(grown)[::2] == [40] * 4, "an answer is not drafted from itself, nor from the warm-up of the replay"
+    assert max(steps_of(grown)[1::2]) < 15
+    assert all(part.history for part in grown.by_category().values())
+
+
+def test_every_contender_has_a_history_of_its_own(repeated: list[list[RecordedTurn]]) -> None:
+    filled = StoreSet(history=History())
+    both = [remembering(), Contender("again", remembering().config)]
+    alone = replay(both[:1], repeated, StoreSet(), workers=1)["hd"]
+    for played in (replay(both, repeated, filled, workers=1), replay(both, repeated, filled, workers=1)):
+        assert steps_of(played["hd"]) == steps_of(played["again"]) == steps_of(alone)
+    assert not len(filled.history.answers) if filled.history else False
+
+
+def test_a_history_does_not_depend_on_processes(
+    repeated: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 1)
+    several = [remembering(), Contender("pld", DecodeConfig("pld"))]
+    one, two = (replay(several, repeated, StoreSet(), workers=workers) for workers in (1, 2))
+    assert all(counted(one[name]) == counted(two[name]) for name in one)
+    assert max(steps_of(one["hd"])[1::2]) < 15, "parts of one conversation would forget"
+
+
+def test_what_is_played_before_is_not_counted(repeated: list[list[RecordedTurn]]) -> None:
+    warm, measured = repeated[::2], repeated[1::2]
+    contenders = [remembering(), Contender("pld", DecodeConfig("pld"))]
+    played = replay(contenders, measured, StoreSet(), workers=1, warm=warm)
+    assert [len(one.turns) for one in played.values()] == [4, 4]
+    assert max(steps_of(played["hd"])) < 15 and steps_of(played["pld"]) == [40] * 4
+    assert [one.warm_tokens for one in played.values()] == [160, 0]
+    assert worker_pool.turns_in(contenders, measured, warm) == 12
+    forgot = replay([remembering(history=False)], measured, StoreSet(), workers=1, warm=warm)["hd"]
+    assert steps_of(forgot) == [40] * 4 and forgot.warm_tokens == 160
+    assert worker_pool.turns_in([remembering(history=False)], measured * 100, warm) == 400 + 4 * 4
+
+
+def test_the_weights_are_warm_without_a_history(store_set: StoreSet, conversations: list[list[RecordedTurn]]) -> None:
+    contender = remembering(history=False)
+    cold, warm = (
+        replay([contender], conversations[2:], store_set, workers=1, warm=before)["hd"]
+        for before in ((), conversations[:2])
+    )
+    in_all = replay([contender], conversations, store_set, workers=1)["hd"]
+    assert counted(warm) == counted(in_all)[4:] != counted(cold)
 
 
 def test_a_shelf_opens_its_stores_anew_elsewhere(store_set: StoreSet) -> None:
@@ -292,7 +364,50 @@ def test_json_has_the_figures_under_their_names(command: list[str], capfd: pytes
         for share in one["by_source"].values():
             assert set(share) == {"drafted", "accepted", "hits", "unique", "microseconds"}
         assert not {"tokens_per_second", "pays"} & set(one)
-    assert set(told["methods"]["hd"]["by_source"]) == {"context", "model", "corpus"}
+    assert set(told["methods"]["hd"]["by_source"]) == {"context", "history", "model", "corpus"}
+    assert {name: one["history"] for name, one in told["methods"].items()} == {
+        name: "growing" if name == "hd" else "none" for name in REPLAYED
+    }
+    assert told["warm"] == [] and {one["warm_tokens"] for one in told["methods"].values()} == {0}
+
+
+def test_the_output_names_what_the_drafters_knew(
+    command: list[str], recorded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def line(*options: str) -> str:
+        assert run([*command, *options]) == 0
+        return capfd.readouterr().out.splitlines()[1]
+
+    assert line("--methods", "hd") == "history: growing over the recordings, in their order"
+    assert line("--methods", "hd,pld") == "history: growing over the recordings, in their order (hd)"
+    assert line("--methods", "hd", "--no-history") == line("--methods", "pld") == "history: none"
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text(recorded.read_text())
+    report = tmp_path / "report"
+    arguments = [*command, "--methods", "hd", "--limit", "2", "--warm", str(earlier)]
+    assert run([*arguments, "--json", "--report", str(report)]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["warm"] == [str(earlier)] and told["methods"]["hd"]["warm_tokens"] > 100
+    page = (report / "index.html").read_text()
+    assert f"warm, {told['methods']['hd']['warm_tokens']} tokens of {earlier} before" in page
+    assert "no history in the replays of sources and orders" in page
+    assert run([*arguments, "--no-history"]) == 0
+    assert " ".join(capfd.readouterr().out.split()).count("history: none; warm, ") == 1
+
+
+def test_recordings_are_not_replayed_after_themselves(
+    command: list[str], recorded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(recorded)
+    said = complaint(capfd, [*command, "--warm", str(link)], code=2)
+    assert f"{recorded} is in --traces and in --warm" in said
+    assert "is given twice" in complaint(capfd, [*command, "--traces", str(link)], code=2)
+    assert run([*command, "--traces", str(link), "--no-history", "--methods", "hd", "--limit", "1"]) == 0
+    capfd.readouterr()
+    said = complaint(capfd, [*command, "--warm", "other.jsonl", "--methods", "pld"], code=2)
+    assert "--warm has no effect with method pld" in said
+    assert "--history has no effect" in complaint(capfd, [*command, "--no-history", "--methods", "pld"], code=2)
 
 
 def test_a_cost_says_what_pays(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -333,6 +448,12 @@ def test_steps_are_written_turn_by_turn(command: list[str], tmp_path: Path, capf
     assert set(rows[0]) == set(TURN_KEYS)
     assert run([*command, "--methods", "ar", "--steps", str(path), "--limit", "1"]) == 0, "its own file is replaced"
     assert len(path.read_text().splitlines()) == 2
+    path.write_text(json.dumps({key: rows[0][key] for key in KEYS_BEFORE_THE_HISTORY}) + "\n")
+    assert run([*command, "--methods", "hd", "--steps", str(path), "--limit", "1"]) == 0, (
+        "and that of an earlier hdtool"
+    )
+    row = json.loads(path.read_text().splitlines()[0])
+    assert (row["history"], row["warm_tokens"]) == ("growing", 0)
 
 
 @pytest.mark.parametrize("content", ["a line without its end", "two\nlines\n", '{"method": "hd"}\n'])

@@ -19,13 +19,14 @@ from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.evaluation import verify
-from hdtool.runtime.evaluation.contenders import generate_ids
+from hdtool.runtime.evaluation.contenders import generate_ids, steps_of
 from hdtool.runtime.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
 from hdtool.runtime.model.kv_cache import StaticKVCache
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.precision import logits_after, more_precise
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of
@@ -67,6 +68,13 @@ def verified(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> tuple[Check, 
     verifier = Verifier(loaded, sampling, liar, MOST)
     check = verifier.check("it", PROMPT)
     return check, verifier.explain(check.differences)
+
+
+def test_the_history_holds_no_answer_of_the_oracles(small: Loaded) -> None:
+    """Else tokens per step would be too high; a second check of a prompt does draft from the first one."""
+    alone = len(list(steps_of(small, Hierarchy(history=History()), GREEDY, MOST, PROMPT)))
+    verifier = Verifier(small, GREEDY, Hierarchy(history=History()), MOST)
+    assert verifier.check("it", PROMPT).steps == alone > verifier.check("it again", PROMPT).steps
 
 
 # Where nothing is wrong ------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 
@@ -20,13 +20,20 @@ from hdtool.runtime.evaluation.scores import OVERALL
 
 
 def page_of_replay(
-    study: Study, results: Mapping[str, ReplayResult], curve: CostCurve | None, command: str, data: ReportData
+    study: Study,
+    results: Mapping[str, ReplayResult],
+    curve: CostCurve | None,
+    warm: Sequence[str],
+    command: str,
+    data: ReportData,
 ) -> Page:
+    """``warm`` are the files of ``--warm``."""
     best = max(results.values(), key=lambda one: one.tokens_per_step)
     answers = f"{len(best.turns):,} answers"
     facts = {
         "answers": f"{len(study.conversations):,} conversations, {answers}, {best.tokens:,} tokens",
         "stores": _stores(study),
+        "history": "; ".join((*memory_of(results, warm), "no history in the replays of sources and orders")),
         "draft nodes a step": "as many as pay" if curve else f"{study.nodes} at most",
         "hdtool": metadata.version("hdtool"),
         "machine": machine(torch.device("cpu")),
@@ -52,7 +59,8 @@ def page_of_bench(measured: Measured, study: Study, replayed: str, command: str,
         "temperature": f"{temperature_of(measured.results):g}",
         "rounds": f"{options['rounds']}",
         "stores": _stores(study),
-        "replays": f"of the answers of {replayed}, at most {study.nodes} draft nodes a step",
+        "drafters": str(options.get("drafters", "warm, without a history")),
+        "replays": f"of the answers of {replayed}, at most {study.nodes} draft nodes a step, without a history",
         "hdtool": about["hdtool"],
         "machine": about["machine"],
         "begun": run.started,
@@ -70,6 +78,15 @@ def page_of_bench(measured: Measured, study: Study, replayed: str, command: str,
         shares=measured.shares() or data.shares,
     )
     return Page("Benchmark", lead, command, facts, data)
+
+
+def memory_of(results: Mapping[str, ReplayResult], warm: Sequence[str]) -> list[str]:
+    """What the methods knew of other conversations, in words; ``warm`` are the files replayed before."""
+    growing = [name for name, one in results.items() if one.history]
+    only = f" ({', '.join(growing)})" if len(growing) < len(results) else ""
+    parts = [f"growing over the recordings, in their order{only}" if growing else "none"]
+    warmed = max(one.warm_tokens for one in results.values())
+    return parts + [f"warm, {warmed:,} tokens of {', '.join(warm)} before"] * bool(warmed)
 
 
 def _stores(study: Study) -> str:
