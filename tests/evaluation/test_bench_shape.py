@@ -87,7 +87,7 @@ def test_as_much_is_accepted_as_in_a_replay(budget: int) -> None:
 def test_the_warm_up_is_no_history() -> None:
     """The first answer is made twice, and nothing of it repeats."""
     target, answer = Target(model_of("llama"), direct), list(range(3, 43))
-    turns = [RecordedTurn(name, "", 0, [50, 51, ord(name)], answer) for name in "ab"]
+    turns = [RecordedTurn(name, "", 0, [50, 51, ord(name) - 40], answer) for name in "ab"]
     config = DecodeConfig("hd", draft_tokens=8)
 
     def runners() -> dict[str, ReplayRunner]:
