@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,14 +77,14 @@ class GenerateRequest:
         )
 
 
-def predicted_ids(prediction: Sequence[int] | torch.Tensor | None) -> list[int]:
-    """The token ids of a predicted output, given as a list or as a tensor of one row."""
-    ids = prediction.tolist() if isinstance(prediction, torch.Tensor) else prediction
+def predicted_ids(prediction: Any) -> list[int]:
+    """The token ids of a predicted output, given as a list or as a tensor, or as one row of either."""
+    ids = prediction.tolist() if hasattr(prediction, "tolist") else prediction
     if ids is None:
         return []
-    if isinstance(ids, Sequence) and len(ids) == 1 and isinstance(ids[0], Sequence) and not isinstance(ids, str):
+    if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
         ids = ids[0]
-    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, (list, tuple)) or not all(type(token) is int for token in ids):
         raise OptionError(
             "a prediction must be token ids of one answer: give tokenizer(text, add_special_tokens=False)['input_ids']"
         )

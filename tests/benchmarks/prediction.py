@@ -1,25 +1,26 @@
 """Predicted outputs on the demo model: useless, misleading, half right and exact ones, each against none.
 
-    python -m tests.benchmarks.prediction [--prompts 24] [--rounds 5] [--draft-tokens N]
+    python -m tests.benchmarks.prediction [--prompts 24] [--rounds 5] [--draft-tokens 32]
 
-All kinds answer each prompt in turn, so a slower minute is everybody's; of each prompt the median of the rounds counts.
-A new drafter for each kind, with the demo's stores.
+All kinds answer each prompt in turn, each with a drafter of its own and the demo's stores. Times of a step and of an
+answer are medians of the ratios to the same answer without a prediction.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
+
+import torch
 
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config import FIXED_BUDGET, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
@@ -68,45 +69,38 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
-    parser.add_argument("--draft-tokens", type=int, help="default: as many as pay")
+    parser.add_argument("--draft-tokens", type=int, default=FIXED_BUDGET)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    loaded = load(ModelConfig(device="cpu", dtype="float32", threads=options.threads))
+    torch.set_num_threads(options.threads)
+    loaded = load(ModelConfig(device="cpu", dtype="float32"))
     stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX)))
     config = DecodeConfig(draft_tokens=options.draft_tokens)
     asked = list(read_prompts(demo.PROMPTS))[: options.prompts]
     prompts = [encode_conversation(loaded.tokenizer, prompt.messages) for prompt in asked]
-    plain = drafter_for(DecodeConfig("ar"), loaded.target, stores)
-    answers = [answer(loaded, prompt, plain, options.tokens, [])[1] for prompt in prompts]
-    seconds: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in KINDS}
-    sums = {kind: Stats() for kind in KINDS}
+    answers = [answer(loaded, prompt, NoDraft(), options.tokens, [])[1] for prompt in prompts]
+    found: dict[str, list[Stats]] = {kind: [] for kind in KINDS}
     for round_ in range(options.rounds):
-        # New ones in each round: a drafter that has answered the same prompt before knows the answer.
+        # New ones in each round: a drafter that has answered a prompt before knows the answer.
         drafters = {kind: drafter_for(config, loaded.target, stores) for kind in KINDS}
         for number, prompt in enumerate(prompts):
             turn = (number + round_) % len(KINDS)
             for kind in (*KINDS[turn:], *KINDS[:turn]):
                 stats, said = answer(loaded, prompt, drafters[kind], options.tokens, predictions(answers, number)[kind])
                 assert said == answers[number]
-                seconds[kind][number].append(stats.seconds)
-                sums[kind] = Stats.total([sums[kind], stats])
-    tokens = sum(map(len, answers))
-    print(f"{machine()}; {len(prompts)} prompts, {tokens:,} tokens, {options.rounds} rounds\n")
-    print("| prediction | tokens per step | µs a step around the model | accepted | rejected | time of an answer |")
-    print("|---|---|---|---|---|---|")
-    for kind, total in sums.items():
-        ratio = statistics.median(
-            of / base
-            for number in range(len(prompts))
-            for of, base in zip(seconds[kind][number], seconds[NONE][number], strict=True)
-        )
-        spent = sum(statistics.median(rounds) for rounds in seconds[kind].values())
-        base = sum(statistics.median(rounds) for rounds in seconds[NONE].values())
+                found[kind].append(stats)
+    print(f"{machine()}; {len(prompts)} prompts, {sum(map(len, answers)):,} tokens, {options.rounds} rounds\n")
+    print("| prediction | tokens per step | accepted | rejected | µs a step around the model | a step | an answer |")
+    print("|---" * 7 + "|")
+    for kind, of in found.items():
+        total = Stats.total(of)
+        pairs = list(zip(of, found[NONE], strict=True))
+        step = statistics.median(one.seconds / one.steps / (none.seconds / none.steps) for one, none in pairs)
+        whole = statistics.median(one.seconds / none.seconds for one, none in pairs)
         print(
-            f"| {kind} | {total.tokens_per_step:.3f} | {total.outside_us_per_step:.0f} | "
-            f"{total.accepted_prediction_tokens // options.rounds:,} | "
-            f"{total.rejected_prediction_tokens // options.rounds:,} | {spent / base - 1:+.1%} (paired median "
-            f"{ratio - 1:+.1%}) |"
+            f"| {kind} | {total.tokens_per_step:.2f} | {total.accepted_prediction_tokens // options.rounds:,} | "
+            f"{total.rejected_prediction_tokens // options.rounds:,} | "
+            f"{statistics.median(one.outside_us_per_step for one in of):.0f} | {step - 1:+.1%} | {whole - 1:+.1%} |"
         )
 
 
