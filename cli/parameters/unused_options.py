@@ -23,6 +23,7 @@ class Conflict(NamedTuple):
 CONFLICTS = (
     Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
     Conflict(("color",), ("as_json",), (True,), "with --json"),
+    Conflict(("history_prompts",), ("history",), ("none",), "with --history none"),
     Conflict(("namespace",), ("out",), (), "with --out, which names the folder"),
     Conflict(("model", "trust_remote_code"), ("after", "ngrams"), (None,), "without --after or --ngrams"),
     Conflict(

@@ -25,6 +25,8 @@ VALUES = {
     "order": "SMC",
     "lookahead": None,
     "heads": "folder",
+    "history": "folder",
+    "history_prompts": None,
     "prediction": "file",
     "tree": "static",
     "model_db": "folder",
@@ -58,7 +60,7 @@ def test_the_options_of_the_table_are_those_of_the_commands(command: str, capfd:
     listed = command in ("replay", "bench", "bench-shape")
     required = {"replay": ["--traces", "x"], "bench-shape": ["tiny", "--traces", "x"]}.get(command, [])
     for name in sorted(names):
-        value = VALUES[name]
+        value = None if (command, name) == ("replay", "history") else VALUES[name]
         typed = [f"--{name.replace('_', '-')}", *([value] if value else [])]
         for method in METHODS:
             if method in OPTION_METHODS[name] or (listed and method in NEED_LOGITS):

@@ -43,7 +43,7 @@ from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
     size_of,
     tally,
 )
-from hdtool.runtime.drafters.hierarchy.sources.followers import clear, count_order
+from hdtool.runtime.drafters.hierarchy.sources.followers import clear, count_order, sort
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import WHOLE as ALL_OF_HEADS
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
     ANSWERS,
@@ -136,6 +136,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
             if order == LEVELS:
                 clear(found)
                 _find_in_log(work, found, memory.matches[PREDICTED], node)
+                sort(found)
             left = _add_followers(work, weights, PREDICTION, PREDICTION_ORDERS, found, order, left, floor, truth)
             lap(work, PREDICTION)
             if left < least:
@@ -146,6 +147,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
                 clear(found)
                 _find_in_log(work, found, memory.matches[ANSWERS], node)
                 _find_in_log(work, found, memory.matches[STORED], node)
+                sort(found)
             left = _add_followers(work, weights, HISTORY, HISTORY_ORDERS, found, order, left, floor, truth)
             lap(work, HISTORY)
             if left < least:
@@ -196,6 +198,7 @@ def _find_in_context(work: Any, found: Any, table: Any, node: int, chain: int) -
     longest = LONGEST_MATCH if chain == LONG else CHAINS[LONG] - 1
     mark = work.marks[CHAINS[chain]]
     found.places = recent(table, work.tails[node], mark, chain, longest, found.followers, found.orders)
+    sort(found)
 
 
 @njit(cache=True, nogil=True)

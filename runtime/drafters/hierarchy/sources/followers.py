@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from hdtool.runtime.drafters.hierarchy.sources.context_table import PLACES
+from hdtool.runtime.drafters.hierarchy.sources.context_table import LEVELS, PLACES
 
 FOLLOWERS = np.dtype(
     [
         ("places", np.int64),  # how many there are
         ("followers", np.int64, PLACES),  # the token after each,
         ("orders", np.int64, PLACES),  # and the n-gram order of its match
-        ("total", np.int64),  # places that match the order in use, or a higher one
+        ("sorted", np.int64, PLACES),  # the followers by order, those of the highest first
+        ("stops", np.int64, LEVELS + 2),  # how many of them have this order or a higher one
+        ("total", np.int64),  # followers that were counted
         ("distinct", np.int64),
         ("tokens", np.int64, PLACES),  # different ones among them
         ("counts", np.int64, PLACES),
@@ -29,16 +31,33 @@ def clear(found: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
+def sort(found: Any) -> None:
+    """Put followers of the same order together, in the order in which they were found."""
+    found.stops[:] = 0
+    for place in range(found.places):
+        found.stops[found.orders[place]] += 1
+    for order in range(LEVELS, 0, -1):
+        found.stops[order] += found.stops[order + 1]
+    for place in range(found.places):
+        # Filled from the start of its order, which moves to its stop meanwhile.
+        start = found.stops[found.orders[place] + 1]
+        found.sorted[start] = found.followers[place]
+        found.stops[found.orders[place] + 1] += 1
+    for order in range(LEVELS + 1):
+        found.stops[order] = found.stops[order + 1]
+    found.stops[LEVELS + 1] = 0
+
+
+@njit(cache=True, nogil=True)
 def count_order(found: Any, order: int) -> None:
     """Count the followers of the places that match exactly ``order``."""
-    for place in range(found.places):
-        if found.orders[place] == order:
-            token = found.followers[place]
-            at = 0
-            while at < found.distinct and found.tokens[at] != token:
-                at += 1
-            if at == found.distinct:
-                found.tokens[at], found.counts[at] = token, 0
-                found.distinct += 1
-            found.counts[at] += 1
-            found.total += 1
+    for place in range(found.stops[order + 1], found.stops[order]):
+        token = found.sorted[place]
+        at = 0
+        while at < found.distinct and found.tokens[at] != token:
+            at += 1
+        if at == found.distinct:
+            found.tokens[at], found.counts[at] = token, 0
+            found.distinct += 1
+        found.counts[at] += 1
+        found.total += 1
