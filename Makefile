@@ -16,11 +16,12 @@ test: .venv/installed-dev .compiled
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
 	$(BIN)/python -m tests.command_reference --check
-	$(BIN)/pytest -n auto --dist loadfile -m "not long"
+	$(BIN)/pytest -n auto --dist worksteal -m "not long"
 
-# What is exhaustive or slow: all families of models, the wheel, the script of GPU checks, whole benchmarks.
+# What is exhaustive or slow: all families of models, all combinations of parameters, the wheel, kills, the script of
+# GPU checks.
 test-long: .venv/installed-dev .compiled
-	$(BIN)/pytest -n auto --dist loadfile -m long
+	$(BIN)/pytest -n auto --dist worksteal -m long
 
 # vLLM brings its own torch and transformers, so it has an environment of its own.
 test-vllm: .venv-vllm/installed .venv-vllm/numba

@@ -1,7 +1,9 @@
 """Shared set-up: quiet libraries, one thread a worker, no network, a home of the tests' own."""
 
 import os
+from collections import defaultdict
 from importlib.util import find_spec
+from itertools import combinations
 from tempfile import TemporaryDirectory
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,10 +30,47 @@ FAMILIES = {"llama", "gemma2", "gpt2", "qwen3_moe", "llama4", "mistral"}
 """Full, sliding and chunked attention, learned positions, mixtures of experts; the others are tested by test-long."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "each_value: of all combinations of parameters, `make test` runs as few as hold each value once; "
+        "`make test-long` runs the others",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    crossed: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             family = item.callspec.params.get("family")
             if isinstance(family, str) and family not in FAMILIES:
                 item.add_marker(pytest.mark.long)
+            elif item.get_closest_marker("each_value") and not item.get_closest_marker("long"):
+                crossed[item.nodeid.partition("[")[0]].append(item)
+    for cases in crossed.values():
+        for case in set(cases) - set(_each_value_once(cases)):
+            case.add_marker(pytest.mark.long)
+
+
+def _each_value_once(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Few cases that hold each value, and among those many pairs of values."""
+    values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
+    pairs = {case: set(combinations(sorted(values[case]), 2)) for case in cases}
+    missing, unpaired = set.union(*values.values()), set.union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: (len(values[case] & missing), len(pairs[case] & unpaired)))
+        chosen.append(best)
+        missing -= values[best]
+        unpaired -= pairs[best]
+    return chosen
+
+
+@pytest.fixture
+def known_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward passes cost what this curve says; measuring them takes most of the time of a short answer."""
+    from hdtool.runtime.budget.cost_curve import CostCurve
+    from hdtool.runtime.drafters import methods
+
+    monkeypatch.setattr(methods, "cost_here", lambda target, batch: CostCurve.parse("0:1,64:2"))

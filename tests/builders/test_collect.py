@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from hdtool.cli.app import run
 from hdtool.data import demo
+from tests.support.processes import HDTOOL, start, wait_until
+
+pytestmark = pytest.mark.usefixtures("known_cost")
 
 PROMPTS = [{"prompt": f"What is {n} + {n}?", "id": f"p{n}"} for n in range(5)] + [
     {"turns": ["One?", "Two?"], "id": "t"}
@@ -60,13 +60,17 @@ def test_a_line_cut_short_is_answered_again(asked: list[str]) -> None:
         assert out.read_bytes() == whole
 
 
-def test_a_killed_collect_goes_on(asked: list[str]) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_a_killed_collect_goes_on(times: int, asked: list[str]) -> None:
     out = Path(asked[4])
-    for _ in range(4):
-        with subprocess.Popen([sys.executable, "-m", "hdtool.cli", *asked], stderr=subprocess.DEVNULL) as process:
-            before = out.stat().st_size if out.exists() else 0
-            while process.poll() is None and (out.stat().st_size if out.exists() else 0) <= before:
-                time.sleep(0.005)
+
+    def size() -> int:
+        return out.stat().st_size if out.exists() else 0
+
+    for _ in range(times):
+        before = size()
+        with start([*HDTOOL, *asked]) as process:
+            wait_until(process, lambda before=before: size() > before)  # type: ignore[misc]
             process.send_signal(signal.SIGKILL)
     assert run(asked) == 0
     assert [row["id"] for row in rows_of(asked)] == [row["id"] for row in PROMPTS]

@@ -8,8 +8,8 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,17 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from tests.support.oracle import generated
+from tests.support.processes import HDTOOL, start
 
-HDTOOL = [sys.executable, "-m", "hdtool.cli"]
+pytestmark = pytest.mark.usefixtures("known_cost")
+
 SHORT = ["--max-new-tokens", "8"]
 NO_STORES = ["--model-db", "none", "--corpus-db", "none"]
 
 
-def hdtool(*arguments: str, stdin: str | bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+def hdtool(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """In a process of its own, as a shell would."""
-    sent = stdin.encode() if isinstance(stdin, str) else stdin or b""
-    return subprocess.run([*HDTOOL, *arguments], input=sent, capture_output=True, timeout=120, check=False)
+    return subprocess.run([*HDTOOL, *arguments], input=stdin, capture_output=True, timeout=120, check=False)
 
 
 def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str], code: int = 1) -> str:
@@ -60,7 +61,7 @@ def test_an_answer_streams_to_standard_output(capfd: pytest.CaptureFixture[str])
 
 def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) -> None:
     """The embedded model, through the whole command, against the plain library."""
-    prompts = [json.loads(line) for line in demo.PROMPTS.read_text().splitlines()[:4]]
+    prompts = [json.loads(line) for line in demo.PROMPTS.read_text().splitlines()[:2]]
     loaded = load(ModelConfig())
     for prompt in prompts:
         asked = prompt["messages"][0]["content"]
@@ -81,14 +82,15 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
             assert source["drafted"] >= source["accepted"] >= 0 <= source["hits"] <= record["steps"]
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("sampled", [(), ("--temperature", "1", "--seed", "3")], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_says_the_same(method: str, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = ["generate", "--prompt", "Explain `zip` and `map`.", "--max-new-tokens", "40", "--json"]
-    for sampled in ([], ["--temperature", "1", "--seed", "3"]):
-        assert run([*asked, *sampled, "--method", "ar"]) == 0
-        plain = json.loads(capfd.readouterr().out)
-        assert run([*asked, *sampled, "--method", method]) == 0
-        assert json.loads(capfd.readouterr().out)["output_ids"] == plain["output_ids"]
+def test_every_method_says_the_same(method: str, sampled: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "--prompt", "Explain `zip` and `map`.", "--max-new-tokens", "40", "--json", *sampled]
+    assert run([*asked, "--method", "ar"]) == 0
+    plain = json.loads(capfd.readouterr().out)
+    assert run([*asked, "--method", method]) == 0
+    assert json.loads(capfd.readouterr().out)["output_ids"] == plain["output_ids"]
 
 
 def test_each_token_has_the_colour_of_its_source(
@@ -202,11 +204,12 @@ def test_sampling_is_repeatable_and_seeds_differ(capfd: pytest.CaptureFixture[st
     assert answer() == answer("--temperature", "0", "--seed", "9")
 
 
-def test_a_prompt_comes_through_a_pipe() -> None:
-    result = hdtool("generate", *SHORT, "--json", stdin="What is a list?\n")
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["prompt"] == "What is a list?"
-    assert result.stderr.startswith(b"drafting from ")
+def test_a_prompt_comes_through_a_pipe(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"What is a list?\n")))
+    assert run(["generate", *SHORT, "--json"]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["prompt"] == "What is a list?"
+    assert printed.err.startswith("drafting from ")
 
 
 def test_the_demo_shows_several_kinds(capfd: pytest.CaptureFixture[str]) -> None:
@@ -239,14 +242,18 @@ def test_verify_says_how_many_answers_were_identical(capfd: pytest.CaptureFixtur
     assert verdict.startswith("lossless, at ")
 
 
+DRAWN = ["--temperature", "0.8", "--top-p", "0.9", "--repetition-penalty", "1.1"]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_is_verified(method: str, capfd: pytest.CaptureFixture[str]) -> None:
-    drawn = ["--temperature", "0.8", "--top-p", "0.9", "--repetition-penalty", "1.1"]
-    for options, identical in ((drawn, {"plain": 2}), ([], {"plain": 2, "generate": 2})):
-        assert run(["verify", "--method", method, *FEW, *options, "--json"]) == 0
-        report = json.loads(capfd.readouterr().out)
-        assert (report["identical"], report["lossless"], report["differences"]) == (identical, True, [])
-        assert (report["method"], report["near_ties"]) == (method, 0)
+def test_every_method_is_verified(method: str, drawn: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "--method", method, *FEW, *(DRAWN if drawn else []), "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["identical"] == ({"plain": 2} if drawn else {"plain": 2, "generate": 2})
+    assert (report["lossless"], report["differences"]) == (True, [])
+    assert (report["method"], report["near_ties"]) == (method, 0)
 
 
 def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,11 +263,11 @@ def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], mo
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
 
     monkeypatch.setattr(StaticKVCache, "commit", keep)
-    wrong = ["verify", "--num-prompts", "8", "--max-new-tokens", "64", "--draft-tokens", "24"]
+    wrong = ["verify", "--num-prompts", "2", "--max-new-tokens", "32", "--draft-tokens", "24"]
     assert run([*wrong, "--json"]) == 1
     report = json.loads(capfd.readouterr().out)
     assert not report["lossless"]
-    assert report["identical"]["generate"] == 8 > report["identical"]["plain"]
+    assert report["identical"]["generate"] == 2 > report["identical"]["plain"]
     first = report["differences"][0]
     assert first["compared_with"] == "plain"
     assert set(first["expected"]) == {"id", "text"}
@@ -413,33 +420,30 @@ def test_a_pipe_without_a_prompt(sent: bytes, said: bytes) -> None:
 # How it ends -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = [*HDTOOL, "generate", "--prompt", "Explain `list`.", "--temperature", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [*HDTOOL, "generate", "--prompt", "Explain `list`.", "--temperature", "1", "--method", "pld"]
+    with start(command) as process:
         assert process.stdout and process.stderr
         process.stdout.read(1)
         process.stdout.close()
         told = process.stderr.read()
-    assert told.startswith(b"drafting from ") and told.count(b"\n") == 1
+    assert told.startswith("drafting from ") and told.count("\n") == 1
     assert process.returncode == 141
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals work differently there")
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_ctrl_c_keeps_the_text_so_far(as_json: bool, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Explain `list`.\n" * 200)
-    command = [*HDTOOL, "generate", "--prompts", str(prompts), "--max-new-tokens", "900", "--temperature", "1"]
-    if as_json:
-        command.append("--json")
-    # Started in the background, a shell's children ignore Ctrl-C; this one must hear it all the same.
-    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard) as process:
+    asked = ["generate", "--prompts", str(prompts), "--max-new-tokens", "900", "--temperature", "1"]
+    with start([*HDTOOL, *asked, "--method", "pld", *["--json"] * as_json]) as process:
         assert process.stdout and process.stderr
         first = process.stdout.read(1)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        out, err = (first + process.stdout.read()).decode(), process.stderr.read().decode()
+        out, err = first + process.stdout.read(), process.stderr.read()
     assert process.returncode == 130
     assert out.endswith("\n")
     assert "Traceback" not in err

@@ -255,6 +255,8 @@ FAILS = (a_foreign_file, a_line_without_its_end, a_link_to_a_foreign_file, a_rea
 """Destinations to which no command can write."""
 
 
+@pytest.mark.each_value
+@pytest.mark.usefixtures("known_cost")
 @pytest.mark.parametrize("destination", DESTINATIONS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_foreign_files_survive(

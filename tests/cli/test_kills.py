@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads cannot be counted before forking")
 def test_twenty_kills_lose_nothing() -> None:
     command = [sys.executable, "-m", "tests.kills", "--times", "20", "--seed", "1"]

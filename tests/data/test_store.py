@@ -88,12 +88,13 @@ while True:
 """
 
 
-def test_killed_builds_leave_the_old_store_or_a_new_one(tmp_path: Path) -> None:
-    """Twenty times, a process that builds without pause is killed at a random moment."""
+@pytest.mark.parametrize("times", [6, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_builds_leave_the_old_store_or_a_new_one(times: int, tmp_path: Path) -> None:
+    """A process that builds without pause is killed at a random moment."""
     build(tmp_path, b"old")
     rng = random.Random(0)
     seen = set()
-    for _ in range(20):
+    for _ in range(times):
         with subprocess.Popen([sys.executable, "-c", SLOW_BUILD, str(tmp_path)], stdout=subprocess.PIPE) as process:
             assert process.stdout and process.stdout.readline() == b"begun\n"
             time.sleep(rng.random() * 0.2)

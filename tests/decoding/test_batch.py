@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -35,14 +36,21 @@ def one_after_another(asked: Iterator[Request[int]]) -> Callable[[], Request[int
     return lambda: next(asked, None)
 
 
+@cache
+def given_alone(sampling: SamplingConfig) -> tuple[frozenset[int], list[list[int]]]:
+    """Stop tokens, and answers of which some end at one."""
+    target = Target(model_of("llama"))
+    stops = frozenset(said(run(target, prompt_of(LENGTHS[1]), sampling))[20:21])
+    return stops, [said(run(target, prompt_of(length), sampling, stops=stops)) for length in LENGTHS]
+
+
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_each_answer_is_the_one_given_alone(size: int, sampling: SamplingConfig, drafting: bool) -> None:
     target = Target(model_of("llama"))
-    alone = [said(run(target, prompt_of(length), sampling)) for length in LENGTHS]
-    stops = {alone[1][20]}
-    alone = [said(run(target, prompt_of(length), sampling, stops=stops)) for length in LENGTHS]
+    stops, alone = given_alone(sampling)
     ask = one_after_another(requests(sampling, drafting))
     answers: list[tuple[int, list[int]]] = []
     going: dict[int, list[int]] = {}

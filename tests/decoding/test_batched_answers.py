@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
+from tests.support.processes import read_until, start
 
 TALKS: list[list[str]] = [
     ["What does `len` do?"],
@@ -61,23 +61,26 @@ def told(answers: Iterator[Answer]) -> list[tuple[str, str, list[int], str]]:
 @pytest.fixture(scope="module")
 def alone() -> dict[SamplingConfig, Any]:
     """Plain decoding, one prompt after another."""
-    plain = DecodeConfig("ar", 24)
+    plain = DecodeConfig("ar", 16)
     return {
         sampling: told(Answerer(ModelConfig(), plain, sampling).all_answers(PROMPTS))
         for sampling in (SamplingConfig(), SAMPLED)
     }
 
 
+@pytest.mark.each_value
+@pytest.mark.usefixtures("known_cost")
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in METHODS), ("hd", 2), ("hd", 8)])
 def test_every_answer_is_that_of_plain_decoding(
     method: str, size: int, sampling: SamplingConfig, alone: dict[SamplingConfig, Any]
 ) -> None:
-    answerer = Answerer(ModelConfig(), DecodeConfig(method, 24, batch_size=size), sampling)
+    answerer = Answerer(ModelConfig(), DecodeConfig(method, 16, batch_size=size), sampling)
     for _ in range(2):  # drafters have learned something when they are used again
         assert told(answerer.all_answers(PROMPTS)) == alone[sampling]
 
 
+@pytest.mark.usefixtures("known_cost")
 def test_there_are_as_many_slots_as_drafters() -> None:
     answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=8, batch_size=3), SamplingConfig())
     assert len({id(drafter) for drafter in answerer._drafters}) == 3
@@ -100,7 +103,8 @@ def test_passes_are_timed_once_for_all_slots_and_at_their_number(monkeypatch: py
     assert asked == [4], "nothing is timed for a budget that somebody chose"
 
 
-def test_a_turn_beyond_the_context_fails_as_without_a_batch(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("known_cost")
+def test_a_turn_beyond_the_context_fails_as_without_a_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     long = "word " * 1200
     talks = [["One?", long], ["Two?"]]
     file = tmp_path / "prompts.jsonl"
@@ -108,16 +112,15 @@ def test_a_turn_beyond_the_context_fails_as_without_a_batch(tmp_path: Path) -> N
     errors = []
     for size in ("1", "3"):
         asked = ["generate", "--prompts", str(file), "--max-new-tokens", "8", "--json", "--batch-size", size]
-        result = subprocess.run(
-            [sys.executable, "-m", "hdtool.cli", *asked], capture_output=True, text=True, check=False
-        )
-        assert result.returncode == 1
-        assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ["Zero?", "One?"]
-        errors.append(result.stderr.splitlines()[-1])
+        assert run(asked) == 1
+        printed = capfd.readouterr()
+        assert [json.loads(line)["prompt"] for line in printed.out.splitlines()] == ["Zero?", "One?"]
+        errors.append(printed.err.splitlines()[-1])
     assert errors[0] == errors[1]
     assert errors[0].startswith("error: the prompt is ")
 
 
+@pytest.mark.usefixtures("known_cost")
 def test_generate_prints_the_same_with_and_without_a_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"turns": talk}) + "\n" for talk in TALKS))
@@ -150,6 +153,7 @@ def collecting(tmp_path: Path, name: str, size: str, length: str = "24") -> list
     return [*asked, "--max-new-tokens", length, "--batch-size", size]
 
 
+@pytest.mark.usefixtures("known_cost")
 def test_collected_answers_are_the_same_and_in_order(tmp_path: Path) -> None:
     assert run(collecting(tmp_path, "one.jsonl", "1")) == 0
     assert run(collecting(tmp_path, "three.jsonl", "3")) == 0
@@ -174,6 +178,7 @@ class Interrupting(Hierarchy):
         return super().draft(context)
 
 
+@pytest.mark.usefixtures("known_cost")
 def test_after_an_interrupt_unfinished_answers_are_yielded() -> None:
     answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=60, batch_size=3), SamplingConfig())
     answerer._drafters[1] = Interrupting(after=4)
@@ -183,17 +188,13 @@ def test_after_an_interrupt_unfinished_answers_are_yielded() -> None:
     assert sum(answer.interrupted for answer in answers) >= 2
 
 
-@pytest.mark.parametrize("command", ["generate", "collect"])
+@pytest.mark.parametrize("command", ["generate", pytest.param("collect", marks=pytest.mark.long)])
 def test_ctrl_c_ends_a_batch(command: str, tmp_path: Path) -> None:
     asked = collecting(tmp_path, "out.jsonl", "3", length="900")
     if command == "generate":
         asked = ["generate", *asked[1:3], *asked[6:], "--json"]
-    with subprocess.Popen(
-        [sys.executable, "-c", SLOW, *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr and process.stdout
-        while "begun" not in process.stderr.readline():
-            pass
+    with start([sys.executable, "-c", SLOW, *asked]) as process:
+        read_until(process, "begun")
         time.sleep(0.3)
         os.kill(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -209,7 +210,7 @@ def test_ctrl_c_ends_a_batch(command: str, tmp_path: Path) -> None:
 
 
 SLOW = """
-import signal, sys, time
+import sys, time
 from hdtool.cli.app import main
 from hdtool.runtime.drafters import methods
 from hdtool.runtime.batch import BatchSlots
@@ -225,6 +226,5 @@ def slowly(self, trees):
     return verify(self, trees)
 
 BatchSlots.verify = slowly
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have it ignored
 main()
 """

@@ -23,7 +23,7 @@ from hdtool.runtime.generate_settings import REFUSED, WITHOUT_EFFECT, generate_o
 from hdtool.runtime.model.load import Loaded, load
 
 MOST = 80
-PROMPT = "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"
+ASKED = [{"role": "user", "content": "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"}]
 
 GREEDY: dict[str, Any] = {
     "min_length": 95,
@@ -109,6 +109,12 @@ def loaded(demo: Loaded) -> Iterator[Loaded]:
     demo.target.model.generation_config = own
 
 
+@pytest.fixture(scope="module")
+def plain(demo: Loaded) -> list[int]:
+    """What the model says with its own settings."""
+    return generated(demo, encode_conversation(demo.tokenizer, ASKED), do_sample=False)
+
+
 def test_every_field_is_classified() -> None:
     """A new field of the library fails here until it is classified."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
@@ -144,9 +150,8 @@ def value_of(name: str, value: Any, plain: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("name", GREEDY)
-def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loaded) -> None:
-    ids = encode_conversation(loaded.tokenizer, [{"role": "user", "content": PROMPT}])
-    plain = generated(loaded, ids, do_sample=False)
+def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loaded, plain: list[int]) -> None:
+    ids = encode_conversation(loaded.tokenizer, ASKED)
     setattr(loaded.target.model.generation_config, name, value_of(name, GREEDY[name], plain))
     if name == "watermarking_config":
         loaded.target.model.generation_config = GenerationConfig.from_dict(
@@ -163,11 +168,10 @@ def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loa
 
 
 @pytest.mark.parametrize("name", [*SAMPLED, *(name for name in GREEDY if "suppress" in name or "penalty" in name)])
-def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded) -> None:
+def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded, plain: list[int]) -> None:
     """From the raw logits that generate had, the prepared processors compute its scores, in every step."""
-    ids = encode_conversation(loaded.tokenizer, [{"role": "user", "content": PROMPT}])
+    ids = encode_conversation(loaded.tokenizer, ASKED)
     model: Any = loaded.target.model
-    plain = generated(loaded, ids, do_sample=False)
     without = prepare(model, loaded.tokenizer, SamplingConfig(1.0), ids, max_new_tokens=MOST, ends=loaded.stops)
     setattr(model.generation_config, name, value_of(name, (GREEDY | SAMPLED)[name], plain))
     torch.manual_seed(0)
@@ -188,7 +192,7 @@ def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded) -> None
 @pytest.mark.parametrize("settings", [{}, {"top_k": 7}, {"top_k": 0, "top_p": 0.5}, {"repetition_penalty": 1.2}])
 def test_options_not_given_are_the_defaults_of_generate(settings: dict[str, Any], loaded: Loaded) -> None:
     """Without a top-k of its own, generate draws from 50 tokens."""
-    ids = encode_conversation(loaded.tokenizer, [{"role": "user", "content": PROMPT}])
+    ids = encode_conversation(loaded.tokenizer, ASKED)
     model: Any = loaded.target.model
     torch.manual_seed(0)
     asked = torch.tensor([ids])

@@ -79,6 +79,7 @@ def stores_of(family: str, folder: Path) -> tuple[ModelStore, CorpusIndex]:
     return ModelStore(folder / family / "model"), CorpusIndex(folder / family / "corpus")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_nothing(family: str, name: str, folder: Path) -> None:

@@ -60,6 +60,7 @@ class Checked(HeadsDrafter):
         return tree
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("capture", [never, lambda device: Rehearsed()], ids=["as they come", "recorded"])
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_the_cache_of_heads_holds_accepted_tokens_only(config: HeadsConfig, capture: CaptureMaker) -> None:
@@ -71,6 +72,7 @@ def test_the_cache_of_heads_holds_accepted_tokens_only(config: HeadsConfig, capt
     assert drafter.looked > 9
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", ["greedy", "T 1, top-k 5, penalised"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_do_not_change_the_output(family: str, sampling: str) -> None:
@@ -209,6 +211,7 @@ def test_heads_observe_an_answer_of_one_token() -> None:
     assert len(drafter.draft([*prompt, 5])) > 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "opt"])
 def test_heads_among_other_sources_do_not_change_the_output(family: str, sampling: str) -> None:

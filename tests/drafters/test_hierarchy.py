@@ -71,6 +71,7 @@ def check(tree: DraftTree, probs: Probs, vocabulary: int, most: int) -> None:
         assert set(tree.sources.tolist()) <= {1, 2, 3, 5, 6, 7, 12, 13}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 700])
 @pytest.mark.parametrize("vocabulary", [50, 70_000])
 @pytest.mark.parametrize("used", ["C", "H", "M", "CH", "CM", "S", "CMS", "L", "R", "CL", "CMR", "CHMSLR"])
@@ -376,6 +377,7 @@ def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
                 hierarchy.observe(Accepted([], [token]), NO_LOGITS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mistral", "qwen2"])
 def test_what_is_said_stays_the_same(

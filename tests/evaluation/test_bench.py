@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +31,7 @@ from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from tests.support.processes import HDTOOL, start, wait_until
 from tests.support.spec_bench_answers import turn_of
 
 QUICK = ["--num-prompts", "4", "--max-new-tokens", "24", "--warm-up", "0", "--quiet"]
@@ -317,10 +316,10 @@ class Puts(BaseStreamer):
 
 @pytest.mark.parametrize("name", ["generate-pld", "generate-assisted"])
 def test_steps_of_the_library_are_counted_as_it_takes_them(embedded: Loaded, name: str) -> None:
-    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=60), SamplingConfig())
+    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=40), SamplingConfig())
     contender = lineup.contenders([name], str(demo.MODEL))[name]
     assert isinstance(contender, GenerateContender)
-    for prompt in of_all_categories(read_prompts(demo.PROMPTS), 4):
+    for prompt in of_all_categories(read_prompts(demo.PROMPTS), 2):
         ids = encode_conversation(embedded.tokenizer, prompt.messages)
         found = contender.answer(ids)
         puts = Puts()
@@ -370,7 +369,8 @@ def test_an_assistant_of_another_vocabulary_is_refused(embedded: Loaded, tmp_pat
 # Going on --------------------------------------------------------------------------------------
 
 
-def test_a_killed_bench_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("pauses", [(0.0,), pytest.param((0.0, 0.02), marks=pytest.mark.long)])
+def test_a_killed_bench_goes_on(pauses: tuple[float, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--max-new-tokens", "8", "--threads", "1"]
     arguments = ["bench", "--methods", "ar,pld", "--out", str(tmp_path), *QUICK, *few]
     last = tmp_path / "pld.jsonl"
@@ -378,11 +378,10 @@ def test_a_killed_bench_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     def size() -> int:
         return last.stat().st_size if last.exists() else 0
 
-    for pause in (0.0, 0.02):
+    for pause in pauses:
         before = size()
-        with subprocess.Popen([sys.executable, "-m", "hdtool.cli", *arguments], stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and size() <= before:
-                time.sleep(0.005)
+        with start([*HDTOOL, *arguments]) as process:
+            wait_until(process, lambda before=before: size() > before)  # type: ignore[misc]
             time.sleep(pause)
             process.send_signal(signal.SIGKILL)
     kept = last.read_bytes().splitlines(keepends=True)[: len(read_results(tmp_path).answers["pld"])]

@@ -7,14 +7,13 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +48,7 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
+from tests.support.processes import HDTOOL, read_until, start, wait_until
 from tests.support.trees import tokens_to, trees
 
 SHELF = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
@@ -233,6 +233,7 @@ def test_two_processes_bring_what_one_does(
     assert set(two["hd"].source_seconds) == set(one["hd"].source_seconds)
 
 
+@pytest.mark.long
 def test_a_process_that_is_ended_from_outside(
     store_set: StoreSet, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,21 +523,16 @@ def many(recorded: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals work differently there")
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_ctrl_c_ends_it(workers: str, many: Path, tmp_path: Path) -> None:
     arguments = ["replay", "--traces", str(many), "--methods", "hd", "--workers", workers]
-    # Started in the background, a shell's children ignore Ctrl-C; this one must hear it all the same.
-    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     environment = {**os.environ, "HDTOOL_HOME": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "hdtool.cli", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard, start_new_session=True, env=environment,
-    ) as process:  # fmt: skip
-        assert process.stderr
-        first = process.stderr.readline()
-        time.sleep(5)
+    with start([*HDTOOL, *arguments], start_new_session=True, env=environment) as process:
+        read_until(process, "drafting from ")
+        if workers == "2":
+            wait_until(process, lambda: len(psutil.Process(process.pid).children()) >= 2)
+        time.sleep(2)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert first.startswith(b"drafting from ")
-    assert (process.returncode, out) == (130, b"")
-    assert err.decode().splitlines()[-1] == "error: interrupted"
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "error: interrupted"

@@ -69,6 +69,7 @@ class Poisoner(LyingDrafter):
         return DraftTree.of(context[-1], [*tokens, self._poison], [*parents, len(tokens) // 2 - 1])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,6 +139,7 @@ def said(steps: Iterator[tuple[Request[int], Step]]) -> dict[int, list[int]]:
     return answers
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slots_of_a_batch_are_independent(family: str, size: int) -> None:

@@ -135,6 +135,7 @@ def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length:
         assert (mask == 0).any(dim=-1).all(), "who sees nothing has no number for an answer"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe", "llama4"])
 def test_captured_steps_give_the_same_answers(family: str, sampling: SamplingConfig) -> None:
@@ -267,7 +268,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell resident memory so")
-@pytest.mark.parametrize("capture", [direct, never])
+@pytest.mark.parametrize("capture", [direct, pytest.param(never, marks=pytest.mark.long)])
 def test_memory_stays_where_it_was_over_500_answers(capture: CaptureMaker) -> None:
     target = Target(model_of("llama"), capture)
     drafter = Hierarchy(budget=FixedBudget(12))

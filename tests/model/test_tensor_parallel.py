@@ -53,6 +53,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.long
 def test_two_processes_give_the_answer_of_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "together.py"
     script.write_text(TOGETHER)

@@ -110,6 +110,7 @@ def test_commands_have_the_options_that_the_docs_show(page: Path) -> None:
         assert shown <= known | (VLLM_OPTIONS if name == "serve" else set()), f"{page.name}: hdtool {name}{rest}"
 
 
+@pytest.mark.long
 def test_the_programs_of_the_python_page_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

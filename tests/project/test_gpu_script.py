@@ -33,6 +33,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert started(tmp_path / "out", "--what").returncode == 2
 
 
+@pytest.mark.long
 def test_a_dry_run_goes_through_all_steps(tmp_path: Path) -> None:
     result = started(tmp_path, "--dry")
     assert result.returncode == 0, result.stderr

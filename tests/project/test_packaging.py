@@ -75,6 +75,7 @@ def test_the_wheel_holds_the_demo_and_stays_small(wheel: Path) -> None:
     assert model < 32 * 2**20
 
 
+@pytest.mark.long
 def test_an_installed_wheel_answers_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     """In a virtual environment of its own that borrows the dependencies, but not this checkout."""
     place = tmp_path / "elsewhere"
