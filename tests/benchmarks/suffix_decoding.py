@@ -39,7 +39,7 @@ class SuffixDecoding:
     """A cache that remembers all answers, and what it drafted so far."""
 
     def __init__(self, most: int, settings: dict[str, float]) -> None:
-        from arctic_inference.suffix_decoding import SuffixDecodingCache
+        from arctic_inference.suffix_decoding import SuffixDecodingCache  # type: ignore[import-not-found]
 
         self._cache = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=100_000)
         self._most, self._settings, self._turns = most, settings, 0
