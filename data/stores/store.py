@@ -185,7 +185,10 @@ def _parsed(folder: Path, text: bytes, *, check: bool) -> Manifest:
         raise StoreError(f"{folder / MANIFEST} cannot be read ({error}): build the store again") from None
     found, kind = (row.get("format"), row.get("kind")) if isinstance(row, dict) else (None, None)
     if kind == HISTORY:
-        raise StoreError(f"{folder} is a history store, a model store or a corpus index is needed: name another folder")
+        raise StoreError(
+            f"{folder} is a history store, a model store or a corpus index is needed: name another folder, "
+            "or make a model store of it with hdtool build-model-db --from"
+        )
     if type(found) is not int or found != FORMAT:
         command = BUILD_COMMANDS.get(kind, "hdtool") if isinstance(kind, str) else "hdtool"
         raise StoreError(

@@ -75,7 +75,7 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
         assert len(expected) == record["tokens"] > record["steps"] > 0
         assert record["finish"] == ("stop" if expected[-1] in loaded.stops else "length")
         assert record["tokens_per_second"] > 0
-        assert set(record["sources"]) == {"context", "model", "corpus"}
+        assert set(record["sources"]) == {"context", "history", "model", "corpus"}
         accepted = sum(source["accepted"] for source in record["sources"].values())
         assert accepted == record["tokens"] - record["steps"]
         for source in record["sources"].values():
@@ -307,8 +307,8 @@ def test_verify_fails_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str
         (["--device", "abacus"], "device is 'abacus'"),
         (["--device", "cuda:99"], "device 'cuda:99' is not there: torch"),
         (["--method", "magic"], "--method must be one of ar, pld"),
-        (["--method", "hd-paper", "--sources", ""], "--sources must be names from context, model, corpus"),
-        (["--sources", "CC"], "or letters of CMSLR, each once at most, got CC"),
+        (["--method", "hd-paper", "--sources", ""], "--sources must be names from context, history, model"),
+        (["--sources", "CC"], "or letters of CHMSLR, each once at most, got CC"),
         (["--prompts", "x"], "--prompt and --prompts exclude each other"),
         (["--no-such-option"], "No such option"),
     ],

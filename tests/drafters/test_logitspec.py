@@ -234,9 +234,11 @@ def test_topk_takes_logits_with_gradients() -> None:
 
 def test_sources_that_a_method_does_not_know_are_refused() -> None:
     assert DecodeConfig("hd+logitspec", use="R").sources == "R"
-    assert DecodeConfig("hd+logitspec").sources == "CMSLR" and DecodeConfig().sources == "CMS"
+    assert DecodeConfig("hd+logitspec").sources == "CMSHLR" and DecodeConfig().sources == "CMSH"
     assert DecodeConfig("logitspec", use="M").sources == "C"
-    with pytest.raises(OptionError, match="--sources must be sources of method hd: context, model, corpus, got LR"):
+    with pytest.raises(
+        OptionError, match="--sources must be sources of method hd: context, model, corpus, history, got LR"
+    ):
         DecodeConfig("hd", use="LR")
     for method in ("logitspec", "hd+logitspec"):
         with pytest.raises(OptionError, match="cannot be replayed: it drafts from the model's logits"):

@@ -475,7 +475,7 @@ def test_steps_replace_no_other_file(
         (["--methods", "pld,hd", "--methods", "pld"], "method pld is given twice"),
         (["--methods", "pld,lade"], "method lade cannot be replayed: it drafts from the model's logits"),
         (["--draft-tokens", "65"], "--draft-tokens must be between 0 and 64, got 65"),
-        (["--sources", "X"], "--sources must be names from context, model, corpus"),
+        (["--sources", "X"], "--sources must be names from context, history, model"),
         (["--order", "CM"], "--order must be all of CMS, in any order, got CM"),
         (["--workers", "0"], "--workers must be 1 or more, got 0"),
         (["--limit", "0"], "--limit must be 1 or more, got 0"),
@@ -525,7 +525,7 @@ def many(recorded: Path, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.skipif(os.name == "nt", reason="signals work differently there")
 @pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_ctrl_c_ends_it(workers: str, many: Path, tmp_path: Path) -> None:
-    arguments = ["replay", "--traces", str(many), "--methods", "hd", "--workers", workers]
+    arguments = ["replay", "--traces", str(many), "--methods", "hd", "--no-history", "--workers", workers]
     environment = {**os.environ, "HDTOOL_HOME": str(tmp_path)}
     with start([*HDTOOL, *arguments], start_new_session=True, env=environment) as process:
         read_until(process, "drafting from ")

@@ -41,7 +41,7 @@ class Engine:
 def engine(
     *requests: list[int], min_draft_prob: float | None = 0.02, store_set: StoreSet | None = None, **limits: Any
 ) -> Engine:
-    config = ServeConfig(TOKENS, min_draft_prob, limits.pop("context_mib", 256))
+    config = ServeConfig(TOKENS, min_draft_prob, limits.pop("context_mib", 256), limits.pop("history", True))
     drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "longest": LONGEST, **limits})
     made = Engine(drafter)
     made.requests = [list(request) for request in requests]
@@ -144,10 +144,10 @@ def test_memory_for_context_tables_has_a_bound() -> None:
     assert drafts == asked.drafts(), "those that have a table keep it"
 
 
-def test_no_request_ever_drafts_from_another() -> None:
+def test_no_request_ever_drafts_from_another_without_a_history() -> None:
     """An engine that starts, ends, moves, holds back and takes up requests at random, many of them alike."""
     chance = random.Random(1)
-    asked, held_back = engine(), []
+    asked, held_back = engine(history=False), []
     for turn in range(400):
         requests = [tokens + chance.choices(SAID, k=chance.randint(1, 3)) for tokens in asked.requests]
         requests = [tokens for tokens in requests if chance.random() > 0.05 and len(tokens) < LONGEST - TOKENS - 4]
@@ -165,6 +165,31 @@ def test_no_request_ever_drafts_from_another() -> None:
             pairs = set(itertools.pairwise(tokens))
             assert all(pair in pairs for pair in zip([tokens[-1], *draft], draft, strict=False))
     assert len(asked.drafter) <= ROWS
+
+
+def test_a_request_drafts_from_earlier_answers() -> None:
+    answer = [30, 31, 32, 33, 34, 35]
+    asked = engine([1, 2, 3])
+    for end in range(len(answer)):
+        asked.requests = [[1, 2, 3, *answer[: end + 1]]]
+        asked.drafts()
+    asked.requests = [[4, 5, 3, *answer[:2]]]
+    assert asked.drafts()[0][:2] == answer[2:4]
+    forgetful = engine([4, 5, 3, *answer[:2]], history=False)
+    assert forgetful.drafts() == [[]]
+
+
+def test_tenants_never_share_a_history() -> None:
+    """Two servers answer 1,000 requests with a word of their own in it; neither ever drafts the other's."""
+    chance, words = random.Random(2), (900, 901)
+    servers = engine(), engine()
+    for turn in range(1000):
+        number = turn % 2
+        server, prompt = servers[number], [*SAID, turn % 50]
+        answer = [*SAID[:3], words[number], *SAID[2:], *chance.choices(SAID, k=3)]
+        for end in range(2, len(answer), 3):
+            server.requests = [[*prompt, *answer[:end]]]
+            assert words[1 - number] not in server.drafts()[0]
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 600])
