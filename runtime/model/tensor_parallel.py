@@ -178,6 +178,11 @@ def check_decoding(config: DecodeConfig) -> None:
             f"batch-size is {config.batch_size}, but a model over several processes answers one prompt after another: "
             "leave it out"
         )
+    if config.keeps_history:
+        raise OptionError(
+            f"history is {config.history}, but the processes of one model must all draft the same, and a store changes "
+            "between them: use --history memory"
+        )
     if config.method in NEED_HEADS:
         raise OptionError(
             f"method {config.method} drafts by heads, which need the whole model in one process: choose another method"

@@ -26,6 +26,8 @@ OVERLAP = 8
 """Tokens before an answer, or before a block elsewhere, that are copied so that matches do not begin at its start."""
 SMALLEST, LARGEST = 1 << 16, 1 << 20
 """Places of a ring when it is created, and after it has grown."""
+LARGEST_PLACE = (1 << 31) - (1 << 24)
+"""Numbers of places have 32 bits: after so many tokens, a ring in memory begins anew."""
 NO_TOKEN = -1
 """Between answers."""
 NOBODY = -1
@@ -119,6 +121,9 @@ class TokenLog(Pinned):
     def grow(self) -> None:
         """Double the ring once it is half full; places keep their numbers."""
         size, end = len(self._places), int(self._end[0])
+        if end > LARGEST_PLACE:
+            self.clear()
+            return
         if size >= self.most or 2 * end <= size:
             return
         places, owners = self._places, self._owners

@@ -141,7 +141,11 @@ def test_options_that_do_not_go_together(attempt: object, said_so: str) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "said_so"),
-    [(DecodeConfig(batch_size=2), "batch-size is 2"), (DecodeConfig("hd+amphista"), "drafts by heads")],
+    [
+        (DecodeConfig(batch_size=2), "batch-size is 2"),
+        (DecodeConfig("hd+amphista"), "drafts by heads"),
+        (DecodeConfig(history="folder"), "history is folder"),
+    ],
 )
 def test_methods_that_need_the_whole_model_are_refused(
     asked: DecodeConfig, said_so: str, monkeypatch: pytest.MonkeyPatch

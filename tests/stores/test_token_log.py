@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.inspect_history import READ, matches
-from hdtool.runtime.stores.token_log import BLOCK, CHAINED, OVERLAP, TOKEN, TokenLog, places_of
+from hdtool.runtime.stores.token_log import BLOCK, CHAINED, LARGEST_PLACE, OVERLAP, TOKEN, TokenLog, places_of
 
 VOCABULARY = 3
 LANES = 3
@@ -125,3 +125,15 @@ def test_a_discarded_answer_has_no_owner() -> None:
     assert (history.answers._owners == owner).any()
     history.answers.discard(owner)
     assert not (history.answers._owners == owner).any()
+
+
+def test_a_ring_begins_anew_before_the_numbers_of_its_places_run_out() -> None:
+    log = TokenLog()
+    lane = log.lane()
+    log._end[0] = LARGEST_PLACE + BLOCK
+    log.start(lane, [1, 2])
+    log.append(lane, [3, 4, 5])
+    log.finish(lane)
+    assert len(log) == BLOCK
+    found, _ = matches(log.memory, np.array([2, 3], np.int64))
+    assert [int(places_of(log.memory[0])[place, TOKEN]) for place in found] == [4]
