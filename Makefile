@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-long test-quantised test-ray test-vllm format types unit docs bench clean
+.PHONY: demo test kernels test-long test-quantised test-ray test-vllm format types unit docs bench clean
 
 demo: .venv/installed .compiled
 	$(BIN)/hdtool demo
@@ -14,9 +14,13 @@ demo: .venv/installed .compiled
 test: .venv/installed-dev .compiled
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --no-print-directory types
+	$(MAKE) --no-print-directory -j2 types kernels
 	$(BIN)/python -m tests.command_reference --check
 	$(BIN)/pytest -n auto --dist worksteal -m "not long"
+
+# Compiled once here, and not by each worker of the tests at the same time.
+kernels: .venv/installed-dev .compiled
+	@$(BIN)/python -m tests.compile_kernels
 
 # What is exhaustive or slow: all families of models, all combinations of parameters, the wheel, kills, the script of
 # GPU checks.

@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.long)
             elif item.get_closest_marker("each_value") and not item.get_closest_marker("long"):
                 crossed[item.nodeid.partition("[")[0]].append(item)
+    # The wheel and the script of GPU checks take longest: begun last, one worker would wait for the other.
+    items.sort(key=lambda item: "project" not in item.path.parts)
     for cases in crossed.values():
         for case in set(cases) - set(_each_value_once(cases)):
             case.add_marker(pytest.mark.long)

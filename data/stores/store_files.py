@@ -132,5 +132,5 @@ def is_regular(path: Path) -> bool:
     """Whether a regular file is there, and not a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

@@ -1,0 +1,28 @@
+"""Compile what the drafters compile when they are made, so that test workers load it and do not all wait for it.
+
+python -m tests.compile_kernels
+"""
+
+from __future__ import annotations
+
+from hdtool.data import demo
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, ServeConfig
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.store_set import StoreSet
+
+
+def main() -> None:
+    stores = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX), history=History())
+    for method in METHODS:
+        if method not in NEED_HEADS:
+            drafter_within(FixedBudget, DecodeConfig(method), stores)
+    BatchDrafter(stores, ServeConfig(), rows=2, longest=64)
+
+
+if __name__ == "__main__":
+    main()
