@@ -12,14 +12,14 @@ from hdtool.data.stores.store_files import printable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hdtool.data.stores.manifest import TokenizerFingerprint
-
 Tokenize = Callable[[], tuple["PreTrainedTokenizerBase", list[int]]]
 """Loads the model's tokenizer; with the ids of the text to look up."""
 
 
 def history_shown(folder: Path, tokenize: Tokenize | None, *, latency: bool, verify: bool) -> dict[str, Any]:
     """A history store as ``--json`` prints it."""
+    from hdtool.data.stores.history_manifest import require_history
+    from hdtool.data.stores.manifest import TokenizerFingerprint
     from hdtool.runtime.stores.history_store import HistoryStore
     from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency
 
@@ -29,7 +29,7 @@ def history_shown(folder: Path, tokenize: Tokenize | None, *, latency: bool, ver
         shown["verified"] = _verified(store)
     if tokenize:
         tokenizer, ids = tokenize()
-        _require(folder, store.manifest.tokenizer, tokenizer)
+        require_history(store.manifest, folder, TokenizerFingerprint.of(tokenizer))
         shown["after"] = [
             {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
             for matched, path, count in history_continuations(store, ids)
@@ -47,13 +47,6 @@ def _verified(store: Any) -> int:
             "written): delete it, or go on without them"
         )
     return whole
-
-
-def _require(folder: Path, known: TokenizerFingerprint, tokenizer: PreTrainedTokenizerBase) -> None:
-    from hdtool.data.stores.manifest import TokenizerFingerprint
-
-    if TokenizerFingerprint.of(tokenizer) != known:
-        raise StoreError(f"{folder} was filled with another tokenizer: name its model with --model")
 
 
 def history_in_words(shown: dict[str, Any]) -> list[str]:

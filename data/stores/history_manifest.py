@@ -25,6 +25,8 @@ from hdtool.data.stores.manifest_fields import mapping_of, number_of, text_of
 from hdtool.data.stores.store_files import HISTORY, LOCK, MANIFEST, create, is_regular, printable
 
 FORMAT = 1
+ANSWERS = "answers"
+"""The source of conversations unless another one is given."""
 FILES = {"conversations": "mdb", "ring": "bin", "chains": "bin"}
 """The parts of a history store, with the endings of their files."""
 LOCK_ENDING = "-lock"

@@ -28,7 +28,6 @@ from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import plugins
 from hdtool.runtime.stores.history import History
-from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.store_set import StoreSet
 
 PATIENCE = 2.0
@@ -67,6 +66,10 @@ def history_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Hi
         return None
     store = None
     if config.keeps_history:
+        from hdtool.runtime.stores.history_store import (
+            HistoryStore,
+        )  # loads lmdb, which a history in memory does not need
+
         if not store_set.tokenizer:
             raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")
         model = fingerprint(target.model)

@@ -1,14 +1,17 @@
-"""The history: what the model said in earlier conversations, and in others that are being answered."""
+"""The history: answers of earlier conversations, and of others that are being answered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from hdtool.runtime.stores.history_store import ANSWERS, HistoryStore
+from hdtool.data.stores.history_manifest import ANSWERS
 from hdtool.runtime.stores.token_log import LARGEST, TokenLog
+
+if TYPE_CHECKING:
+    from hdtool.runtime.stores.history_store import HistoryStore
 
 Ints = npt.NDArray[Any]
 

@@ -1,4 +1,4 @@
-"""The history store: what the model said in earlier conversations, on the disk and shared by processes.
+"""The history store: answers of earlier conversations, on the disk and shared by processes.
 
 Any process may append, one conversation at a time, and all of them read. A reader maps the ring and looks up what was
 committed when it last called ``refresh``; tokens above that are not seen. Once the store has its full size, the oldest
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.history_manifest import read_history_manifest, require_history, stamp_of
+from hdtool.data.stores.history_manifest import ANSWERS, read_history_manifest, require_history, stamp_of
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.kernels.no_copy import Pinned
@@ -51,8 +51,6 @@ from hdtool.runtime.stores.history_records import (
 from hdtool.runtime.stores.history_ring import compile_ring
 from hdtool.runtime.stores.token_log import LOG, OVERLAP
 
-ANSWERS = "answers"
-"""The source of conversations unless another one is given."""
 AHEAD = 64
 """One of so many parts of the ring is emptied at once, so that few transactions remove something."""
 LARGEST_PLACE = 1 << 31

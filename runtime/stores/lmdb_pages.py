@@ -85,7 +85,7 @@ def _number(data: Bytes, at: Any, width: int) -> Any:
 
 @njit(cache=True, nogil=True)
 def _entries_below(data: Bytes, page_size: int, pages: int, root: int, depth: int) -> int:
-    """The entries in the leaves of a tree; less than 0 tells the number of the page that is damaged."""
+    """The entries in the leaves of a tree; a negative result is the number of the damaged page."""
     waiting, levels = [root], [1]
     entries = visited = 0
     while waiting:

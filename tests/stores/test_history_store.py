@@ -31,13 +31,13 @@ from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.history_documents import HistoryDocuments, drop_conversations, history_folders
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.history_manifest import FILES, HistoryManifest, read_history_manifest
+from hdtool.data.stores.history_manifest import ANSWERS, FILES, HistoryManifest, read_history_manifest
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manifest
 from hdtool.runtime.stores import history_files, history_store
 from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.history_files import FEWEST, SMALLEST
-from hdtool.runtime.stores.history_store import ANSWERS, HistoryStore
+from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency, matches
 from hdtool.runtime.stores.model_store import sequence_hash
 from hdtool.runtime.stores.token_log import BEFORE, OVERLAP, TOKEN, end_of, latest, places_of
