@@ -1,4 +1,4 @@
-"""Offline work: building stores, training drafting heads, collecting answers, and making the embedded demo.
+"""Offline work: building stores, training drafting heads, and collecting answers.
 
 Imports `data` and `runtime`, never the command line.
 """

@@ -1,0 +1,1 @@
+"""Scripts that made the embedded demo: its text, tokenizer, model, prompts and stores."""
