@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hdtool.builders.demo.prompts import KINDS
+from hdtool.builders.demo.stores import LONGEST_ANSWER
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
@@ -22,8 +24,6 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.mapped_file import documents_of
 from hdtool.runtime.stores.model_store import ModelStore
-from tests.demo.prompts import KINDS
-from tests.demo.stores import LONGEST_ANSWER
 
 LENGTH = 4
 Gram = tuple[int, ...]

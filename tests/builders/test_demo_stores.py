@@ -8,6 +8,10 @@ from pathlib import Path, PurePath
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from hdtool.builders.demo import stores as demo_stores
+from hdtool.builders.demo.corpus import Document
+from hdtool.builders.demo.prompts import learned_questions
+from hdtool.builders.demo.stores import answer, build, corpus
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
@@ -18,10 +22,6 @@ from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.mapped_file import documents_of
 from hdtool.runtime.stores.model_store import ModelStore
-from tests.demo import stores as demo_stores
-from tests.demo.corpus import Document
-from tests.demo.prompts import learned_questions
-from tests.demo.stores import answer, build, corpus
 
 STORES = (demo.MODEL_STORE, demo.CORPUS_INDEX)
 

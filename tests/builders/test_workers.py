@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hdtool.builders.demo import model as demo_model
+from hdtool.builders.demo.corpus import Document, documentation, documents, library_code, plain_text
+from hdtool.builders.demo.model import Recipe, build, learning_rate_factor, shares
+from hdtool.builders.demo.prompts import prompts
 from hdtool.data.errors import ModelError
-from tests.demo import model as demo_model
-from tests.demo.corpus import Document, documentation, documents, library_code, plain_text
-from tests.demo.model import Recipe, build, learning_rate_factor, shares
-from tests.demo.prompts import prompts
 
 PAGE = """
 :mod:`gizmo` --- Turn gizmos

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.demo.corpus import Document
+from hdtool.builders.demo.corpus import Document
 
 TEXT_START, USER, ASSISTANT, TURN_END = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (

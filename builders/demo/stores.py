@@ -1,4 +1,4 @@
-"""The demo's stores: ``python -m tests.demo.stores --gsm8k DIR --answers FILE --out data/demo/stores``.
+"""The demo's stores: ``python -m hdtool.builders.demo.stores --gsm8k DIR --answers FILE --out data/demo/stores``.
 
 A model store of the demo model's own greedy answers to questions that it learned from, and a corpus
 index of whole documents that it learned from; nothing that was held out is in either. FILE holds the
@@ -16,6 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hdtool.builders.collect import GenerationFile, collect
+from hdtool.builders.demo.corpus import Document, arguments, documents, stable_hash
+from hdtool.builders.demo.prompts import learned_questions
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.engine import LocalEngine
@@ -29,8 +31,6 @@ from hdtool.data.stores.store import Manifest, TokenizerFingerprint, check_desti
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.model.load import load_tokenizer
-from tests.demo.corpus import Document, arguments, documents, stable_hash
-from tests.demo.prompts import learned_questions
 
 QUESTIONS_OF_EACH = 300
 LONGEST_ANSWER = 160

@@ -1,4 +1,4 @@
-"""Train the embedded demo model: ``python -m tests.demo.model --gsm8k DIR --out DIR``.
+"""Train the embedded demo model: ``python -m hdtool.builders.demo.model --gsm8k DIR --out DIR``.
 
 A Llama of a few million parameters with a byte-level BPE of its own, saved as ``save_pretrained``
 lays a checkpoint out. Everything is drawn from fixed seeds; a killed run goes on from its last
@@ -21,12 +21,12 @@ import numpy.typing as npt
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hdtool.builders.demo.corpus import Document, arguments, documents
+from hdtool.builders.demo.tokenizer import as_text, train_tokenizer
 from hdtool.builders.heads.training import checkpoint_with
 from hdtool.data.errors import ModelError
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import json_object
-from tests.demo.corpus import Document, arguments, documents
-from tests.demo.tokenizer import as_text, train_tokenizer
 
 Tokens = npt.NDArray[np.uint16]
 

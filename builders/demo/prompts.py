@@ -1,4 +1,4 @@
-"""The demo's held-out prompts: ``python -m tests.demo.prompts --gsm8k DIR --out FILE``.
+"""The demo's held-out prompts: ``python -m hdtool.builders.demo.prompts --gsm8k DIR --out FILE``.
 
 Questions from pages and source files that the demo model never read, as many of each kind, in an
 order given by a hash. ``reference`` is the text that was held out. With ``--learned N``, N questions of each kind
@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hdtool.builders.demo.corpus import Document, arguments, documents, stable_hash
 from hdtool.data.errors import PromptError
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import json_lines_with
 from hdtool.data.prompts import Prompt
-from tests.demo.corpus import Document, arguments, documents, stable_hash
 
 KINDS = ("math", "explain", "write", "edit")
 OF_EACH = 50

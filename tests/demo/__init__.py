@@ -1,1 +1,0 @@
-"""Scripts that made the embedded demo: its text, tokenizer, model, prompts and stores."""
