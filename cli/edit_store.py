@@ -101,12 +101,14 @@ def drop(
 
 def _drop_conversations(store: Path, source: str | None, days: float | None, *, as_json: bool) -> None:
     from hdtool.builders.stores.history_documents import drop_conversations
-    from hdtool.cli.output.show_history import history_in_words, history_shown
+    from hdtool.cli.output.show_history import history_in_words
+    from hdtool.runtime.stores.history_store import HistoryStore
+    from hdtool.runtime.stores.inspect_history import description
 
     if days is not None and not 0 <= days <= LARGEST_AGE:
         raise OptionError(f"--older-than must be between 0 and {LARGEST_AGE} days, got {days:g}")
     before = None if days is None else timedelta(days=days)
     dropped = drop_conversations(store, source=source, before=before)
     print(f"removed {dropped.conversations:,} conversations, {dropped.tokens:,} tokens", file=sys.stderr)
-    shown = history_shown(store, None, latency=False, verify=False)
+    shown = description(HistoryStore(store))
     print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))

@@ -6,18 +6,21 @@ import json
 from heapq import nlargest
 from typing import TYPE_CHECKING, Annotated, Any
 
+from hdtool.cli.output.show_history import history_in_words
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
     from hdtool.data.stores.store import Manifest
     from hdtool.runtime.stores.corpus_index import CorpusIndex
+    from hdtool.runtime.stores.history_store import HistoryStore
     from hdtool.runtime.stores.model_store import ModelStore
 
     AnyStore = CorpusIndex | ModelStore
@@ -44,7 +47,12 @@ def inspect(
         raise OptionError("--after is empty: give the text after which the store shall draft")
 
     if holds_history(store):
-        _inspect_history(store, after, ngrams, config, latency=latency, verify=verify, as_json=as_json)
+        if ngrams is not None:
+            raise OptionError(
+                "--ngrams lists a model store, and this is a history store: leave it out, or take --after"
+            )
+        shown = _history_shown(store, after, config, latency=latency, verify=verify)
+        print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown) + _found(shown)))
         return
 
     def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str], list[dict[str, Any]]]:
@@ -73,40 +81,51 @@ def inspect(
     print(json.dumps(shown, ensure_ascii=False) if as_json else _in_words(shown))
 
 
-def _inspect_history(
-    folder: Path,
-    after: str | None,
-    ngrams: str | None,
-    config: ModelConfig,
-    *,
-    latency: bool,
-    verify: bool,
-    as_json: bool,
-) -> None:
-    from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.cli.output.show_history import history_in_words, history_shown
-    from hdtool.runtime.model.load import load_tokenizer
+def _history_shown(
+    folder: Path, after: str | None, config: ModelConfig, *, latency: bool, verify: bool
+) -> dict[str, Any]:
+    from hdtool.data.stores.history_manifest import require_history
+    from hdtool.data.stores.store import TokenizerFingerprint
+    from hdtool.runtime.stores.history_store import HistoryStore
+    from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency
 
-    if ngrams is not None:
-        raise OptionError("--ngrams lists a model store, and this is a history store: leave it out, or take --after")
+    store = HistoryStore(folder)
+    shown = description(store)
+    if verify:
+        shown["verified"] = _verified(store)
+    if after is not None:
+        tokenizer = _tokenizer(config)
+        ids = _ids(tokenizer, "--after", after)
+        require_history(store.manifest, folder, TokenizerFingerprint.of(tokenizer))
+        shown["after"] = _continuations(tokenizer, history_continuations(store, ids))
+    return shown | (history_latency(store) if latency else {})
 
-    def tokenize() -> tuple[PreTrainedTokenizerBase, list[int]]:
-        assert after is not None
-        quiet_libraries()
-        tokenizer = load_tokenizer(config)
-        return tokenizer, _ids(tokenizer, "--after", after)
 
-    shown = history_shown(folder, tokenize if after is not None else None, latency=latency, verify=verify)
-    print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown) + _found(shown)))
+def _verified(store: HistoryStore) -> int:
+    """The number of conversations, whose tokens are all as they were written."""
+    held = store.conversations()
+    whole = sum(1 for _ in store.answers(held))
+    if whole < len(held):
+        raise StoreError(
+            f"{store.folder} is damaged ({len(held) - whole:,} of {len(held):,} conversations changed since they were "
+            "written): delete it, or go on without them"
+        )
+    return whole
 
 
 def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, Any]]:
     from hdtool.runtime.stores.inspect_store import continuations
 
-    tokenizer = _tokenizer(store.folder, store.manifest, config)
+    tokenizer = _tokenizer_of(store.folder, store.manifest, config)
+    return _continuations(tokenizer, continuations(store, _ids(tokenizer, "--after", text)))
+
+
+def _continuations(
+    tokenizer: PreTrainedTokenizerBase, found: Iterable[tuple[int, list[int], int]]
+) -> list[dict[str, Any]]:
     return [
         {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
-        for matched, path, count in continuations(store, _ids(tokenizer, "--after", text))
+        for matched, path, count in found
     ]
 
 
@@ -117,7 +136,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
     from hdtool.runtime.stores.inspect_store import SHOWN
 
     require(manifest, folder, "model")
-    tokenizer = _tokenizer(folder, manifest, config)
+    tokenizer = _tokenizer_of(folder, manifest, config)
     entries = read_entries(folder, manifest, _ids(tokenizer, "--ngrams", text) if text else [])
     return [
         {
@@ -133,16 +152,21 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
     ]
 
 
-def _tokenizer(folder: Path, manifest: Manifest, config: ModelConfig) -> PreTrainedTokenizerBase:
+def _tokenizer_of(folder: Path, manifest: Manifest, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, which must be the store's."""
-    from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.data.stores.store import TokenizerFingerprint, require
+
+    tokenizer = _tokenizer(config)
+    require(manifest, folder, manifest.kind, TokenizerFingerprint.of(tokenizer))
+    return tokenizer
+
+
+def _tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.runtime.model.load import load_tokenizer
 
     quiet_libraries()
-    tokenizer = load_tokenizer(config)
-    require(manifest, folder, manifest.kind, TokenizerFingerprint.of(tokenizer))
-    return tokenizer
+    return load_tokenizer(config)
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> list[int]:

@@ -17,7 +17,6 @@ LINE_END = "\n"
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answer import Answer, CollectedAnswer, Conversation
 from hdtool.runtime.batch import Request, decode_batch
-from hdtool.runtime.batched_answers import BatchedAnswers, BatchKey
+from hdtool.runtime.batched_answers import BatchedAnswers, BatchedConversation, BatchKey
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import Step, decode, room_for
+from hdtool.runtime.decode import decode, room_for
 from hdtool.runtime.drafter import Drafter, HistoryDrafter
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.generate_settings import refuse_settings
@@ -58,7 +58,10 @@ class Answerer:
         Iterate over each answer before taking the next one. An interrupted answer is the last one.
         """
         if len(self._drafters) > 1:
-            yield from BatchedAnswers(prompts, self._request, self._drafters).answers(self._decode_batch)
+            batched = BatchedAnswers(prompts, self._request, self._drafters)
+            size, most = len(self._drafters), self._decoding.max_new_tokens
+            steps = decode_batch(self.loaded.target, batched.next_request, size, max_new_tokens=most)
+            yield from batched.answers(steps)
             return
         for prompt in prompts:
             for answer in self.answers(prompt):
@@ -90,21 +93,11 @@ class Answerer:
         )
         return Answer(self.loaded, drafter, conversation, len(ids), steps)
 
-    def _request(self, conversation: Conversation, drafter: Drafter) -> Request[CollectedAnswer]:
+    def _request(self, conversation: BatchedConversation, drafter: Drafter) -> Request[BatchKey]:
         ids = self._ids(conversation.messages)
         answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids))
         sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=self._decoding.max_new_tokens)
-        return Request(answer, ids, sampler, drafter, stops, self._prediction(conversation, drafter))
-
-    def _decode_batch(
-        self, next_request: Callable[[], Request[BatchKey] | None]
-    ) -> Iterator[tuple[Request[BatchKey], Step]]:
-        return decode_batch(
-            self.loaded.target,
-            next_request,
-            len(self._drafters),
-            max_new_tokens=self._decoding.max_new_tokens,
-        )
+        return Request((conversation, answer), ids, sampler, drafter, stops, self._prediction(conversation, drafter))
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         """Encode messages; raise PromptError if the model cannot answer them."""

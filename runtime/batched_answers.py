@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt
@@ -13,10 +13,8 @@ from hdtool.runtime.decode import Step
 from hdtool.runtime.drafter import Drafter
 
 BatchKey = tuple["BatchedConversation", CollectedAnswer]
-Start = Callable[[Conversation, Drafter], Request[CollectedAnswer]]
+Start = Callable[["BatchedConversation", Drafter], Request[BatchKey]]
 """Makes a request for the next answer of a conversation; raises PromptError if it cannot be answered."""
-Decode = Callable[[Callable[[], Request[BatchKey] | None]], Iterator[tuple[Request[BatchKey], Step]]]
-"""Decodes the requests that the callable returns, several at once, until it returns None."""
 
 
 class BatchedConversation(Conversation):
@@ -44,10 +42,13 @@ class BatchedAnswers:
         self._unreported = deque(BatchedConversation(prompt) for prompt in prompts)
         self._waiting = deque(self._unreported)
 
-    def answers(self, decode: Decode) -> Iterator[Answer]:
-        """Yield answers prompt by prompt, turn by turn; after an interrupt, also the unfinished ones."""
+    def answers(self, steps: Iterable[tuple[Request[BatchKey], Step]]) -> Iterator[Answer]:
+        """Yield answers prompt by prompt, turn by turn; after an interrupt, also the unfinished ones.
+
+        ``steps`` decodes the requests of ``next_request``.
+        """
         try:
-            for request, step in decode(self._next_request):
+            for request, step in steps:
                 self._add(*request.key, step)
                 for answer in self._finished():
                     yield answer
@@ -57,7 +58,7 @@ class BatchedAnswers:
         except KeyboardInterrupt:
             yield from self._interrupted()
 
-    def _next_request(self) -> Request[BatchKey] | None:
+    def next_request(self) -> Request[BatchKey] | None:
         """A request of the next conversation that can be answered: one with a further turn, else the next prompt."""
         while self._waiting:
             conversation = self._waiting.popleft()
@@ -68,15 +69,8 @@ class BatchedAnswers:
                 self._waiting.clear()  # no prompt after an error is answered
                 continue
             self._free.pop()
-            conversation.answers.append(request.key)
-            return Request(
-                (conversation, request.key),
-                request.prompt,
-                request.sampler,
-                request.drafter,
-                request.stops,
-                request.prediction,
-            )
+            conversation.answers.append(request.key[1])
+            return request
         return None
 
     def _add(self, conversation: BatchedConversation, answer: CollectedAnswer, step: Step) -> None:

@@ -76,16 +76,11 @@ def machine(device: torch.device | None = None) -> str:
     """A description of the machine and the versions; by default of its GPU, else of its CPU."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = device_name(device)
-    if device.type == "cuda":
-        return f"{name}, {versions()}"
-    return f"{name}, {os.cpu_count()} cores, {platform.system()}, {versions()}"
+    host = "" if device.type == "cuda" else f", {os.cpu_count()} cores, {platform.system()}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{device_name(device)}{host}, {versions}"
 
 
 def device_name(device: torch.device) -> str:
     """The name of a GPU, or of the processor for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-
-
-def versions() -> str:
-    return f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +69,6 @@ WITHOUT_EFFECT: dict[str, Any] = {
 """Settings of drafting, caching and reporting in ``generate``: none of them changes the output."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What ``generate`` prepared for the decoding loop."""
-
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    """All but the maximum length and the end tokens, which our loop handles."""
-
-
 class Stops:
     """A container of the tokens that end the answer: end tokens, and any token at which a criterion is met."""
 
@@ -113,28 +103,12 @@ def sampler_as_generate(
 ) -> tuple[Sampler, Container[int]]:
     """The sampler and the stops of one answer, with the processors and criteria that ``generate`` would use.
 
-    Options that are None in ``config`` are taken from the model's generation settings, else from the library.
+    Options that are None in ``config`` are taken from the model's generation settings, else from the library. To get
+    them, ``generate`` is called with a ``custom_generate`` that returns before the first forward pass.
     """
-    prepared = prepare(model, tokenizer, config, prompt, max_new_tokens=max_new_tokens, ends=ends)
-    sampler = Sampler(config, prompt, processors=prepared.processors)
-    if not prepared.criteria:
-        return sampler, ends
-    return sampler, Stops(ends, prepared.criteria, sampler, model.device)
-
-
-def prepare(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SamplingConfig,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    ends: frozenset[int],
-) -> Prepared:
-    """Call ``generate`` with a ``custom_generate`` that returns before the first forward pass."""
     settings = model.generation_config
     refuse_settings(settings)
-    found: list[Prepared] = []
+    processors, criteria = LogitsProcessorList(), StoppingCriteriaList()
 
     def take(
         model: PreTrainedModel,
@@ -146,8 +120,8 @@ def prepare(
     ) -> torch.Tensor:
         # Our loop itself checks the length and the end tokens.
         own = (MaxLengthCriteria, EosTokenCriteria)
-        criteria = [criterion for criterion in stopping_criteria if not isinstance(criterion, own)]
-        found.append(Prepared(logits_processor, StoppingCriteriaList(criteria)))
+        processors.extend(logits_processor)
+        criteria.extend(criterion for criterion in stopping_criteria if not isinstance(criterion, own))
         return input_ids
 
     ids = torch.tensor([list(prompt)], device=model.device)
@@ -157,7 +131,7 @@ def prepare(
         generate: Any = model.generate
         generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take, **options, stop_strings=None)
         if strings := settings.stop_strings:
-            found[0].criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
     except HdtoolError:
         raise
     except Exception as error:  # the library raises many kinds for invalid settings
@@ -165,7 +139,8 @@ def prepare(
             f"the generation settings of the model cannot be used ({reason_of(error)}): correct its "
             f"generation_config.json, or name another file with --generation-config, or {NO_SETTINGS}"
         ) from error
-    return found[0]
+    sampler = Sampler(config, prompt, processors=processors)
+    return sampler, Stops(ends, criteria, sampler, model.device) if criteria else ends
 
 
 def generate_options(

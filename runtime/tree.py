@@ -81,12 +81,6 @@ class DraftTree:
         """These nodes in this order; each node's parent must be among them and come before it."""
         return DraftTree(self.root, self.tokens[order], _moved(self.parents, order), self.sources[order])
 
-    def check_integrity(self) -> None:
-        """Assert the invariants of a tree, for tests and debugging."""
-        assert len(self.tokens) == len(self.parents) == len(self.sources)
-        assert np.all(self.parents >= ROOT)
-        assert np.all(self.parents < np.arange(len(self)))
-
 
 _NO_NODES = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from hdtool.builders.heads.examples import Example
 from hdtool.runtime.drafters.heads.modules import Heads
@@ -22,13 +22,9 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, examples: Sequence[Example], device: torch.device) -> Batch:
-        longest = max(len(example.ids) for example in examples)
-        ids = np.zeros((len(examples), longest), np.int64)
-        drafted = np.zeros((len(examples), longest), np.bool_)
-        for row, example in enumerate(examples):
-            length = len(example.ids)
-            ids[row, :length], drafted[row, :length] = example.ids, example.drafted
-        return cls(torch.from_numpy(ids).to(device), torch.from_numpy(drafted).to(device))
+        ids = pad_sequence([torch.from_numpy(example.ids) for example in examples], batch_first=True)
+        drafted = pad_sequence([torch.from_numpy(example.drafted) for example in examples], batch_first=True)
+        return cls(ids.to(device), drafted.to(device))
 
 
 class Places(NamedTuple):

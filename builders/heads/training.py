@@ -157,7 +157,6 @@ class Training:
 
 
 def checkpoint_file(folder: Path) -> OutputFile:
-    """The checkpoint of a training in this folder."""
     advice = "make room, choose another --out, or move it away, and run the command again"
     is_ours = checkpoint_with({"heads", "optimizer", "done", "losses", "hits", "settings"})
     return OutputFile(folder / CHECKPOINT, "a checkpoint of hdtool train-heads", is_ours, HeadsError, advice)

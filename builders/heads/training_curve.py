@@ -43,7 +43,6 @@ def draw_training(history: History, folder: Path) -> None:
 
 
 def curve_file(folder: Path) -> OutputFile:
-    """The plot of a training in this folder."""
     return OutputFile(folder / CURVE, "a picture of hdtool train-heads", is_own_png, HeadsError)
 
 

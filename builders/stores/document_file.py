@@ -44,5 +44,4 @@ class DocumentFile:
         self._counted[source] += (1, length)
 
     def shares(self) -> tuple[InputShare, ...]:
-        """The share of each source."""
         return shares_of(self._sources, self._counted)

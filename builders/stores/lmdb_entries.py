@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
-from numba import njit
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.store import Manifest, damaged
@@ -119,28 +118,9 @@ def _values(group: Group) -> Iterator[bytes]:
     for name, kind, values in (*sizes, ("size", LIST, group.stops - group.starts)):
         head[name]["type"], head[name]["value"] = kind, values
     rows = _rows(group)
-    content, ends = np.empty(head.nbytes + rows.nbytes, np.uint8), np.empty(len(head), np.int64)
-    _interleave(_bytes_of(head), _bytes_of(rows), group.stops, content, ends)
-    whole, stops = content.tobytes(), ends.tolist()
-    return map(whole.__getitem__, map(slice, [0, *stops[:-1]], stops))
-
-
-def _bytes_of(records: Ints) -> Ints:
-    return records.view(np.uint8).reshape(len(records), -1)
-
-
-@njit(cache=True, nogil=True)
-def _interleave(heads: Ints, rows: Ints, stops: Ints, content: Ints, ends: Ints) -> None:
-    """Write each head with its rows after it, and where each of them ends."""
-    at = row = 0
-    for head in range(len(heads)):
-        content[at : at + heads.shape[1]] = heads[head]
-        at += heads.shape[1]
-        while row < stops[head]:
-            content[at : at + rows.shape[1]] = rows[row]
-            at += rows.shape[1]
-            row += 1
-        ends[head] = at
+    content, stops = rows.tobytes(), (group.stops * rows.itemsize).tolist()
+    after = (content[start:stop] for start, stop in zip([0, *stops[:-1]], stops, strict=True))
+    return map(bytes.__add__, head.view(f"V{head.itemsize}").tolist(), after)
 
 
 def _rows(group: Group) -> Ints:

@@ -29,7 +29,7 @@ def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -
 def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group:
     """Sequences by their prefixes, the most frequent first."""
     counts = np.minimum(frequent.counts, LARGEST_COUNT)
-    order = _sorted([*tokens.T[:prefix], counts.max() - counts, *tokens.T[prefix:]])
+    order = np.lexsort([*tokens.T[:prefix], -counts, *tokens.T[prefix:]][::-1])
     tokens, frequent, counts = tokens[order], frequent[order], counts[order]
     firsts = np.flatnonzero(np.append(True, (tokens[1:, :prefix] != tokens[:-1, :prefix]).any(1)))
     sizes = np.diff(np.append(firsts, len(tokens)))
@@ -45,17 +45,3 @@ def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group
         tokens=tokens[chosen, prefix:],
         counts=counts[chosen],
     )
-
-
-def _sorted(columns: list[Ints]) -> Ints:
-    """The order of rows, no two equal, by these columns; as many columns as fit are sorted as one number."""
-    keys = [np.zeros(len(columns[0]), np.uint64)]
-    free = 64
-    for column in columns:
-        bits = int(column.max()).bit_length()
-        if bits > free:
-            keys.append(np.zeros_like(keys[0]))
-            free = 64
-        free -= bits
-        keys[-1] |= column.astype(np.uint64) << np.uint64(free)
-    return np.argsort(keys[0]) if len(keys) == 1 else np.lexsort(keys[::-1])

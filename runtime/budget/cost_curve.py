@@ -109,7 +109,6 @@ class CostCurve:
             raise CostError(f"{path} is damaged ({error}): measure it again") from None
 
     def write(self, path: Path) -> None:
-        """Write the file atomically."""
         cost_file(path).write(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
 
     def seconds(self, nodes: int, context: int = 0) -> float:

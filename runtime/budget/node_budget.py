@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,15 +69,63 @@ class FixedBudget:
         pass
 
 
-class CostBudget:
+class _ChosenSize:
+    """The number of nodes with the most expected tokens per second.
+
+    While drafting does not pay, steps without any draft are inserted, in pauses that double each time.
+    """
+
+    def __init__(self, overhead: float, step: Callable[[], int]) -> None:
+        """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step."""
+        self._overhead, self._step = overhead, step
+        self._most = LARGEST_BUDGET
+        self._pause = 0
+        self._paused_until = 0
+        self._drafting = 0.0
+        """Seconds of the last draft; 0 if they do not count."""
+        self._saved: float | None = None
+        """Moving average of the seconds that a draft saves; None after a pause."""
+
+    @property
+    def most(self) -> int:
+        return 0 if self._step() < self._paused_until else self._most
+
+    def set_draft_seconds(self, seconds: float) -> None:
+        self._drafting = seconds
+
+    def _best(self, gain: Probs, costs: Costs) -> int:
+        """The best number of nodes, by the expected tokens and the seconds of passes with 0, 1, 2 … of them."""
+        rate = gain / (costs[: len(gain)] + self._overhead)
+        best = int(rate.argmax())
+        # In a batch a plain pass, too, yields a token for each slot.
+        self._decide(bool(best), gain[best] / gain[0], costs[best], costs[0])
+        # Nodes that will not be verified need not be drafted.
+        self._most = min(LARGEST_BUDGET, max(2 * best, self._most - 1, PASS_SIZES[3]))
+        return best
+
+    def _decide(self, paid: bool, gain: float, cost: float, plain: float) -> None:
+        """Decide whether to pause drafting, and for how long."""
+        longest = LONGEST_PAUSE
+        if self._drafting:
+            saved = gain * (plain + self._overhead) - (cost + self._overhead + self._drafting)
+            self._saved = saved if self._saved is None else self._saved + SAVED_LEARNING_RATE * (saved - self._saved)
+            paid = self._saved > 0
+            longest = max(longest, int(self._drafting / (RETRY_SHARE * (plain + self._overhead))))
+        self._pause = 0 if paid else min(max(1, 2 * self._pause), longest)
+        self._paused_until = self._step() + 1 + self._pause if self._pause > 2 else 0
+        if self._paused_until:
+            self._saved = None
+
+
+class CostBudget(_ChosenSize):
     """The number of nodes with the most expected tokens per second, by a given cost curve.
 
     The caller sets the length of the context before each step.
     """
 
     def __init__(self, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
+        super().__init__(overhead, lambda: self._steps)
         self._curve = curve
-        self._choice = _SizeChooser(overhead)
         self._steps = 0
         self.start_step(0)
 
@@ -86,52 +135,38 @@ class CostBudget:
         if self._steps == 1 or len(self._curve.contexts) > 1:
             self._costs = self._curve.of_all_sizes(LARGEST_BUDGET, context)
 
-    @property
-    def most(self) -> int:
-        return self._choice.most(self._steps)
-
     def nodes(self, probs: Probs) -> int:
-        return self._choice.nodes(gains(probs), self._costs, self._steps)
-
-    def set_draft_seconds(self, seconds: float) -> None:
-        self._choice.drafting = seconds
+        return self._best(gains(probs), self._costs)
 
 
-class MeasuredBudget:
+class MeasuredBudget(_ChosenSize):
     """Like CostBudget, with costs corrected by the measured time of the target's passes."""
 
     def __init__(self, target: Target, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
+        super().__init__(overhead, lambda: target.passes)
         self._target = target
         self._curve = curve
-        self._choice = _SizeChooser(overhead)
         self._correction = np.ones(len(PASS_SIZES))
         """Measured seconds of each pass size, relative to the curve."""
         self._sent = 0
         self._seen = (target.passes, target.seconds_in_model)
         self._set_context(0)
 
-    @property
-    def most(self) -> int:
-        return self._choice.most(self._target.passes)
-
     def nodes(self, probs: Probs) -> int:
         self._learn()
         if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= CONTEXT_STEP:
             self._set_context(self._target.length)
-        self._sent = self._choice.nodes(gains(probs), (self._costs * self._correction)[SIZE_OF], self._target.passes)
+        self._sent = self._best(gains(probs), (self._costs * self._correction)[SIZE_OF])
         return self._sent
 
     def _set_context(self, context: int) -> None:
         self._context = context
         self._costs = self._curve.of_passes(np.array(PASS_SIZES) - 1, np.full(len(PASS_SIZES), context))
 
-    def set_draft_seconds(self, seconds: float) -> None:
-        self._choice.drafting = seconds
-
     def _learn(self) -> None:
         """Correct the estimated costs by the last pass, if it was the only one since the last call."""
         passes, seconds = self._target.passes, self._target.seconds_in_model
-        if passes == self._seen[0] + 1 and self._choice.most(passes):
+        if passes == self._seen[0] + 1 and self.most:
             size = SIZE_OF[self._sent]
             ratio = np.clip((seconds - self._seen[1]) / (self._costs[size] * self._correction[size]), FASTEST, SLOWEST)
             # A longer context slows passes of all sizes, but most of an error is specific to one size.
@@ -140,7 +175,7 @@ class MeasuredBudget:
         self._seen = (passes, seconds)
 
 
-class SharedBudget:
+class SharedBudget(_ChosenSize):
     """Like CostBudget for a batch, where one pass verifies all trees and costs as much as the largest of them.
 
     So all trees get the same size, chosen by the sum of their expected tokens; each budget shares its latest ones.
@@ -150,70 +185,21 @@ class SharedBudget:
         self, target: Target, curve: CostCurve, shared: dict[int, Probs], batch: int, overhead: float = STEP_OVERHEAD
     ) -> None:
         """``shared`` is common to the budgets of a batch; ``curve`` holds passes with such a tree in each slot."""
-        self._target = target
+        super().__init__(batch * overhead, lambda: target.passes)
         self._shared = shared
-        self._choice = _SizeChooser(batch * overhead)
         self._costs = curve.of_passes(np.array(PASS_SIZES) - 1, np.zeros(len(PASS_SIZES)))[SIZE_OF]
-
-    @property
-    def most(self) -> int:
-        return self._choice.most(self._target.passes)
 
     def nodes(self, probs: Probs) -> int:
         mine = gains(probs)
         self._shared[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
         in_all = np.sum(list(self._shared.values()), axis=0)
-        return min(len(probs), self._choice.nodes(in_all, self._costs, self._target.passes))
+        return min(len(probs), self._best(in_all, self._costs))
 
     def set_draft_seconds(self, seconds: float) -> None:
         # All slots draft before the shared pass.
-        self._choice.drafting = seconds * max(1, len(self._shared))
+        super().set_draft_seconds(seconds * max(1, len(self._shared)))
 
 
 def gains(probs: Probs) -> Probs:
     """Expected tokens per step of trees of the first 0, 1, 2 … nodes: the bonus token plus the probabilities."""
     return np.concatenate([[1.0], 1.0 + np.cumsum(probs[:LARGEST_BUDGET])])
-
-
-class _SizeChooser:
-    """Chooses the number of nodes by expected tokens per second.
-
-    ``overhead`` is the seconds of a step outside its forward pass. While drafting does not pay, steps without any
-    draft are inserted, in pauses that double each time; ``step`` is the number of the current step.
-    """
-
-    def __init__(self, overhead: float) -> None:
-        self._overhead = overhead
-        self._most = LARGEST_BUDGET
-        self._pause = 0
-        self._paused_until = 0
-        self.drafting = 0.0
-        """Seconds of the last draft; 0 if they do not count."""
-        self._saved: float | None = None
-        """Moving average of the seconds that a draft saves; None after a pause."""
-
-    def most(self, step: int) -> int:
-        return 0 if step < self._paused_until else self._most
-
-    def nodes(self, gain: Probs, costs: Costs, step: int) -> int:
-        """The best number of nodes, by the expected tokens and the seconds of passes with 0, 1, 2 … of them."""
-        rate = gain / (costs[: len(gain)] + self._overhead)
-        best = int(rate.argmax())
-        # In a batch a plain pass, too, yields a token for each slot.
-        self._decide(bool(best), gain[best] / gain[0], costs[best], costs[0], step)
-        # Nodes that will not be verified need not be drafted.
-        self._most = min(LARGEST_BUDGET, max(2 * best, self._most - 1, PASS_SIZES[3]))
-        return best
-
-    def _decide(self, paid: bool, gain: float, cost: float, plain: float, step: int) -> None:
-        """Decide whether to pause drafting, and for how long."""
-        longest = LONGEST_PAUSE
-        if self.drafting:
-            saved = gain * (plain + self._overhead) - (cost + self._overhead + self.drafting)
-            self._saved = saved if self._saved is None else self._saved + SAVED_LEARNING_RATE * (saved - self._saved)
-            paid = self._saved > 0
-            longest = max(longest, int(self.drafting / (RETRY_SHARE * (plain + self._overhead))))
-        self._pause = 0 if paid else min(max(1, 2 * self._pause), longest)
-        self._paused_until = step + 1 + self._pause if self._pause > 2 else 0
-        if self._paused_until:
-            self._saved = None

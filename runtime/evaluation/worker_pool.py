@@ -45,6 +45,9 @@ class Job:
     warm: list[RecordedTurn]
     """Replayed before, not counted."""
 
+    def play(self, store_set: StoreSet, on_turn: Callable[[], None]) -> ReplayResult:
+        return play(self.contender, self.turns, store_set, on_turn, self.warm)
+
 
 def replay(
     contenders: Sequence[Contender],
@@ -68,7 +71,7 @@ def replay(
     processes = min(len(jobs), workers)
     if processes == 1:
         played = count(1)
-        done = [_played(job, store_set, lambda: on_progress(next(played))) for job in jobs]
+        done = [job.play(store_set, lambda: on_progress(next(played))) for job in jobs]
     else:
         done = _in_processes(jobs, store_set, processes, on_progress)
     names = [contender.name for contender in contenders]
@@ -148,11 +151,7 @@ def _start_worker(store_set: StoreSet, turns_done: Any) -> None:
 
 
 def _run(job: Job) -> ReplayResult:
-    return _played(job, _worker["store_set"], _count_turn)
-
-
-def _played(job: Job, store_set: StoreSet, on_turn: Callable[[], None]) -> ReplayResult:
-    return play(job.contender, job.turns, store_set, on_turn, job.warm)
+    return job.play(_worker["store_set"], _count_turn)
 
 
 def _count_turn() -> None:

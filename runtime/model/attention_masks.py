@@ -73,7 +73,8 @@ class MaskBuffer:
         if self._values.shape[1] < length + rows:
             self._values = np.zeros((LARGEST_TREE + 1, 2 * (length + rows)), np.float32)
         else:
-            _clear(self._values, *self._last)
+            before, start = self._last
+            self._values[:before, start : start + before] = 0.0
         _hide_non_ancestors(self._values, parents, length, mask_value)
         self._last = rows, length
         return torch.from_numpy(self._values[None, None, :rows, : length + rows])
@@ -173,12 +174,6 @@ def _additive(
     mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
     mask.narrow(3, length, rows).masked_fill_(torch.from_numpy(~tree.ancestor_mask).to(device), mask_value)
     return mask
-
-
-@njit(cache=True, nogil=True)
-def _clear(values: npt.NDArray[np.float32], rows: int, length: int) -> None:
-    for row in range(rows):
-        values[row, length : length + rows] = 0.0
 
 
 @njit(cache=True, nogil=True)

@@ -1,4 +1,4 @@
-"""Capture and replay of steps with fixed shapes, as CUDA graphs or as plain calls."""
+"""Capture and replay of steps with fixed shapes, as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,16 +23,6 @@ class Capture(Protocol):
     def reset(self) -> None:
         """Release what was captured so far; it is not replayed again."""
         ...
-
-
-class Direct:
-    """Calls the function itself: the same shapes and tensors on any device, for tests."""
-
-    def record(self, run: Run) -> Run:
-        return run
-
-    def reset(self) -> None:
-        pass
 
 
 class CudaGraphs:
@@ -75,7 +65,3 @@ def by_device(device: torch.device) -> Capture | None:
 
 def never(device: torch.device) -> Capture | None:
     return None
-
-
-def direct(device: torch.device) -> Capture | None:
-    return Direct()

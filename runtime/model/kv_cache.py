@@ -111,10 +111,6 @@ class KVTensors:
         views = [(part(keys), part(values)) for keys, values in self.layers]
         return KVTensors([tensor.narrow(1, slot, 1) for tensor in self.tensors], views, self.capacity)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
 
 class StaticKVCache(Cache):
     """The ``transformers`` cache of one sequence, in preallocated tensors."""

@@ -37,11 +37,16 @@ def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]
             tensor.data = data
 
 
+def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
+    """The option of a pass by which the model computes only the logits after its last token, if it has one."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
 @torch.inference_mode()
 def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """The logits after ``ids``, from one plain pass."""
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    logits: torch.Tensor = model(torch.tensor([ids], device=model.device), use_cache=False, **options).logits[0, -1]
+    ids_of_pass = torch.tensor([ids], device=model.device)
+    logits: torch.Tensor = model(ids_of_pass, use_cache=False, **last_logits_only(model)).logits[0, -1]
     return logits
 
 

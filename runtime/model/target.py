@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.model.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
+from hdtool.runtime.model.precision import last_logits_only
 from hdtool.runtime.model.quantized_layers import measure_rounding, quantised_layers, refuse_dependent_rows
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -71,7 +71,7 @@ class Target:
         self._overflow_noted = False
         self.windows = windows_of(self.config)
         self._mask_buffer = MaskBuffer()
-        self._prefill_options = {"logits_to_keep": 1} if _keeps_logits(model) else {}
+        self._prefill_options = last_logits_only(model)
         self._pending = 0
         self._steps: StaticSteps | None = None
         self.hidden: torch.Tensor | None = None
@@ -329,10 +329,6 @@ def embedded_tokens(model: PreTrainedModel) -> int:
     """The number of token embeddings; a tokenizer may have more ids."""
     number = getattr(model.get_input_embeddings(), "num_embeddings", None)
     return int(number or model.config.get_text_config(decoder=True).vocab_size)
-
-
-def _keeps_logits(model: PreTrainedModel) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def some_context(length: int, vocabulary: int) -> list[int]:

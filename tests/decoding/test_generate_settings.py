@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, InfNanRemoveLogitsProcessor
+from transformers import GenerationConfig
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
@@ -19,7 +19,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.generate_settings import REFUSED, WITHOUT_EFFECT, generate_options, generation_settings, prepare
+from hdtool.runtime.generate_settings import REFUSED, WITHOUT_EFFECT, generate_options, generation_settings
 from hdtool.runtime.model.load import Loaded, load
 
 MOST = 80
@@ -172,7 +172,7 @@ def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded, plain: 
     """From the raw logits that generate had, the prepared processors compute its scores, in every step."""
     ids = encode_conversation(loaded.tokenizer, ASKED)
     model: Any = loaded.target.model
-    without = prepare(model, loaded.tokenizer, SamplingConfig(1.0), ids, max_new_tokens=MOST, ends=loaded.stops)
+    without, _ = loaded.sampler(SamplingConfig(1.0), ids, max_new_tokens=MOST)
     setattr(model.generation_config, name, value_of(name, (GREEDY | SAMPLED)[name], plain))
     torch.manual_seed(0)
     asked = torch.tensor([ids])
@@ -180,12 +180,13 @@ def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded, plain: 
         asked, attention_mask=torch.ones_like(asked), do_sample=True, max_new_tokens=20, output_logits=True,
         output_scores=True, return_dict_in_generate=True, eos_token_id=sorted(loaded.stops),
     )  # fmt: skip
-    ours = prepare(model, loaded.tokenizer, SamplingConfig(1.0), ids, max_new_tokens=20, ends=loaded.stops)
+    ours, _ = loaded.sampler(SamplingConfig(1.0), ids, max_new_tokens=20)
     changed = False
-    for place, (raw, scores) in enumerate(zip(theirs.logits, theirs.scores, strict=True)):
-        context = theirs.sequences[:, : len(ids) + place]
-        torch.testing.assert_close(ours.processors(context, raw.float().clone()), scores)
-        changed |= not torch.equal(without.processors(context, raw.float().clone()), scores)
+    for raw, scores, token in zip(theirs.logits, theirs.scores, theirs.sequences[0, len(ids) :].tolist(), strict=True):
+        torch.testing.assert_close(ours.scores(raw[0]), scores[0])
+        changed |= not torch.equal(without.scores(raw[0]), scores[0])
+        ours.context.append(token)
+        without.context.append(token)
     assert changed, "a value that changes nothing tests nothing"
 
 
@@ -200,10 +201,10 @@ def test_options_not_given_are_the_defaults_of_generate(settings: dict[str, Any]
         asked, attention_mask=torch.ones_like(asked), do_sample=True, temperature=1.3, max_new_tokens=10,
         output_logits=True, output_scores=True, return_dict_in_generate=True, **settings,
     )  # fmt: skip
-    config = SamplingConfig(1.3, **settings)
-    ours = prepare(model, loaded.tokenizer, config, ids, max_new_tokens=10, ends=loaded.stops).processors
-    for place, (raw, scores) in enumerate(zip(theirs.logits, theirs.scores, strict=True)):
-        torch.testing.assert_close(ours(theirs.sequences[:, : len(ids) + place], raw.float().clone()), scores)
+    ours, _ = loaded.sampler(SamplingConfig(1.3, **settings), ids, max_new_tokens=10)
+    for raw, scores, token in zip(theirs.logits, theirs.scores, theirs.sequences[0, len(ids) :].tolist(), strict=True):
+        torch.testing.assert_close(ours.scores(raw[0]), scores[0])
+        ours.context.append(token)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -227,10 +228,12 @@ def test_a_forced_last_token(loaded: Loaded) -> None:
 
 
 def test_values_that_are_not_numbers_are_removed_where_the_model_says_so(loaded: Loaded) -> None:
-    model = loaded.target.model
-    model.generation_config.remove_invalid_values = True
-    found = prepare(model, loaded.tokenizer, SamplingConfig(), [5, 6], max_new_tokens=4, ends=loaded.stops)
-    assert [type(processor) for processor in found.processors] == [InfNanRemoveLogitsProcessor]
+    overflowed = torch.tensor([1.0, float("nan"), float("inf")])
+    usual, _ = loaded.sampler(SamplingConfig(), [5, 6], max_new_tokens=4)
+    assert not usual.scores(overflowed).isfinite().all()
+    loaded.target.model.generation_config.remove_invalid_values = True
+    removing, _ = loaded.sampler(SamplingConfig(), [5, 6], max_new_tokens=4)
+    assert removing.scores(overflowed).isfinite().all()
 
 
 def test_without_settings_greedy_decoding_has_no_processors(loaded: Loaded) -> None:

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.support.trees import path_to, tokens_to, trees
+from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
 
 @given(trees(vocabulary=5, most=40))
 def test_the_ancestor_mask_is_the_path_to_each_node(tree: DraftTree) -> None:
-    tree.check_integrity()
+    check_integrity(tree)
     for node in range(len(tree)):
         expected = np.zeros(len(tree) + 1, bool)
         expected[[0, *(above + 1 for above in path_to(tree, node))]] = True
@@ -24,7 +24,7 @@ def test_the_ancestor_mask_is_the_path_to_each_node(tree: DraftTree) -> None:
 @given(trees(vocabulary=5), st.integers(0, 6))
 def test_clipping_keeps_exactly_the_shallow_paths(tree: DraftTree, depth: int) -> None:
     clipped = tree.clipped(depth)
-    clipped.check_integrity()
+    check_integrity(clipped)
     shallow = [tokens_to(tree, node) for node in range(len(tree)) if len(path_to(tree, node)) <= depth]
     assert [tokens_to(clipped, node) for node in range(len(clipped))] == shallow
 

@@ -20,7 +20,7 @@ from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie, sequences_of
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
-from tests.support.trees import path_to, tokens_to, trees
+from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
 Sequences = list[list[int]]
 
@@ -134,7 +134,7 @@ def test_sequences_are_united(additions: list[tuple[Sequences, int]]) -> None:
             expected += len(nodes) > before
         assert brought == expected
     tree = DraftTree(0, *trie.nodes())
-    tree.check_integrity()
+    check_integrity(tree)
     assert paths(tree) == nodes
     trie.clear()
     assert len(trie) == 0
@@ -215,7 +215,7 @@ def test_databases_are_asked_in_order(context: list[int], order: list[str], use:
         drafter.begin(context[:start])
         for end in [*sorted(data.draw(st.sets(st.integers(start, len(context)), max_size=3))), len(context)]:
             tree = drafter.draft(context[:end])
-            tree.check_integrity()
+            check_integrity(tree)
             assert paths(tree) == slow_draft(context[:end], letters, most)
     named = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
     assert set(tree.sources.tolist()) <= {named[letter] for letter in letters}

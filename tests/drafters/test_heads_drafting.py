@@ -25,7 +25,7 @@ from hdtool.runtime.drafters.hierarchy.backoff_weights import HEADS_ORDERS
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
@@ -35,7 +35,7 @@ from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, model_of
 from tests.support.heads import VARIANTS, random_for, slowly
 from tests.support.oracle import prompt_of
-from tests.support.rehearsed import Rehearsed
+from tests.support.rehearsed import Rehearsed, direct
 
 
 class Checked(HeadsDrafter):

@@ -35,7 +35,7 @@ from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 from tests.support.reference_hierarchy import Node, SlowHierarchy
-from tests.support.trees import path_to
+from tests.support.trees import check_integrity, path_to
 
 Documents = list[list[int]]
 NO_LOGITS = torch.empty(0)
@@ -58,7 +58,7 @@ def random_documents(seed: int, vocabulary: int, size: int = 40, alphabet: int =
 
 def check(tree: DraftTree, probs: Probs, vocabulary: int, most: int) -> None:
     """What holds of every tree, whatever it was drafted from."""
-    tree.check_integrity()
+    check_integrity(tree)
     assert len(probs) == len(tree) <= most
     assert (np.diff(probs) <= 1e-12).all(), "sorted, so that a smaller tree is a prefix"
     assert ((probs > 0) & (probs <= 1 + 1e-9)).all()
@@ -394,4 +394,4 @@ def test_what_is_said_stays_the_same(
     assert [said(of) for of in steps] == plain
     assert sum(map(len, steps)) < 0.7 * sum(map(len, plain)), "what was never right tests nothing"
     for step in steps[0]:
-        step.tree.check_integrity()
+        check_integrity(step.tree)

@@ -26,6 +26,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, model_of
 from tests.support.oracle import prompt_of
+from tests.support.trees import check_integrity
 
 GREEDY = SamplingConfig()
 NO_LOGITS = torch.empty(0)
@@ -136,5 +137,5 @@ def test_a_small_ring_runs_over(answers: list[list[int]], bits: int) -> None:
             drafter.observe(Accepted([], answer[at : at + 7]), NO_LOGITS)
             context += answer[at : at + 7]
             tree = drafter.draft(context)
-            tree.check_integrity()
+            check_integrity(tree)
             assert all(0 <= token <= 4 for token in tree.tokens.tolist())

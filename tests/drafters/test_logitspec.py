@@ -21,7 +21,7 @@ from hdtool.runtime.drafters.trie import NO_TOKEN
 from hdtool.runtime.kernels.topk import Logits, for_topk, topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.support.trees import path_to, trees
+from tests.support.trees import check_integrity, path_to, trees
 
 NO_LOGITS = torch.empty(0)
 
@@ -69,7 +69,7 @@ def drafted(drafter: LogitSpec, context: list[int], likely: list[int]) -> DraftT
     drafter.begin(context[:-1])
     drafter.observe(Accepted([], context[-1:]), logits_of(likely))
     tree = drafter.draft(context)
-    tree.check_integrity()
+    check_integrity(tree)
     return tree
 
 
@@ -149,7 +149,7 @@ def test_nodes_are_sorted_by_probability_and_rates_are_updated(tree: DraftTree, 
     assert probs.tolist() == pytest.approx([expected[node] for node in order])
     assert sorted(order.tolist()) == list(range(len(tree))) and all(a >= b for a, b in pairwise(probs))
     for size in range(len(tree) + 1):
-        tree.picked(order[:size]).check_integrity()
+        check_integrity(tree.picked(order[:size]))
 
 
 def test_nodes_that_are_never_accepted_are_no_longer_drafted() -> None:

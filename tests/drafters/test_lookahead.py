@@ -18,7 +18,7 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import model_of
 from tests.support.oracle import plain_logits, prompt_of
-from tests.support.trees import tokens_to
+from tests.support.trees import check_integrity, tokens_to
 
 WIDTH, LENGTH = 7, 5
 ROWS = LENGTH - 1
@@ -61,7 +61,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
         root = context[-1]
         tokens, parents = branch.nodes()
         tree = DraftTree.of(root, tokens.tolist(), parents.tolist(), SourceName.LOOKAHEAD)
-        tree.check_integrity()
+        check_integrity(tree)
         assert tree.tokens.tolist() == [token for row in window.rows for token in row]
         logits = target.verify(tree)
         accepted = accept(tree, logits, sampler, most=80)
@@ -96,7 +96,7 @@ def test_the_branch_is_the_mask_of_lookahead_decoding(width: int, length: int, s
     tokens, parents = branch.nodes()
     assert len(tokens) == len(parents) == columns * rows - 1 <= branch.most
     tree = DraftTree.of(9, tokens.tolist(), parents.tolist())
-    tree.check_integrity()
+    check_integrity(tree)
     for row in range(rows):
         for column in range(columns):
             node = row * columns + column - 1  # the root is the first of them

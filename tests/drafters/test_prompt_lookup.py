@@ -19,6 +19,7 @@ from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.prompt_lookup import accept_lengths
+from tests.support.trees import check_integrity
 
 
 def library(context: list[int], tokens: int, longest: int) -> list[int]:
@@ -37,7 +38,7 @@ def test_drafts_what_transformers_drafts(context: list[int], tokens: int, longes
     drafter = PromptLookup(tokens, longest)
     drafter.begin(context)
     tree = drafter.draft(context)
-    tree.check_integrity()
+    check_integrity(tree)
     assert tree.root == context[-1]
     assert tree.tokens.tolist() == library(context, tokens, longest)
     assert tree.parents.tolist() == list(range(-1, len(tree) - 1))

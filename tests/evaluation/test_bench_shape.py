@@ -17,11 +17,11 @@ from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
 from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, ReplayRunner, drafting_runner, fitting
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
-from hdtool.runtime.model.cuda_graphs import direct
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
+from tests.support.rehearsed import direct
 
 LINES = ["def first(items):\n    return items[0]\n", "def last(items):\n    return items[-1]\n"]
 

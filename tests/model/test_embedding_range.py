@@ -18,7 +18,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_within
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -27,7 +27,8 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
-from tests.support.trees import path_to, trees
+from tests.support.rehearsed import direct
+from tests.support.trees import check_integrity, path_to, trees
 
 MOST = 24
 PAD = VOCABULARY
@@ -86,7 +87,7 @@ class Asked:
 @given(trees(2 * VOCABULARY, most=30))
 def test_nodes_with_an_ancestor_without_an_embedding_are_dropped(tree: DraftTree) -> None:
     left = tree.embeddable(VOCABULARY)
-    left.check_integrity()
+    check_integrity(left)
     wanted = [
         [int(tree.tokens[above]) for above in path_to(tree, node)]
         for node in range(len(tree))

@@ -119,9 +119,8 @@ def test_costs_follow_the_length_of_the_context() -> None:
     assert budget.nodes(np.full(8, 0.3)) == 0
 
 
-def shared(costs: list[float], slots: int) -> list[SharedBudget]:
-    clock, together = Clock(), dict[int, Probs]()
-    curve = curve_of(costs)
+def shared(costs: list[float], slots: int, clock: Clock) -> list[SharedBudget]:
+    curve, together = curve_of(costs), dict[int, Probs]()
     return [SharedBudget(clock, curve, together, slots, overhead=0.0) for _ in range(slots)]  # type: ignore[arg-type]
 
 
@@ -129,7 +128,8 @@ def shared(costs: list[float], slots: int) -> list[SharedBudget]:
 def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
     """Nodes are free and bring half a token; plain steps take a second, and each draft 0.4 or 0.6 of the batch's."""
     for seconds, rests in ((0.4, False), (0.6, True)):
-        budgets = shared([1.0] * len(NODES), slots)
+        clock = Clock()
+        budgets = shared([1.0] * len(NODES), slots, clock)
         awake = 0
         for _ in range(40):
             for budget in budgets:
@@ -137,7 +137,7 @@ def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
                     awake += 1
                     budget.set_draft_seconds(seconds / slots)
                     budget.nodes(np.array([0.5]))
-            budgets[0]._target.step(1.0)  # type: ignore[attr-defined]
+            clock.step(1.0)
         assert (awake < 20 * slots) is rests
 
 
@@ -145,7 +145,7 @@ def test_in_a_batch_one_size_is_chosen_by_all_trees() -> None:
     """Eight nodes cost half a pass more: one tree out of four that gains a token does not pay for it, three do."""
     costs = [1.0 if rows == 1 else 1.5 for rows in PASS_SIZES]
     good, poor = np.full(7, 0.15), np.full(7, 0.01)
-    first, *others = shared(costs, 4)
+    first, *others = shared(costs, 4, Clock())
     assert first.nodes(good) == 7, "as long as nothing is known of the others"
     for other in others:
         other.nodes(poor)

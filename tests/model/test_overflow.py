@@ -21,13 +21,14 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Step, decode
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, direct, never
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
+from tests.support.rehearsed import direct
 from tests.support.trees import LyingDrafter
 
 MOST = 24

@@ -26,7 +26,6 @@ from hdtool.runtime.evaluation.model_shapes import load_shape
 from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, use_small_batch_products
 from hdtool.runtime.model import quantization as quantising
-from hdtool.runtime.model.cuda_graphs import direct
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load, load_stock
 from hdtool.runtime.model.quantized_layers import quantised_layers
@@ -37,6 +36,7 @@ from tests.support.decoding import run, said
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 from tests.support.quantized import Int8Layer, LlmInt8, OneScale, ScalePerRow, quantised
+from tests.support.rehearsed import direct
 
 PROMPT = prompt_of(20)
 GREEDY = SamplingConfig()

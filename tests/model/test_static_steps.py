@@ -17,7 +17,7 @@ from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.kernels.topk import Logits, argmax, argmax_at
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, device_mask, tree_mask
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, Direct, Run, direct, never
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.model.target import Target
@@ -25,7 +25,7 @@ from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
-from tests.support.rehearsed import Rehearsed
+from tests.support.rehearsed import Direct, Rehearsed, direct
 from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
 
 CPU = torch.device("cpu")

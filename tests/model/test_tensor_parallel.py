@@ -21,13 +21,13 @@ from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model import placement
 from hdtool.runtime.model import tensor_parallel as ranks
-from hdtool.runtime.model.cuda_graphs import direct
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import check_decoding, check_device, check_sharding
 from tests.support.decoding import run, said
 from tests.support.families import _of, model_of
 from tests.support.oracle import prompt_of
+from tests.support.rehearsed import direct
 
 TOGETHER = """
 import json, os, sys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -68,3 +69,10 @@ class LyingDrafter:
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         self.accepted += len(accepted.path)
+
+
+def check_integrity(tree: DraftTree) -> None:
+    """Assert the invariants of a tree."""
+    assert len(tree.tokens) == len(tree.parents) == len(tree.sources)
+    assert np.all(tree.parents >= ROOT)
+    assert np.all(tree.parents < np.arange(len(tree)))

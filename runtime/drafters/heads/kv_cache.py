@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from hdtool.runtime.model.static_steps import extent_for
@@ -11,22 +9,6 @@ from hdtool.runtime.model.static_steps import extent_for
 Indices = slice | torch.Tensor
 Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Keys and values of a layer, and the attention mask of the new positions, if one is needed."""
-
-
-class CacheView(Protocol):
-    """Where a pass writes its new positions, and which positions it reads."""
-
-    def indices(self, new: int) -> Indices:
-        """The indices of ``new`` new positions."""
-        ...
-
-    def bound(self, new: int) -> int:
-        """An upper bound of all indices."""
-        ...
-
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Attended:
-        """Write keys and values of a layer; return those to attend to."""
-        ...
 
 
 class HeadsKVCache:
@@ -50,12 +32,15 @@ class HeadsKVCache:
         self.length = 0
 
     def indices(self, new: int) -> slice:
+        """The indices of ``new`` new positions."""
         return slice(self.length, self.length + new)
 
     def bound(self, new: int) -> int:
+        """An upper bound of all indices."""
         return self.length + new
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Attended:
+        """Write keys and values of a layer; return those to attend to."""
         new, start = keys.shape[-2], self.length
         layer_cache = self.keys_values[layer]
         layer_cache[0, :, start : start + new] = keys[0]
@@ -85,3 +70,7 @@ class IndexedHeadsKVCache:
         layer_cache[0].index_copy_(1, self._indices, keys[0])
         layer_cache[1].index_copy_(1, self._indices, values[0])
         return layer_cache[0, None, :, : self._extent], layer_cache[1, None, :, : self._extent], self._mask
+
+
+CacheView = HeadsKVCache | IndexedHeadsKVCache
+"""Where a pass writes its new positions, and which positions it reads."""
