@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hdtool.data import demo
 from hdtool.data.errors import PromptError, worded
 from hdtool.data.files.json_lines import append, cut, is_torn, lines_of, may_be_torn_from
 from hdtool.data.files.locking import exclusive
@@ -29,7 +28,7 @@ class GenerationFile:
     def __init__(self, path: Path, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig) -> None:
         self.path = path
         self._settings = {
-            "model": model.model or demo.NAME,
+            "model": model.name,
             "temperature": sampling.temperature,
             "seed": sampling.seed,
             "max_new_tokens": decoding.max_new_tokens,

@@ -52,7 +52,9 @@ def replay(
         bool | None,
         option(INPUT, "Rebuild contexts by the chat template or as text. Default: chat if any.", "--chat/--raw"),
     ] = None,
-    loading: Annotated[ModelConfig, only("model", "trust_remote_code").described(model=options.THAT_ANSWERED)],
+    loading: Annotated[
+        ModelConfig, only("model", "gguf_file", "trust_remote_code").described(model=options.THAT_ANSWERED)
+    ],
     stores: Annotated[StoresConfig, without("namespace")],
     cost: Annotated[
         str | None,

@@ -20,7 +20,7 @@ def train_heads(
     ],
     out: Annotated[Path, option(OUTPUT, "Folder of the heads; the same command resumes an interrupted training.")],
     chat: options.Chat = None,
-    loading: Annotated[ModelConfig, only("model", "device", "dtype", "trust_remote_code")],
+    loading: Annotated[ModelConfig, only("model", "gguf_file", "device", "dtype", "trust_remote_code")],
     medusa: Annotated[bool, option(HEADS, "Medusa heads: independent of each other.", "--medusa")] = False,
     heads: HeadsConfig,
     config: TrainConfig,

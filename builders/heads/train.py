@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from hdtool.builders.heads.examples import Example, read_examples
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.training import Training, checkpoint_file
 from hdtool.builders.heads.training_curve import curve_file, draw_training
-from hdtool.data import demo
 from hdtool.data.inputs import find_inputs
 from hdtool.data.progress import bar
 from hdtool.data.records import Reading
@@ -45,7 +44,7 @@ def train(
         file.check()
     processes = process_group(on_cpu=model.device == "cpu" or not torch.cuda.is_available())
     if world_size() > 1 and model.device == "auto" and torch.cuda.is_available():
-        model = ModelConfig(model.model, f"cuda:{torch.cuda.current_device()}", model.dtype, model.trust_remote_code)
+        model = replace(model, device=f"cuda:{torch.cuda.current_device()}")
     quiet = quiet or processes.rank > 0
     target = Target(load_stock(model))
     texts, left_out = _texts(inputs, model, target, config, chat, quiet)
@@ -88,11 +87,11 @@ def train(
         "machine": machine(target.device),
         "loss": round(training.history.losses[-1], 4),
     }
-    SavedHeads(made, settings["target"], model.model or demo.NAME, result, report).save(out)
+    SavedHeads(made, settings["target"], model.name, result, report).save(out)
     draw_training(training.history, out)
     training.finish()
     yield from summary(result)
-    yield f"{out}: heads for {model.model or demo.NAME}, evaluated on {len(batches.validation):,} texts held out"
+    yield f"{out}: heads for {model.name}, evaluated on {len(batches.validation):,} texts held out"
 
 
 def _texts(

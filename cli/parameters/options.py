@@ -46,7 +46,7 @@ Quiet = Annotated[bool, option(OUTPUT, "Show no progress bar.", "--quiet")]
 # Models of which only the tokenizer is read
 Tokenizer = Annotated[
     ModelConfig,
-    only("model", "trust_remote_code").described(
+    only("model", "gguf_file", "trust_remote_code").described(
         model="Model that the store is for; only its tokenizer is read. Default: the demo model."
     ),
 ]

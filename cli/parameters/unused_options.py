@@ -25,7 +25,7 @@ CONFLICTS = (
     Conflict(("color",), ("as_json",), (True,), "with --json"),
     Conflict(("history_prompts",), ("history",), ("none",), "with --history none"),
     Conflict(("namespace",), ("out",), (), "with --out, which names the folder"),
-    Conflict(("model", "trust_remote_code"), ("after", "ngrams"), (None,), "without --after or --ngrams"),
+    Conflict(("model", "gguf_file", "trust_remote_code"), ("after", "ngrams"), (None,), "without --after or --ngrams"),
     Conflict(
         ("auto_embedding", "positions", "adaptation", "sampled_token", "mlp"),
         ("medusa",),

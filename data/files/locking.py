@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from hdtool.data.errors import HdtoolError
 
 
 @contextmanager
-def exclusive(path: Path, busy: HdtoolError) -> Iterator[None]:
+def exclusive(path: Path, busy: HdtoolError, wait: Callable[[], object] | None = None) -> Iterator[None]:
     """Hold the lock file ``path``; raise ``busy`` at once if another holder has it.
 
+    With ``wait``, call that instead and wait for the other holder.
     The lock file stays in place and empty. A file with content, a link or a folder of that name is not
     hdtool's: the error has the class of ``busy``, and the file is neither opened nor changed.
     A folder that cannot be written raises an ``OSError``, which the caller words.
@@ -27,7 +28,10 @@ def exclusive(path: Path, busy: HdtoolError) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise busy from None
+        if wait is None:
+            raise busy from None
+        wait()
+        lock.acquire(timeout=-1)
     try:
         yield
     finally:

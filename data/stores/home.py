@@ -1,4 +1,4 @@
-"""The default folders of stores and measurements."""
+"""The default folders of stores, measurements and converted models."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from hdtool.data.stores.store_files import HISTORY
 
 LONGEST_FOLDER = 200
 """Characters of a namespace's folder name: file systems allow 255, and some of them fewer."""
+LONGEST_NAME = 100
+"""Characters of a GGUF file's name in the name of a folder."""
 KEPT = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
 """Bytes that a folder name keeps; all others are percent-encoded."""
 DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
@@ -39,6 +41,17 @@ def product_choice_at_home(words: Iterable[str]) -> Path:
     """The file of one measured choice between two matrix products, named by everything that it depends on."""
     name = "-".join(re.sub(r"\W+", "_", word) for word in words)
     return home() / "costs" / "products" / f"{name}.json"
+
+
+def converted_models() -> Path:
+    """The folder of models converted from GGUF files."""
+    return home() / "gguf"
+
+
+def converted_at_home(name: str, fingerprint: str) -> Path:
+    """The folder of a converted model: the name is for people, the fingerprint is of the file's content."""
+    words = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-")[:LONGEST_NAME]
+    return converted_models() / f"{words}-{fingerprint}".lstrip("-")
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hdtool.data import demo
 from hdtool.runtime.config.setting import Settings, require, setting
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -20,8 +21,9 @@ class ModelConfig(Settings):
     """Which model answers, and where."""
 
     model: str | None = setting(
-        None, "Folder or hub name of a decoder-only transformers model. Default: the demo model."
+        None, "Folder or hub name of a decoder-only transformers model, or a GGUF file. Default: the demo model."
     )
+    gguf_file: str | None = setting(None, "GGUF file in the folder or the hub's repository that --model names.")
     device: str = setting("auto", f"Device: {', '.join(DEVICES)} or cuda:N.", values=DEVICES)
     dtype: str = setting(
         "auto", f"{', '.join(DTYPES)}. auto: float32 on CPUs, else that of the checkpoint.", values=DTYPES
@@ -49,6 +51,13 @@ class ModelConfig(Settings):
         alone = self.device_map is None or self.device == "auto"
         require(alone, "device", self.device, "left out with --device-map, which chooses the devices")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        named = self.gguf_file is None or self.model is not None
+        require(named, "gguf-file", self.gguf_file, "left out without --model, which names its folder")
+
+    @property
+    def name(self) -> str:
+        """The model as the user named it."""
+        return "/".join(filter(None, (self.model or demo.NAME, self.gguf_file)))
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,9 @@ class Lineup:
         if name == "generate-pld":
             drafting = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
         elif name == "generate-assisted":
-            drafting = self._assistant_options(stock, replace(self._config, model=assistant, quantization=None))
+            drafting = self._assistant_options(
+                stock, replace(self._config, model=assistant, gguf_file=None, quantization=None)
+            )
         return GenerateContender(self._loaded, stock, self._sampling, self._decoding.max_new_tokens, **drafting)
 
     def _stock(self) -> PreTrainedModel:

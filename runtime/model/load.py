@@ -20,6 +20,8 @@ from hdtool.runtime.generate_settings import generation_settings, sampler_as_gen
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.gguf.converted import converted
+from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.placement import require_accelerate
 from hdtool.runtime.model.quantization import library_of, quantisation, require_libraries
 from hdtool.runtime.model.target import Target
@@ -57,9 +59,10 @@ class Loaded:
         return _stops(self.target.model.generation_config.eos_token_id, self.tokenizer)
 
 
-def load(config: ModelConfig) -> Loaded:
-    """The model and tokenizer of a folder or a hub name; the embedded demo when no name is given."""
-    name = _location(config.model)
+def load(config: ModelConfig | str) -> Loaded:
+    """The model and tokenizer of a folder, a hub name or a GGUF file; the embedded demo when no name is given."""
+    config = ModelConfig(config) if isinstance(config, str) else config
+    name = config.name
     device = pick_device(config.device)
     settings = _settings(config)
     refuse_by_configuration(settings)
@@ -75,18 +78,16 @@ def load(config: ModelConfig) -> Loaded:
         if device.type == "cpu":
             use_small_batch_products(model)
         target = _attempt(name, f"on {device}", lambda: Target(model))
-    return Loaded(config.model or demo.NAME, target, tokenizer)
+    return Loaded(name, target, tokenizer)
 
 
 def load_part(config: ModelConfig) -> Target:
     """The shard of a model for one of several processes; all processes load at the same time."""
-    return _attempt(
-        _location(config.model), "a part of it", lambda: Target(_sharded_weights(config, _settings(config)), never)
-    )
+    return _attempt(config.name, "a part of it", lambda: Target(_sharded_weights(config, _settings(config)), never))
 
 
 def _leading_target(config: ModelConfig, settings: Any, group: ProcessGroup) -> Target:
-    name = config.model or demo.NAME
+    name = config.name
     if config.quantization:
         raise OptionError("--quantization works in one process only, and torchrun started several: leave it out")
     if config.device_map:
@@ -117,27 +118,27 @@ def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> 
         # Loaded onto the device directly: libraries pack weights for the device.
         return _weights(config, settings, device, device_map={"": str(device)})
     model = _weights(config, settings, device)
-    return _attempt(_location(config.model), f"on {device}", lambda: model.to(device))
+    return _attempt(config.name, f"on {device}", lambda: model.to(device))
 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
     """A model's tokenizer, without the model."""
-    name = _location(config.model, TOKENIZER_FILES)
+    place = _location(config, TOKENIZER_FILES)
     tokenizer: PreTrainedTokenizerBase = _attempt(
-        name,
+        place,
         "its tokenizer",
-        lambda: AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code),
+        lambda: AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=config.trust_remote_code),
     )
     return tokenizer
 
 
 def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end a model's answers, from its configuration files."""
-    name = _location(config.model, TOKENIZER_FILES)
+    place = _location(config, TOKENIZER_FILES)
     ends = None
     for kind in (AutoConfig, GenerationConfig):  # the second one takes precedence
         with suppress(OSError, ValueError):
-            settings = kind.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            settings = kind.from_pretrained(place, trust_remote_code=config.trust_remote_code)
             found = getattr(settings, "eos_token_id", None)
             ends = ends if found is None else found
     return _stops(ends, tokenizer)
@@ -150,20 +151,21 @@ def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase)
 
 
 def _settings(config: ModelConfig) -> Any:
-    name, trust = _location(config.model), config.trust_remote_code
-    return _attempt(name, "its configuration", lambda: AutoConfig.from_pretrained(name, trust_remote_code=trust))
+    place, trust = _location(config), config.trust_remote_code
+    return _attempt(place, "its configuration", lambda: AutoConfig.from_pretrained(place, trust_remote_code=trust))
 
 
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
-    name, dtype = _location(config.model), pick_dtype(config.dtype, device)
+    name, dtype = config.name, pick_dtype(config.dtype, device)
     options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     quantised = bool(config.quantization or library_of(settings))
     if quantised:
-        require_libraries(config.model or demo.NAME, settings, config.quantization)
+        require_libraries(name, settings, config.quantization)
     if scheme := config.quantization:
         computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
         options["quantization_config"] = _attempt(name, "quantised", lambda: quantisation(scheme, computed))
-    model = _attempt(name, "its weights", lambda: _complete_model(name, **options))
+    place = _location(config, weights=True)
+    model = _attempt(place, "its weights", lambda: _complete_model(place, **options))
     if config.generation_config:
         model.generation_config = generation_settings(config.generation_config, model.generation_config)
     if quantised and config.dtype != "auto" and model.dtype != dtype:
@@ -213,19 +215,24 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
     return dtype
 
 
-def _location(name: str | None, needed: tuple[str, ...] = ("config.json",)) -> str:
-    """The folder or hub name to load from; raise for paths that cannot hold a model."""
-    if name is None:
+def _location(config: ModelConfig, needed: tuple[str, ...] = ("config.json",), *, weights: bool = False) -> str:
+    """The folder or hub name to load from; raise for paths that cannot hold a model.
+
+    A GGUF file is converted if need be. Without ``weights``, the folder may hold the configuration and tokenizer alone.
+    """
+    if config.model is None:
         return str(demo.MODEL)
-    path = Path(name).expanduser()
+    if file := gguf_file(config):
+        return str(_attempt(str(file), "as a GGUF file", lambda: converted(file, weights=weights)))
+    name, path = config.model, Path(config.model).expanduser()
     if path.is_dir():
         if not any((path / file).is_file() for file in needed):
             raise ModelError(f"{name} is a folder without {needed[0]}: name a folder written by save_pretrained")
         return str(path)
-    if path.is_file():
-        raise ModelError(f"{name} is a file: name the folder around it, as save_pretrained writes it (no GGUF)")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelError(f"{name} does not exist: give the folder of a model, or its name on the hub")
+        raise ModelError(
+            f"{name} does not exist: give the folder of a model, a GGUF file, or a model's name on the hub"
+        )
     return name
 
 
@@ -249,4 +256,6 @@ def _reason(error: Exception, name: str) -> str:
     first = text.split(". ")[0][:300] or type(error).__name__
     if isinstance(error, ImportError):
         return first
-    return f"{first}: check that the folder is whole" if Path(name).exists() else first
+    if Path(name).is_dir():
+        return f"{first}: check that the folder is whole"
+    return f"{first}: check the file" if Path(name).exists() else first

@@ -1,0 +1,144 @@
+"""The header of a GGUF file: its settings and the table of its tensors, which also show whether the file is whole."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hdtool.data.errors import ModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+AGAIN = "get the file again"
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Formats of numbers by their type in the file."""
+STRING, ARRAY = 8, 9
+DEEPEST = 8
+"""Levels of arrays in arrays; a damaged file could nest them without end."""
+LONGEST_KEPT = 16
+"""Numbers of an array that are kept; longer arrays are vocabularies."""
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    name: str
+    numbers: int
+    kind: int
+    """The quantization of its numbers."""
+    offset: int
+    """Bytes after the start of the data."""
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    values: dict[str, Any]
+    """Settings by name; of an array that is long or holds no numbers, its length."""
+    tensors: tuple[GGUFTensor, ...]
+    data: int
+    """Where the data starts."""
+
+    @classmethod
+    def read(cls, path: Path) -> GGUFHeader:
+        """Read a header; raises a ``ModelError`` for a file that is no GGUF file or lacks a part of its header."""
+        size = path.stat().st_size
+        if not size:
+            raise ModelError(f"{path} is empty: {AGAIN}")
+        with path.open("rb") as stream:
+            if stream.read(len(MAGIC)) != MAGIC:
+                raise ModelError(
+                    f"{path} is a file and not in GGUF format: name a GGUF file, or the folder that save_pretrained "
+                    "wrote"
+                )
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                try:
+                    return _header(_Reader(content), path)
+                except (struct.error, ValueError, TypeError, OverflowError, MemoryError, KeyError) as error:
+                    raise ModelError(f"{path} ends within its header, or its header is damaged: {AGAIN}") from error
+
+    @property
+    def architecture(self) -> str:
+        return str(self.values["general.architecture"])
+
+    def check_whole(self, path: Path, blocks: Mapping[int, tuple[int, int]]) -> None:
+        """Raise if the file ends before its last tensor; ``blocks`` has the numbers and bytes of each kind's blocks."""
+        ends = [self.data]
+        for tensor in self.tensors:
+            if tensor.kind not in blocks:
+                raise ModelError(f"{path} holds {tensor.name} in format {tensor.kind}, which the library gguf lacks")
+            numbers, bytes_each = blocks[tensor.kind]
+            ends.append(self.data + tensor.offset + tensor.numbers // numbers * bytes_each)
+        size = path.stat().st_size
+        if size < max(ends):
+            raise ModelError(f"{path} is cut short, {size:,} bytes of {max(ends):,}: {AGAIN}")
+
+
+def _header(reader: _Reader, path: Path) -> GGUFHeader:
+    version = reader.number("I")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        found = f"big-endian GGUF, version {swapped}" if swapped in VERSIONS else f"GGUF version {version}"
+        raise ModelError(f"{path} is {found}: transformers reads little-endian files of version 2 and 3")
+    tensors, settings = reader.number("Q"), reader.number("Q")
+    values = {}
+    for _ in range(settings):
+        name = reader.text()
+        values[name] = reader.value(reader.number("I"))
+    table = [reader.tensor() for _ in range(tensors)]
+    alignment = int(values.get("general.alignment", 32))
+    if "general.architecture" not in values or alignment < 1:
+        raise ValueError
+    return GGUFHeader(values, tuple(table), math.ceil(reader.place / alignment) * alignment)
+
+
+class _Reader:
+    """Reads one value after another; past the end of the file it raises a ``struct.error``."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content = content
+        self.place = len(MAGIC)
+
+    def number(self, kind: str) -> Any:
+        (found,) = struct.unpack_from(f"<{kind}", self._content, self.place)
+        self.place += struct.calcsize(f"<{kind}")
+        return found
+
+    def text(self) -> str:
+        return self._string().decode(errors="replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY:
+            return self.number(NUMBERS[kind])
+        kind, count = self.number("I"), self.number("Q")
+        if kind in NUMBERS and count <= LONGEST_KEPT:
+            return [self.number(NUMBERS[kind]) for _ in range(count)]
+        if kind in NUMBERS:
+            self._skip(count * struct.calcsize(f"<{NUMBERS[kind]}"))
+        elif depth == DEEPEST:
+            raise ValueError
+        else:
+            for _ in range(count):
+                self._string() if kind == STRING else self.value(kind, depth + 1)
+        return count
+
+    def tensor(self) -> GGUFTensor:
+        name = self.text()
+        dimensions = [self.number("Q") for _ in range(self.number("I"))]
+        return GGUFTensor(name, math.prod(dimensions), self.number("I"), self.number("Q"))
+
+    def _string(self) -> bytes:
+        length = self.number("Q")
+        start = self.place
+        self._skip(length)
+        return self._content[start : self.place]
+
+    def _skip(self, length: int) -> None:
+        self.place += length
+        if self.place > len(self._content):
+            raise struct.error

@@ -1,0 +1,157 @@
+"""The converted model of a GGUF file in hdtool's home: found by the file's signature, made once, whole or not there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+from hdtool.data.errors import ModelError, worded
+from hdtool.data.files.locking import exclusive
+from hdtool.data.stores.home import converted_at_home
+from hdtool.runtime.model.gguf.convert import Conversion
+from hdtool.runtime.model.gguf.file_identity import Signature, content_hash
+from hdtool.runtime.model.gguf.manifest import FORMAT, WEIGHTS, Manifest, manifests, remove, remove_unfinished
+
+FINGERPRINT_DIGITS = 16
+SPARE = 1 << 26
+"""Bytes that stay free on the disk after a conversion."""
+
+
+def converted(file: Path, *, weights: bool) -> Path:
+    """The folder of a GGUF file's model in the layout of ``save_pretrained``, converted if it is not there.
+
+    Without ``weights``, the folder may hold the configuration and the tokenizer alone.
+    """
+    signature = Signature.of(file)
+    current = {folder: manifest for folder, manifest in manifests() if manifest.is_current}
+    for folder, manifest in current.items():
+        if signature in manifest.seen and manifest.has_weights >= weights:
+            return folder
+    conversion, settled = Conversion.of(file), signature.is_settled
+    digest = content_hash(file)
+    # A copy under another name has the same content.
+    copies = (folder for folder, manifest in current.items() if manifest.sha256 == digest)
+    folder = next(copies, converted_at_home(file.stem, _fingerprint(digest)))
+    if folder not in current or current[folder].has_weights < weights:
+        advice = "make room, or let HDTOOL_HOME name a folder with more"
+        with worded(ModelError, f"{file} cannot be converted to {folder}", advice), _locked(folder, file):
+            _complete(conversion, folder, digest, signature, weights)
+    if settled:
+        _remember(folder, signature)
+    return folder
+
+
+def _fingerprint(digest: str) -> str:
+    words = f"{FORMAT} {metadata.version('transformers')} {digest}"
+    return hashlib.sha256(words.encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+
+@contextmanager
+def _locked(folder: Path, file: Path) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    busy = ModelError(f"another process converts {file}")
+
+    def wait() -> None:
+        print(f"note: {busy}: waiting for it", file=sys.stderr)
+
+    with exclusive(_lock_of(folder), busy, wait):
+        yield
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def _complete(conversion: Conversion, folder: Path, digest: str, signature: Signature, weights: bool) -> None:
+    """Make what the folder lacks; its lock is held."""
+    remove_unfinished(folder)
+    manifest = Manifest.read(folder)  # another process may have made it while this one waited
+    if manifest is None:
+        print(f"note: reading {conversion.file} into {folder}, once", file=sys.stderr)
+        manifest = _with_configuration(conversion, folder, digest, signature)
+        _remove_superseded(folder, signature)
+    if weights and not manifest.has_weights:
+        _add_weights(conversion, folder, manifest, signature)
+
+
+def _with_configuration(conversion: Conversion, folder: Path, digest: str, signature: Signature) -> Manifest:
+    with _scratch(folder) as place:
+        conversion.write_configuration(place)
+        files = {path.name: path.stat().st_size for path in place.iterdir()}
+        manifest = Manifest(digest, metadata.version("transformers"), files)
+        manifest.write(place)
+        _sync(*place.iterdir())
+        _check_unchanged(conversion.file, signature)
+        if folder.is_dir():  # a file of it was removed or changed
+            for name in manifest.files:
+                (place / name).replace(folder / name)
+            manifest.write(folder)
+        else:
+            place.replace(folder)
+    return manifest
+
+
+def _add_weights(conversion: Conversion, folder: Path, manifest: Manifest, signature: Signature) -> None:
+    needed, free = conversion.bytes, shutil.disk_usage(folder).free
+    if free < needed + SPARE:
+        raise ModelError(
+            f"{conversion.file} needs {needed:,} bytes in {folder.parent}, whose disk has {free:,}: make room, or let "
+            "HDTOOL_HOME name a folder on another one"
+        )
+    print(f"note: converting the weights of {conversion.file}, once: {needed:,} bytes in {folder}", file=sys.stderr)
+    with _scratch(folder) as place:
+        made = conversion.write_weights(folder, place)
+        shutil.copymode(folder / "config.json", made)  # the library gives it to its owner alone
+        _sync(made)
+        _check_unchanged(conversion.file, signature)
+        made.replace(folder / WEIGHTS)
+    replace(manifest, files={**manifest.files, WEIGHTS: (folder / WEIGHTS).stat().st_size}).write(folder)
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A new folder beside the folder; what is left in it is removed."""
+    place = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
+    place.mkdir()
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _sync(*files: Path) -> None:
+    for file in files:
+        with file.open("rb+") as stream:
+            os.fsync(stream.fileno())
+
+
+def _check_unchanged(file: Path, signature: Signature) -> None:
+    if Signature.of(file) != signature:
+        raise ModelError(f"{file} was changed while it was read: run the command again")
+
+
+def _remember(folder: Path, signature: Signature) -> None:
+    """Record that a file has this content; where that cannot be written, the hash is computed again each time."""
+    busy = ModelError(f"another process converts to {folder}")
+    with suppress(ModelError, OSError), exclusive(_lock_of(folder), busy):
+        if manifest := Manifest.read(folder):
+            manifest.seen_as(signature).write(folder)
+
+
+def _remove_superseded(folder: Path, signature: Signature) -> None:
+    """Delete models converted from earlier contents of the same file, or from it by another version of transformers."""
+    for other, manifest in manifests():
+        files = {one.path: one for one in manifest.seen}
+        if other == folder or not files.pop(signature.path, None) or any(one.holds for one in files.values()):
+            continue
+        busy = ModelError(f"another process converts to {other}")
+        with suppress(ModelError, OSError), exclusive(_lock_of(other), busy):
+            remove(other, manifest)

@@ -1,0 +1,147 @@
+"""GGUF files with tiny random weights and the tokenizer of the demo model, written as llama.cpp writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf.quants import quantize
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hdtool.data import demo
+
+TEMPLATE = (demo.MODEL / "chat_template.jinja").read_text()
+END_OF_TEXT, END_OF_TURN = 0, 1
+HEADS, KEY_VALUE_HEADS = 4, 2
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Names of a layer's weights in the file and in transformers."""
+
+
+@cache
+def vocabulary() -> dict[str, Any]:
+    tokenizer: dict[str, Any] = json.loads((demo.MODEL / "tokenizer.json").read_text())
+    return tokenizer
+
+
+def tiny_llama(seed: int = 0, **changed: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    settings = LlamaConfig(
+        vocab_size=len(vocabulary()["model"]["vocab"]),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_VALUE_HEADS,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        bos_token_id=END_OF_TEXT,
+        eos_token_id=END_OF_TEXT,
+        tie_word_embeddings=False,
+        **changed,
+    )
+    model = LlamaForCausalLM(settings)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8)  # random logits of the usual size are too even to tell models apart
+    return model
+
+
+def write_gguf(
+    path: Path,
+    model: LlamaForCausalLM,
+    kind: str = "F32",
+    *,
+    divisors: np.ndarray[Any, Any] | None = None,
+    settings: Mapping[str, int | str] | None = None,
+) -> Path:
+    """Write a model; ``kind`` is the format of its matrices, and ``settings`` are added to those of the file.
+
+    ``divisors`` are those of the rotary frequencies.
+    """
+    writer = GGUFWriter(path, "llama")
+    _add_settings(writer, model.config)
+    _add_tokenizer(writer)
+    for name, value in (settings or {}).items():
+        if isinstance(value, int):
+            writer.add_uint32(name, value)
+        else:
+            writer.add_string(name, value)
+    for name, weight in _weights(model).items():
+        kept = kind if weight.ndim > 1 else "F32"
+        stored = GGMLQuantizationType[kept]
+        writer.add_tensor(name, quantize(weight, stored), raw_dtype=stored)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _weights(model: LlamaForCausalLM) -> dict[str, np.ndarray[Any, Any]]:
+    found = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
+    named = {
+        "token_embd.weight": found["model.embed_tokens.weight"],
+        "output_norm.weight": found["model.norm.weight"],
+        "output.weight": found["lm_head.weight"],
+    }
+    heads = {"attn_q": HEADS, "attn_k": KEY_VALUE_HEADS}
+    for layer in range(model.config.num_hidden_layers):
+        for short, long in LAYER.items():
+            weight = found[f"model.layers.{layer}.{long}.weight"]
+            named[f"blk.{layer}.{short}.weight"] = _interleaved(weight, heads[short]) if short in heads else weight
+    return named
+
+
+def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """The rows in the order of llama.cpp, which rotates neighbours instead of halves."""
+    halves = weight.reshape(heads, 2, -1, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def _add_settings(writer: GGUFWriter, settings: LlamaConfig) -> None:
+    writer.add_name("tiny")
+    writer.add_context_length(settings.max_position_embeddings)
+    writer.add_embedding_length(settings.hidden_size)
+    writer.add_block_count(settings.num_hidden_layers)
+    writer.add_feed_forward_length(settings.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEY_VALUE_HEADS)
+    writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
+    writer.add_rope_dimension_count(settings.hidden_size // HEADS)
+    rope: Any = settings.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(settings.vocab_size)
+
+
+def _add_tokenizer(writer: GGUFWriter) -> None:
+    tokenizer = vocabulary()
+    added = {one["id"] for one in tokenizer["added_tokens"]}
+    tokens = sorted(tokenizer["model"]["vocab"].items(), key=lambda entry: entry[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([token for token, _ in tokens])
+    writer.add_token_types([TokenType.CONTROL if number in added else TokenType.NORMAL for _, number in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(END_OF_TEXT)
+    writer.add_eos_token_id(END_OF_TEXT)
+    writer.add_pad_token_id(END_OF_TEXT)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
