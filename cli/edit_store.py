@@ -58,8 +58,9 @@ def add(
     quiet_libraries()
     kind = read_manifest(store).kind
     tokenizer = load_tokenizer(loading)
-    with reading(inputs, tokenizer, LocalEngine(), kind, config.max_bad_fraction, quiet=quiet) as (read, documents):
-        manifest = rework.add(store, documents, read.sources, TokenizerFingerprint.of(tokenizer), kind)
+    mark, tolerance = TokenizerFingerprint.of(tokenizer), config.max_bad_fraction
+    with reading(inputs, tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (read, documents):
+        manifest = rework.add(store, documents, read.sources, mark, kind)
     report(store, manifest, as_json=as_json)
 
 
@@ -101,12 +102,14 @@ def drop(
 
 def _drop_conversations(store: Path, source: str | None, days: float | None, *, as_json: bool) -> None:
     from hdtool.builders.stores.history_documents import drop_conversations
-    from hdtool.cli.output.show_history import history_in_words, history_shown
+    from hdtool.cli.output.show_history import history_in_words
+    from hdtool.runtime.stores.history_store import HistoryStore
+    from hdtool.runtime.stores.inspect_history import description
 
     if days is not None and not 0 <= days <= LARGEST_AGE:
         raise OptionError(f"--older-than must be between 0 and {LARGEST_AGE} days, got {days:g}")
     before = None if days is None else timedelta(days=days)
     dropped = drop_conversations(store, source=source, before=before)
     print(f"removed {dropped.conversations:,} conversations, {dropped.tokens:,} tokens", file=sys.stderr)
-    shown = history_shown(store, None, latency=False, verify=False)
+    shown = description(HistoryStore(store))
     print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))

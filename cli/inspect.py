@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from heapq import nlargest
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from hdtool.data.stores.history_manifest import HistoryManifest
     from hdtool.data.stores.store import Manifest
     from hdtool.runtime.stores.corpus_index import CorpusIndex
     from hdtool.runtime.stores.model_store import ModelStore
@@ -36,6 +38,7 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Show what a store holds and what it would draft."""
+    from hdtool.cli.output.show_history import history_in_words
     from hdtool.cli.output.store_output import description
     from hdtool.data.stores.store import damaged, read_store
     from hdtool.data.stores.store_files import holds_history
@@ -44,7 +47,8 @@ def inspect(
         raise OptionError("--after is empty: give the text after which the store shall draft")
 
     if holds_history(store):
-        _inspect_history(store, after, ngrams, config, latency=latency, verify=verify, as_json=as_json)
+        shown = _history_shown(store, after, ngrams, config, latency=latency, verify=verify)
+        print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown) + _found(shown)))
         return
 
     def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str], list[dict[str, Any]]]:
@@ -64,49 +68,39 @@ def inspect(
         shown["verified"] = len(manifest.files)
     if ngrams is not None:
         shown["ngrams"] = listed
-    if opened and after is not None:
-        shown["after"] = _after(opened, after, config)
-    if opened and latency:
-        from hdtool.runtime.stores.inspect_store import latency_of
+    if opened:
+        from hdtool.runtime.stores.inspect_store import continuations, latency_of
 
-        shown |= latency_of(opened)
+        if after is not None:
+            tokenizer = _tokenizer(store, manifest, config)
+            shown["after"] = _rows(tokenizer, continuations(opened, _ids(tokenizer, "--after", after)))
+        shown |= latency_of(opened) if latency else {}
     print(json.dumps(shown, ensure_ascii=False) if as_json else _in_words(shown))
 
 
-def _inspect_history(
-    folder: Path,
-    after: str | None,
-    ngrams: str | None,
-    config: ModelConfig,
-    *,
-    latency: bool,
-    verify: bool,
-    as_json: bool,
-) -> None:
-    from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.cli.output.show_history import history_in_words, history_shown
-    from hdtool.runtime.model.load import load_tokenizer
+def _history_shown(
+    folder: Path, after: str | None, ngrams: str | None, config: ModelConfig, *, latency: bool, verify: bool
+) -> dict[str, Any]:
+    from hdtool.cli.output.show_history import verified
+    from hdtool.runtime.stores.history_store import HistoryStore
+    from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency
 
     if ngrams is not None:
         raise OptionError("--ngrams lists a model store, and this is a history store: leave it out, or take --after")
+    store = HistoryStore(folder)
+    shown = description(store)
+    if verify:
+        shown["verified"] = verified(store)
+    if after is not None:
+        tokenizer = _tokenizer(folder, store.manifest, config)
+        shown["after"] = _rows(tokenizer, history_continuations(store, _ids(tokenizer, "--after", after)))
+    return shown | (history_latency(store) if latency else {})
 
-    def tokenize() -> tuple[PreTrainedTokenizerBase, list[int]]:
-        assert after is not None
-        quiet_libraries()
-        tokenizer = load_tokenizer(config)
-        return tokenizer, _ids(tokenizer, "--after", after)
 
-    shown = history_shown(folder, tokenize if after is not None else None, latency=latency, verify=verify)
-    print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown) + _found(shown)))
-
-
-def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, Any]]:
-    from hdtool.runtime.stores.inspect_store import continuations
-
-    tokenizer = _tokenizer(store.folder, store.manifest, config)
+def _rows(tokenizer: PreTrainedTokenizerBase, found: Iterable[tuple[int, list[int], int]]) -> list[dict[str, Any]]:
     return [
         {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
-        for matched, path, count in continuations(store, _ids(tokenizer, "--after", text))
+        for matched, path, count in found
     ]
 
 
@@ -133,15 +127,20 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
     ]
 
 
-def _tokenizer(folder: Path, manifest: Manifest, config: ModelConfig) -> PreTrainedTokenizerBase:
+def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, which must be the store's."""
     from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.data.stores.history_manifest import HistoryManifest, require_history
     from hdtool.data.stores.store import TokenizerFingerprint, require
     from hdtool.runtime.model.load import load_tokenizer
 
     quiet_libraries()
     tokenizer = load_tokenizer(config)
-    require(manifest, folder, manifest.kind, TokenizerFingerprint.of(tokenizer))
+    fingerprint = TokenizerFingerprint.of(tokenizer)
+    if isinstance(manifest, HistoryManifest):
+        require_history(manifest, folder, fingerprint)
+    else:
+        require(manifest, folder, manifest.kind, fingerprint)
     return tokenizer
 
 

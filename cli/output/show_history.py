@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.store_files import printable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Tokenize = Callable[[], tuple["PreTrainedTokenizerBase", list[int]]]
-"""Loads the model's tokenizer; with the ids of the text to look up."""
-
-
-def history_shown(folder: Path, tokenize: Tokenize | None, *, latency: bool, verify: bool) -> dict[str, Any]:
-    """A history store as ``--json`` prints it."""
-    from hdtool.data.stores.history_manifest import require_history
-    from hdtool.data.stores.manifest import TokenizerFingerprint
     from hdtool.runtime.stores.history_store import HistoryStore
-    from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency
-
-    store = HistoryStore(folder)
-    shown = description(store)
-    if verify:
-        shown["verified"] = _verified(store)
-    if tokenize:
-        tokenizer, ids = tokenize()
-        require_history(store.manifest, folder, TokenizerFingerprint.of(tokenizer))
-        shown["after"] = [
-            {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
-            for matched, path, count in history_continuations(store, ids)
-        ]
-    return shown | (history_latency(store) if latency else {})
 
 
-def _verified(store: Any) -> int:
+def verified(store: HistoryStore) -> int:
     """The number of conversations, whose tokens are all as they were written."""
     held = store.conversations()
     whole = sum(1 for _ in store.answers(held))

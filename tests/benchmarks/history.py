@@ -16,10 +16,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from hdtool.data.stores.store import TokenizerFingerprint
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH
 from hdtool.runtime.environment import machine
 from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.inspect_history import matches
+from hdtool.runtime.stores.log_search import LONGEST_MATCH, matches
 
 VOCABULARY, ANSWER, PIECE, TAIL = 32_000, 300, 10, 8
 MARK, MODEL = TokenizerFingerprint("benchmark", VOCABULARY), "0" * 16

@@ -38,7 +38,8 @@ from hdtool.runtime.stores import history_files, history_store
 from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.history_files import FEWEST, SMALLEST
 from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency, matches
+from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency
+from hdtool.runtime.stores.log_search import MATCHES, matches
 from hdtool.runtime.stores.model_store import sequence_hash
 from hdtool.runtime.stores.token_log import BEFORE, OVERLAP, TOKEN, end_of, latest, places_of
 
@@ -654,7 +655,8 @@ def test_a_store_is_described(tmp_path: Path) -> None:
     assert (shown["kind"], shown["model"], shown["tokens"], shown["entries"]) == ("history", MODEL, 500, 100)
     assert [(each["name"], each["share"]) for each in shown["sources"]] == [("public", 0.3), ("secret", 0.7)]
     assert shown["oldest"] <= shown["newest"] and json.dumps(shown)
-    assert next(history_continuations(store, [3, 1, 2])) == (3, [0], 1)
+    # Of the 50 matches, those at the latest places are found, as in a draft.
+    assert [path for _, path, _ in history_continuations(store, [3, 1, 2])][:2] == [[50 - MATCHES], [51 - MATCHES]]
     assert set(history_latency(store)) == {"lookup_us_p50", "lookup_us_p99"}
     assert description(opened(tmp_path / "empty"))["oldest"] is None
 
