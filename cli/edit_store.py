@@ -111,5 +111,5 @@ def _drop_conversations(store: Path, source: str | None, days: float | None, *, 
     before = None if days is None else timedelta(days=days)
     dropped = drop_conversations(store, source=source, before=before)
     print(f"removed {dropped.conversations:,} conversations, {dropped.tokens:,} tokens", file=sys.stderr)
-    shown = description(HistoryStore(store))
+    shown = description(HistoryStore(store, read_only=True))
     print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))

@@ -87,7 +87,7 @@ def _history_shown(
 
     if ngrams is not None:
         raise OptionError("--ngrams lists a model store, and this is a history store: leave it out, or take --after")
-    store = HistoryStore(folder)
+    store = HistoryStore(folder, read_only=True)
     shown = description(store)
     if verify:
         shown["verified"] = verified(store)
