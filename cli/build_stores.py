@@ -89,7 +89,10 @@ def _build(
     folder = out or store_at_home(kind, fingerprint, namespace)
     with (
         engine_for(config, quiet=quiet) as engine,
-        reading(inputs, tokenizer, engine, kind, config.max_bad_fraction, quiet=quiet) as (read, documents),
+        reading(inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet) as (
+            read,
+            documents,
+        ),
     ):
         manifest = build(folder, documents, fingerprint, read.sources, engine=engine, **how)
     report(folder, manifest, as_json=as_json)

@@ -58,8 +58,9 @@ def add(
     quiet_libraries()
     kind = read_manifest(store).kind
     tokenizer = load_tokenizer(loading)
-    with reading(inputs, tokenizer, LocalEngine(), kind, config.max_bad_fraction, quiet=quiet) as (read, documents):
-        manifest = rework.add(store, documents, read.sources, TokenizerFingerprint.of(tokenizer), kind)
+    mark, tolerance = TokenizerFingerprint.of(tokenizer), config.max_bad_fraction
+    with reading(inputs, tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (read, documents):
+        manifest = rework.add(store, documents, read.sources, mark, kind)
     report(store, manifest, as_json=as_json)
 
 
@@ -110,5 +111,5 @@ def _drop_conversations(store: Path, source: str | None, days: float | None, *, 
     before = None if days is None else timedelta(days=days)
     dropped = drop_conversations(store, source=source, before=before)
     print(f"removed {dropped.conversations:,} conversations, {dropped.tokens:,} tokens", file=sys.stderr)
-    shown = description(HistoryStore(store))
+    shown = description(HistoryStore(store, read_only=True))
     print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from heapq import nlargest
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hdtool.cli.output.show_history import history_in_words
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
+    from hdtool.data.stores.history_manifest import HistoryManifest
     from hdtool.data.stores.store import Manifest
     from hdtool.runtime.stores.corpus_index import CorpusIndex
-    from hdtool.runtime.stores.history_store import HistoryStore
     from hdtool.runtime.stores.model_store import ModelStore
 
     AnyStore = CorpusIndex | ModelStore
@@ -39,6 +38,7 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Show what a store holds and what it would draft."""
+    from hdtool.cli.output.show_history import history_in_words
     from hdtool.cli.output.store_output import description
     from hdtool.data.stores.store import damaged, read_store
     from hdtool.data.stores.store_files import holds_history
@@ -47,11 +47,7 @@ def inspect(
         raise OptionError("--after is empty: give the text after which the store shall draft")
 
     if holds_history(store):
-        if ngrams is not None:
-            raise OptionError(
-                "--ngrams lists a model store, and this is a history store: leave it out, or take --after"
-            )
-        shown = _history_shown(store, after, config, latency=latency, verify=verify)
+        shown = _history_shown(store, after, ngrams, config, latency=latency, verify=verify)
         print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown) + _found(shown)))
         return
 
@@ -72,57 +68,36 @@ def inspect(
         shown["verified"] = len(manifest.files)
     if ngrams is not None:
         shown["ngrams"] = listed
-    if opened and after is not None:
-        shown["after"] = _after(opened, after, config)
-    if opened and latency:
-        from hdtool.runtime.stores.inspect_store import latency_of
+    if opened:
+        from hdtool.runtime.stores.inspect_store import continuations, latency_of
 
-        shown |= latency_of(opened)
+        if after is not None:
+            tokenizer = _tokenizer(store, manifest, config)
+            shown["after"] = _rows(tokenizer, continuations(opened, _ids(tokenizer, "--after", after)))
+        shown |= latency_of(opened) if latency else {}
     print(json.dumps(shown, ensure_ascii=False) if as_json else _in_words(shown))
 
 
 def _history_shown(
-    folder: Path, after: str | None, config: ModelConfig, *, latency: bool, verify: bool
+    folder: Path, after: str | None, ngrams: str | None, config: ModelConfig, *, latency: bool, verify: bool
 ) -> dict[str, Any]:
-    from hdtool.data.stores.history_manifest import require_history
-    from hdtool.data.stores.store import TokenizerFingerprint
+    from hdtool.cli.output.show_history import verified
     from hdtool.runtime.stores.history_store import HistoryStore
     from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency
 
-    store = HistoryStore(folder)
+    if ngrams is not None:
+        raise OptionError("--ngrams lists a model store, and this is a history store: leave it out, or take --after")
+    store = HistoryStore(folder, read_only=True)
     shown = description(store)
     if verify:
-        shown["verified"] = _verified(store)
+        shown["verified"] = verified(store)
     if after is not None:
-        tokenizer = _tokenizer(config)
-        ids = _ids(tokenizer, "--after", after)
-        require_history(store.manifest, folder, TokenizerFingerprint.of(tokenizer))
-        shown["after"] = _continuations(tokenizer, history_continuations(store, ids))
+        tokenizer = _tokenizer(folder, store.manifest, config)
+        shown["after"] = _rows(tokenizer, history_continuations(store, _ids(tokenizer, "--after", after)))
     return shown | (history_latency(store) if latency else {})
 
 
-def _verified(store: HistoryStore) -> int:
-    """The number of conversations, whose tokens are all as they were written."""
-    held = store.conversations()
-    whole = sum(1 for _ in store.answers(held))
-    if whole < len(held):
-        raise StoreError(
-            f"{store.folder} is damaged ({len(held) - whole:,} of {len(held):,} conversations changed since they were "
-            "written): delete it, or go on without them"
-        )
-    return whole
-
-
-def _after(store: AnyStore, text: str, config: ModelConfig) -> list[dict[str, Any]]:
-    from hdtool.runtime.stores.inspect_store import continuations
-
-    tokenizer = _tokenizer_of(store.folder, store.manifest, config)
-    return _continuations(tokenizer, continuations(store, _ids(tokenizer, "--after", text)))
-
-
-def _continuations(
-    tokenizer: PreTrainedTokenizerBase, found: Iterable[tuple[int, list[int], int]]
-) -> list[dict[str, Any]]:
+def _rows(tokenizer: PreTrainedTokenizerBase, found: Iterable[tuple[int, list[int], int]]) -> list[dict[str, Any]]:
     return [
         {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
         for matched, path, count in found
@@ -136,7 +111,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
     from hdtool.runtime.stores.inspect_store import SHOWN
 
     require(manifest, folder, "model")
-    tokenizer = _tokenizer_of(folder, manifest, config)
+    tokenizer = _tokenizer(folder, manifest, config)
     entries = read_entries(folder, manifest, _ids(tokenizer, "--ngrams", text) if text else [])
     return [
         {
@@ -152,21 +127,21 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
     ]
 
 
-def _tokenizer_of(folder: Path, manifest: Manifest, config: ModelConfig) -> PreTrainedTokenizerBase:
+def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, which must be the store's."""
-    from hdtool.data.stores.store import TokenizerFingerprint, require
-
-    tokenizer = _tokenizer(config)
-    require(manifest, folder, manifest.kind, TokenizerFingerprint.of(tokenizer))
-    return tokenizer
-
-
-def _tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.data.stores.history_manifest import HistoryManifest, require_history
+    from hdtool.data.stores.store import TokenizerFingerprint, require
     from hdtool.runtime.model.load import load_tokenizer
 
     quiet_libraries()
-    return load_tokenizer(config)
+    tokenizer = load_tokenizer(config)
+    fingerprint = TokenizerFingerprint.of(tokenizer)
+    if isinstance(manifest, HistoryManifest):
+        require_history(manifest, folder, fingerprint)
+    else:
+        require(manifest, folder, manifest.kind, fingerprint)
+    return tokenizer
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> list[int]:

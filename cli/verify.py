@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,11 +43,12 @@ def verify(
 
     Answers prompts by plain decoding, by the method and, with greedy decoding, by transformers' generate, and compares
     them token for token. At a difference, the logits are computed again in higher precision: a gap within the rounding
-    error there is a near tie. Exit code 0 if all answers are identical or differ at near ties only, else 1.
+    error there is a near tie. A history store is read and not written. Exit code 0 if all answers are identical or
+    differ at near ties only, else 1.
     """
     from hdtool.cli.output.show_answers import print_sources, quiet_libraries
     from hdtool.data import demo
-    from hdtool.runtime.drafters.methods import drafter_for
+    from hdtool.runtime.drafters.methods import drafter_for, history_for
     from hdtool.runtime.evaluation.verify import Verifier
     from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
@@ -56,8 +58,10 @@ def verify(
     quiet_libraries()
     loaded = load(loading)
     choose_threads(loaded.target, loading.threads)
-    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, decoding.databases)
-    drafter = drafter_for(decoding, loaded.target, store_set)
+    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, decoding.databases, identified=decoding.keeps_history)
+    # The answers of a check are no history of the user's.
+    history = history_for(decoding, loaded.target, store_set, read_only=True)
+    drafter = drafter_for(decoding, loaded.target, replace(store_set, history=history))
     verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens)
     print_sources(store_set)
     checks = _checked(verifier, loaded, asked, chat, quiet)

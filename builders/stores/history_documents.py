@@ -49,7 +49,7 @@ class HistoryDocuments:
         self.sources: list[Source] = []
         self._parts: list[tuple[HistoryStore, list[Conversation]]] = []
         for folder in folders:
-            store = HistoryStore(folder)
+            store = HistoryStore(folder, read_only=True)
             require_history(store.manifest, folder, tokenizer)
             held = store.conversations()
             if not held:

@@ -1,10 +1,26 @@
-"""A history store in words, as ``hdtool inspect`` shows it."""
+"""What ``hdtool inspect`` shows of a history store."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hdtool.data.errors import StoreError
 from hdtool.data.stores.store_files import printable
+
+if TYPE_CHECKING:
+    from hdtool.runtime.stores.history_store import HistoryStore
+
+
+def verified(store: HistoryStore) -> int:
+    """The number of conversations, whose tokens are all as they were written."""
+    held = store.conversations()
+    whole = sum(1 for _ in store.answers(held))
+    if whole < len(held):
+        raise StoreError(
+            f"{store.folder} is damaged ({len(held) - whole:,} of {len(held):,} conversations changed since they were "
+            "written): delete it, or go on without them"
+        )
+    return whole
 
 
 def history_in_words(shown: dict[str, Any]) -> list[str]:

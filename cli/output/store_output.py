@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hdtool.builders.stores.history_documents import HistoryDocuments
     from hdtool.data.records import Reading
     from hdtool.data.stores.documents import Document, Source
-    from hdtool.data.stores.store import Manifest
+    from hdtool.data.stores.store import Manifest, TokenizerFingerprint
     from hdtool.runtime.config import BuildConfig
 
 
@@ -47,17 +47,23 @@ class BuildInputs:
 
 @contextmanager
 def reading(
-    inputs: list[str], tokenizer: Any, engine: Engine, kind: str, tolerance: float, *, quiet: bool
+    inputs: list[str],
+    tokenizer: Any,
+    fingerprint: TokenizerFingerprint,
+    engine: Engine,
+    kind: str,
+    tolerance: float,
+    *,
+    quiet: bool,
 ) -> Iterator[tuple[BuildInputs, Iterator[Document]]]:
     """Read inputs for a kind of store with a progress bar, then print what could not be used."""
     from hdtool.builders.stores.history_documents import HistoryDocuments, history_folders
     from hdtool.data.inputs import find_inputs
     from hdtool.data.progress import bar
     from hdtool.data.records import Reading
-    from hdtool.data.stores.manifest import TokenizerFingerprint
 
     folders, others = history_folders(inputs)
-    history = HistoryDocuments(folders, TokenizerFingerprint.of(tokenizer))
+    history = HistoryDocuments(folders, fingerprint)
     if folders and not others:
         yield BuildInputs(history), iter(history)
         return

@@ -77,7 +77,7 @@ class OutputFile:
                     temporary.replace(destination)
             finally:
                 temporary.unlink(missing_ok=True)
-            _sync_folder(destination.parent)
+            to_disk(destination.parent)
 
     def remove(self) -> None:
         """Delete the file if hdtool wrote it, and temporary files of killed writers."""
@@ -160,11 +160,15 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
     return True
 
 
-def _sync_folder(folder: Path) -> None:
-    """Have the new name on disk; not every system can sync a folder."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+def to_disk(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk; not every system can do that for a folder."""
+    is_folder = path.is_dir()
+    try:
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError:
+        if not is_folder:
+            raise

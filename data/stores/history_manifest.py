@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import StoreError
+from hdtool.data.files.atomic_write import to_disk
 from hdtool.data.files.locking import exclusive, foreign_lock
 from hdtool.data.stores.manifest import LARGEST_VOCABULARY, TokenizerFingerprint
 from hdtool.data.stores.manifest_fields import mapping_of, number_of, text_of
@@ -150,12 +151,13 @@ def write_history_manifest(folder: Path, manifest: HistoryManifest) -> None:
     """Replace the manifest in one step."""
     new = folder / f"{MANIFEST}-{manifest.build}"
     try:
+        new.unlink(missing_ok=True)  # of a process that was killed; the caller holds the lock
         create(new)
         with open(new, "w", encoding="utf-8", newline="\n") as stream:
             stream.write(json.dumps(manifest.to_json(), indent=1, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        to_disk(new)
         new.replace(folder / MANIFEST)
+        to_disk(folder)
     finally:
         new.unlink(missing_ok=True)
 
@@ -191,8 +193,9 @@ def sweep_history(folder: Path, manifest: HistoryManifest) -> None:
 
 def leftovers(folder: Path, manifest: HistoryManifest) -> list[Path]:
     """The files of a history store that its manifest does not name."""
-    names = (name for name in os.listdir(folder) if _OURS.fullmatch(name) or _TEMPORARY.fullmatch(name))
-    return [folder / name for name in names if manifest.build not in name and is_regular(folder / name)]
+    others = (name for name in os.listdir(folder) if _OURS.fullmatch(name) and manifest.build not in name)
+    names = (*others, *(name for name in os.listdir(folder) if _TEMPORARY.fullmatch(name)))
+    return [folder / name for name in names if is_regular(folder / name)]
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from hdtool.data.errors import StoreError
+from hdtool.data.files.atomic_write import to_disk
 from hdtool.data.files.locking import exclusive
 from hdtool.data.stores.manifest import FORMAT, InputShare, Manifest, StoredFile, TokenizerFingerprint, shares_of
 from hdtool.data.stores.store_files import (
@@ -81,7 +82,7 @@ class StoreBuild:
     def commit(self, manifest: Manifest) -> Manifest:
         """Replace the manifest atomically, so that the written files become the store."""
         for path in self._parts.values():
-            _to_disk(path)
+            to_disk(path)
         with ThreadPoolExecutor() as pool:  # reading and hashing release the interpreter lock
             hashes = pool.map(checksum, self._parts.values())
         found = zip(self._parts.items(), hashes, strict=True)
@@ -93,11 +94,11 @@ class StoreBuild:
         new = self.folder / f"{MANIFEST}-{self._digits}"
         with open(new, "x", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
-        _to_disk(new)
+        to_disk(new)
         if os.path.lexists(self.folder / MANIFEST) and not holds_manifest(self.folder):
             raise StoreError(f"{self.folder / MANIFEST} was written by another program meanwhile: choose another place")
         new.replace(self.folder / MANIFEST)
-        _to_disk(self.folder)
+        to_disk(self.folder)
         return whole
 
 
@@ -250,15 +251,3 @@ def _hash_of(stream: BinaryIO) -> str:
 def checksum(path: Path) -> str:
     with open(path, "rb") as stream:
         return _hash_of(stream)
-
-
-def _to_disk(path: Path) -> None:
-    """Sync a file or folder to disk; not every system can sync a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if path.is_file():
-            raise
-    finally:
-        os.close(descriptor)

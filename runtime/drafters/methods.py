@@ -60,21 +60,22 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
     return [drafter_within(budget, config, stores, target) for _ in range(batch)]
 
 
-def history_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> History | None:
-    """The history that the drafters of a model share, if their method has one."""
+def history_for(
+    config: DecodeConfig, target: Target, store_set: StoreSet, *, read_only: bool = False
+) -> History | None:
+    """The history that the drafters of a model share, if their method has one; its store may be ``read_only``."""
     if "H" not in config.sources:
         return None
     store = None
     if config.keeps_history:
-        from hdtool.runtime.stores.history_store import (
-            HistoryStore,
-        )  # loads lmdb, which a history in memory does not need
+        # Loads lmdb, which a history in memory does not need.
+        from hdtool.runtime.stores.history_store import HistoryStore
 
         if not store_set.tokenizer:
             raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")
         model = fingerprint(target.model)
         folder = history_at_home(model, store_set.tokenizer) if config.history == HOME else Path(config.history)
-        store = HistoryStore.open(folder, store_set.tokenizer, model)
+        store = HistoryStore.open(folder, store_set.tokenizer, model, read_only=read_only)
     return History(prompts=config.history_prompts, store=store)
 
 

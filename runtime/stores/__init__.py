@@ -1,4 +1,4 @@
-"""Stores opened for reading: the model store, the corpus index, and the set of both that drafters use.
+"""The model store, the corpus index and the history, with the look-ups that drafters and ``inspect`` share.
 
 Imports `data`, `runtime/kernels` and `runtime/config`.
 """

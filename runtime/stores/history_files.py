@@ -1,13 +1,12 @@
-"""The files of a history store: created, opened, and made anew with some of their conversations.
+"""The files of a history store: created, opened, lengthened, and made anew with some of their conversations.
 
-A store is made anew when it grows, when something is dropped, and when places would get too large numbers. The caller
-holds the lock of the old conversations meanwhile, so nothing is appended to files that are about to be replaced; other
-processes find the new manifest the next time they append or refresh.
+A store is made anew when something is dropped, and when places would get too large numbers; when it grows, its files
+become longer. The caller holds the lock of the conversations meanwhile, so nothing is appended to files that are about
+to be replaced; other processes find the new manifest the next time they append or refresh.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,6 +17,7 @@ import lmdb
 import numpy as np
 
 from hdtool.data.errors import StoreError, reason_of
+from hdtool.data.files.atomic_write import to_disk
 from hdtool.data.stores.history_manifest import (
     FILES,
     LARGEST_BYTES,
@@ -109,21 +109,30 @@ def sweep_if_killed(folder: Path) -> None:
                 sweep_history(folder, read_history_manifest(folder))
 
 
-def open_files(folder: Path) -> OpenFiles:
+def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
     """The files that the manifest names; opened again if it is replaced meanwhile."""
     for _ in range(OPENINGS):
         manifest = read_history_manifest(folder)
         try:
             with worded(folder):
                 stamp = stamp_of(folder / MANIFEST)
-                ring = HistoryRing(folder, manifest)
-                records = Records.of(manifest.path(folder, "conversations"), manifest.size)
+                ring = HistoryRing(folder, manifest, writable=writable)
+                records = Records.of(manifest.path(folder, "conversations"), most_places(manifest.most_bytes))
                 return OpenFiles(manifest, stamp, ring, records)
         except StoreError as error:
             if read_history_manifest(folder) == manifest:
                 known = str(error).startswith(f"{folder} ")
                 raise error if known else StoreError(f"{error}: {advice(folder)}") from None
     raise StoreError(f"{folder} was replaced {OPENINGS} times while it was opened: wait for the commands to end")
+
+
+def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
+    """Let a store have more places. Nothing is moved, and a store whose files are too long already is whole."""
+    with folder_lock(folder):
+        old.ring.lengthen(size)
+        for part in ("ring", "chains"):
+            to_disk(old.manifest.path(folder, part))
+        write_history_manifest(folder, replace(old.manifest, size=size))
 
 
 def make_anew(
@@ -160,9 +169,9 @@ def _write(folder: Path, manifest: HistoryManifest, old: HistoryRing | None, kep
             moved = [each._replace(number=n, first=int(firsts[n])) for n, each in enumerate(kept)]
         path = manifest.path(folder, "conversations")
         create(path)
-        Records.created(path, manifest.size, State(end, len(moved)), moved)
+        Records.created(path, most_places(manifest.most_bytes), State(end, len(moved)), moved)
         for part in ("ring", "chains"):
-            _to_disk(manifest.path(folder, part))
+            to_disk(manifest.path(folder, part))
         write_history_manifest(folder, manifest)
     except BaseException:
         for part in FILES:
@@ -172,11 +181,3 @@ def _write(folder: Path, manifest: HistoryManifest, old: HistoryRing | None, kep
                     path.with_name(path.name + ending).unlink()
         raise
     sweep_history(folder, manifest)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -55,9 +55,9 @@ class HistoryRing:
     def __init__(self, folder: Path, manifest: HistoryManifest, *, writable: bool = True) -> None:
         self.size = manifest.size
         self.chains = max(1, manifest.size // PLACES_PER_CHAIN)
-        self._path = manifest.path(folder, "ring")
+        self._path, self._chains_path = manifest.path(folder, "ring"), manifest.path(folder, "chains")
         places = _mapped(self._path, PLACE * self.size, writable)
-        chains = _mapped(manifest.path(folder, "chains"), HEADER + CHAIN * self.chains, writable)
+        chains = _mapped(self._chains_path, HEADER + CHAIN * self.chains, writable)
         self.places: Ints = np.frombuffer(places, np.int32).reshape(-1, 2)
         self._header: Ints = np.frombuffer(chains, np.int64, 1)
         self.heads: Ints = np.frombuffer(chains, np.int32, offset=HEADER)
@@ -101,6 +101,21 @@ class HistoryRing:
         self._header[0] = stop
         return stop
 
+    def lengthen(self, size: int) -> None:
+        """Make the files long enough for ``size`` places; those that map them now see no difference.
+
+        Places keep their numbers, as the ring has not run over yet. A chain becomes several that begin alike, and
+        search compares tokens anyway, so no chain is built anew.
+        """
+        chains = self.heads.tobytes()
+        with _descriptor(self._path) as descriptor:
+            os.ftruncate(descriptor, PLACE * size)
+            _write_zeros(descriptor, PLACE * self.size, PLACE * min(size, -(-self.size // ALLOCATED) * ALLOCATED))
+        with open(self._chains_path, "r+b") as stream:
+            stream.seek(HEADER + len(chains))
+            for _ in range(size // self.size - 1):
+                stream.write(chains)
+
     def tokens(self, first: int, count: int) -> Ints:
         """A copy of the tokens at some places."""
         places = np.arange(first, first + count) & (self.size - 1)
@@ -137,7 +152,8 @@ def compile_ring() -> None:
 def _mapped(path: Path, size: int, writable: bool) -> mmap.mmap:
     try:
         with open(path, "r+b" if writable else "rb") as stream:
-            if (found := os.fstat(stream.fileno()).st_size) != size:
+            # Longer than the manifest states, if a process was killed while it lengthened the files.
+            if (found := os.fstat(stream.fileno()).st_size) < size:
                 raise StoreError(f"{path} has {found:,} bytes instead of {size:,}")
             return mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     except FileNotFoundError:

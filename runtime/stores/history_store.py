@@ -29,6 +29,7 @@ from hdtool.runtime.stores.history_files import (
     MOST_BYTES,
     OpenFiles,
     create_if_new,
+    lengthen,
     make_anew,
     most_places,
     open_files,
@@ -67,8 +68,8 @@ Ints = npt.NDArray[Any]
 class HistoryStore(Pinned):
     """A history store, open for look-ups and for new conversations."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the store in a folder, whatever model it is of."""
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+        """Open the store in a folder, whatever model it is of; ``read_only``, nothing is appended or repaired."""
         self.folder = Path(folder).expanduser()
         self._manifest_path = str(self.folder / MANIFEST)
         self.fault = ""
@@ -77,20 +78,31 @@ class HistoryStore(Pinned):
         self._log, self._end = np.zeros(1, LOG), np.zeros(1, np.int64)
         self._room_until = 0.0
         self._was: OpenFiles | None = None
-        compile_ring()
-        sweep_if_killed(self.folder)
-        self._use(open_files(self.folder))
-        self._repair()
+        self._read_only = read_only
+        if not read_only:
+            compile_ring()
+            sweep_if_killed(self.folder)
+        self._use(open_files(self.folder, writable=not read_only))
+        self._end[0] = self._committed().end
+        if not read_only:
+            self._repair()
 
     @classmethod
     def open(
-        cls, folder: Path, tokenizer: TokenizerFingerprint, model: str, *, most_bytes: int | None = None
+        cls,
+        folder: Path,
+        tokenizer: TokenizerFingerprint,
+        model: str,
+        *,
+        most_bytes: int | None = None,
+        read_only: bool = False,
     ) -> HistoryStore:
-        """Open the store of a model, or create it; ``most_bytes`` changes the bound of the one that is there."""
+        """Open the store of a model, or create it unless it is only read; ``most_bytes`` changes the bound."""
         folder = Path(folder).expanduser()
-        create_if_new(folder, tokenizer, model, most_bytes or MOST_BYTES)
+        if not read_only:
+            create_if_new(folder, tokenizer, model, most_bytes or MOST_BYTES)
         require_history(read_history_manifest(folder), folder, tokenizer, model)
-        store = cls(folder)
+        store = cls(folder, read_only=read_only)
         if most_bytes and most_bytes != store.manifest.most_bytes:
             store.keep(lambda _: True, most_bytes=most_bytes)
         return store
@@ -130,6 +142,8 @@ class HistoryStore(Pinned):
 
         A failure, such as a full disk, is a warning the first time, and nothing is changed by it.
         """
+        if self._read_only:
+            return False
         if not len(tokens):
             return True
         with self._lock, self._faults_noted():
@@ -201,7 +215,7 @@ class HistoryStore(Pinned):
         state = state_of(transaction, records.path)
         stop = state.end + 1 + len(before) + len(tokens)
         self._check_room()
-        if self._grows(transaction, stop) or self._remove_oldest(transaction, stop - ring.size):
+        if self._grows(transaction, state.end, stop) or self._remove_oldest(transaction, stop - ring.size):
             return 0
         end = ring.append(state.end, before, tokens)
         first = end - len(tokens)
@@ -210,15 +224,21 @@ class HistoryStore(Pinned):
         put_state(transaction, State(end, state.next + 1))
         return end
 
-    def _grows(self, transaction: Any, stop: int) -> bool:
-        """Make the store anew if its places are too few, or their numbers too large; whether that was done."""
-        size, largest = self._open.ring.size, most_places(self.manifest.most_bytes)
-        if not (stop > size < largest or stop >= LARGEST_PLACE):
-            return False
+    def _grows(self, transaction: Any, end: int, stop: int) -> bool:
+        """Lengthen the store if its places are too few, make it anew if their numbers are too large; whether it was."""
+        ring, largest = self._open.ring, most_places(self.manifest.most_bytes)
+        size = ring.size
+        if stop >= LARGEST_PLACE:
+            self._check_room(2 * ring.nbytes)
+            make_anew(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size=size)
+            return True
         while size < min(largest, stop):
             size *= 2
-        self._check_room(2 * self._open.ring.nbytes)
-        make_anew(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size=size)
+        if size == ring.size:
+            return False
+        self._check_room(size // ring.size * ring.heads.nbytes)
+        ring.recover(end)
+        lengthen(self.folder, self._open, size)
         return True
 
     def _remove_oldest(self, transaction: Any, below: int) -> bool:
@@ -258,7 +278,6 @@ class HistoryStore(Pinned):
         with worded(self.folder):
             path = self._open.records.path
             with self._open.records.reading() as transaction:
-                self._end[0] = state_of(transaction, path).end
                 latest = next(conversations(transaction, path, latest_first=True), None)
             if latest and not list(self.answers([latest])):
                 whole = {each.number for each, _ in self.answers(self.conversations())}
@@ -269,12 +288,12 @@ class HistoryStore(Pinned):
         return stamp_of(self._manifest_path) == self._open.stamp
 
     def _committed(self) -> State:
-        with self._open.records.reading() as transaction:
+        with worded(self.folder), self._open.records.reading() as transaction:
             return state_of(transaction, self._open.records.path)
 
     def _reopen(self) -> None:
         """Open the files of the new manifest; they must be of the same model."""
-        found = open_files(self.folder)
+        found = open_files(self.folder, writable=not self._read_only)
         require_history(found.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
         self._use(found)
         self._end[0] = self._committed().end

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.data.stores.history_manifest import FORMAT
 from hdtool.data.stores.store_files import HISTORY
 from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.inspect_store import LOOKUPS, SHOWN, WARM_UP
-from hdtool.runtime.stores.model_store import sequence_hash
-from hdtool.runtime.stores.token_log import BEFORE, CHAINED, TOKEN, end_of, latest, places_of
-
-LONGEST_MATCH = 32
-PATH = 8
-"""Tokens that are shown of what followed."""
-READ = 64
-"""Places of a chain that a look-up reads at most."""
+from hdtool.runtime.stores.inspect_store import PATH, SHOWN, Found, latency
+from hdtool.runtime.stores.log_search import LONGEST_MATCH, matches
 
 Ints = npt.NDArray[Any]
 
@@ -59,9 +51,9 @@ def description(store: HistoryStore) -> dict[str, Any]:
     }
 
 
-def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[tuple[int, list[int], int]]:
-    """Length of the match, tokens and count of what followed the longest matches of a context, most frequent first."""
-    places, lengths = matches(store.log, np.array(context[-LONGEST_MATCH:], np.int64))
+def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[Found]:
+    """What followed the longest matches of a context, most frequent first."""
+    places, lengths = matches(store.log, np.array(context, np.int64))
     found: dict[tuple[int, ...], int] = {}
     for place in places[lengths == lengths.max(initial=0)].tolist():
         path = store.tokens(place, PATH)
@@ -73,48 +65,15 @@ def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[t
 
 
 def history_latency(store: HistoryStore) -> dict[str, float]:
-    """Microseconds of a look-up after parts of the store's own conversations, after a warm-up."""
-    rng, taken = np.random.default_rng(0), []
-    for number in range(LOOKUPS + WARM_UP):
+    """Microseconds of a look-up at the root of a draft tree, after parts of the store's own conversations."""
+    return latency(partial(matches, store.log), _parts(store))
+
+
+def _parts(store: HistoryStore) -> Iterator[Ints]:
+    rng = np.random.default_rng(0)
+    while True:
         start = int(rng.integers(0, max(1, store.places - LONGEST_MATCH)))
-        context = store.tokens(start, LONGEST_MATCH).astype(np.int64)
-        started = time.perf_counter()
-        matches(store.log, context)
-        if number >= WARM_UP:
-            taken.append((time.perf_counter() - started) * 1e6)
-    return {
-        "lookup_us_p50": round(float(np.percentile(taken, 50)), 2),
-        "lookup_us_p99": round(float(np.percentile(taken, 99)), 2),
-    }
-
-
-@njit(cache=True, nogil=True)
-def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
-    """The latest places after which the last tokens of a context came before, and how many tokens match there."""
-    log = memory[0]
-    found, lengths, count = np.empty(READ, np.int64), np.zeros(READ, np.int64), 0
-    if len(tail) < CHAINED:
-        return found[:0], lengths[:0]
-    places, mask, end = places_of(log), log.size - 1, end_of(log)
-    oldest = max(np.int64(0), end - log.size)
-    place = latest(log, sequence_hash(tail, len(tail) - CHAINED, CHAINED), end)
-    for _ in range(READ):
-        if place <= oldest:
-            break
-        length = 0
-        while length < min(len(tail), place - oldest):
-            token = tail[len(tail) - 1 - length]
-            if token < 0 or places[(place - 1 - length) & mask, TOKEN] != token:
-                break
-            length += 1
-        if length >= CHAINED:
-            found[count], lengths[count] = place, length
-            count += 1
-        before = np.int64(places[place & mask, BEFORE])
-        if before >= place:
-            break
-        place = before
-    return found[:count], lengths[:count]
+        yield store.tokens(start, LONGEST_MATCH).astype(np.int64)
 
 
 def _date(seconds: float) -> str:

@@ -1,7 +1,8 @@
 """The model store: what often follows the last one to four tokens in the model's own answers.
 
 A hash table of prefixes, each with the tokens that most often come next, and for each token the phrases
-of four tokens that most often follow it. All lookups of prefixes go through ``entry_of``.
+of four tokens that most often follow it. All look-ups of prefixes, of drafters and of ``inspect``, are a ``fetch`` of
+all lengths and a ``known_as`` for each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from numba import njit
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store, require
+from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.kernels.raw_memory import array_at, prefetch
 from hdtool.runtime.stores.mapped_file import documents_of, mapped_part
 
 KIND = "model"
@@ -32,6 +35,16 @@ HASH_LOW, HASH_HIGH, START, STOP, TOTAL, DISTINCT = range(6)
 KEY_WIDTH = 6
 """A key is the hash of its prefix, the range of its rows, and the counts of all that follows the prefix."""
 ROW_TOKEN, ROW_COUNT = range(2)
+
+MODEL = np.dtype(
+    [
+        ("slots", np.int64, 2),  # address and length, as of all arrays
+        ("keys", np.int64, 2),
+        ("rows", np.int64, 2),
+        ("vocabulary", np.int64),
+    ],
+    align=True,
+)
 
 Ints = npt.NDArray[Any]
 
@@ -50,7 +63,7 @@ class Entry(NamedTuple):
     counts: Ints
 
 
-class ModelStore:
+class ModelStore(Pinned):
     """A store opened for lookups; its files are mapped, read only where they are touched."""
 
     def __init__(self, folder: Path, tokenizer: TokenizerFingerprint | None = None) -> None:
@@ -76,6 +89,8 @@ class ModelStore:
         self.rows = self._part("rows", 2)
         self._heads = self._part("heads", 1).reshape(-1)
         self._phrases = self._part("phrases", PHRASE + 1)
+        self.record = model_record(self)
+        """The addresses of its arrays, for compiled code."""
         if len(self.slots) & (len(self.slots) - 1) or len(self._heads) != self.vocabulary + 1:
             raise StoreError(f"{self.folder} is damaged (its tables do not have the sizes they need): build it again")
 
@@ -85,12 +100,16 @@ class ModelStore:
 
     def after(self, context: Sequence[int] | Ints) -> list[Entry]:
         """The entries of the suffixes of ``context`` that are prefixes in the store, the longest first."""
-        tail = np.array(context[-LONGEST_PREFIX:], np.int64)
-        found = lookup(self.slots, self.keys, self.rows, tail, self.vocabulary).tolist()
+        found = look_up(self.record, np.array(context[-LONGEST_PREFIX:], np.int64)).tolist()
         return [
-            Entry(length, total, distinct, self.rows[start:stop, ROW_TOKEN], self.rows[start:stop, ROW_COUNT])
+            Entry(length, total, distinct, *self._valid(self.rows[start:stop]))
             for length, start, stop, total, distinct in found
         ]
+
+    def _valid(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Tokens and counts; a damaged file must not give a token that no model has."""
+        rows = rows[(rows[:, ROW_TOKEN] >= 0) & (rows[:, ROW_TOKEN] < self.vocabulary)]
+        return rows[:, ROW_TOKEN], rows[:, ROW_COUNT]
 
     def phrases_after(self, token: int, most: int = 64) -> tuple[Ints, Ints]:
         """At most ``most`` phrases that follow a token, a row each, and their counts; most frequent first."""
@@ -104,23 +123,61 @@ class ModelStore:
         return found[:, :PHRASE], found[:, PHRASE]
 
 
+def model_record(store: ModelStore | None) -> Ints:
+    """The addresses of the arrays of a store, which must outlive them; without a store, no entry is found."""
+    record = np.zeros(1, MODEL)
+    if store:
+        for part in ("slots", "keys", "rows"):
+            array = getattr(store, part)
+            assert array.flags.c_contiguous and array.dtype == np.int32
+            record[part] = array.ctypes.data, len(array)
+        record["vocabulary"] = store.vocabulary
+    return record
+
+
 @njit(cache=True, nogil=True)
-def lookup(slots: Ints, keys: Ints, rows: Ints, tail: Ints, vocabulary: int) -> Ints:
-    """A row for each suffix of ``tail`` that has an entry, the longest first: its length and its ``entry_of``."""
-    found = np.empty((len(tail), 5), np.int64)
-    place, prefix_hash = len(tail), np.uint64(0)
+def rows_of(model: Any) -> Ints:
+    """Tokens and counts of all prefixes."""
+    return array_at(model.rows[0], (model.rows[1], 2), np.int32)
+
+
+@njit(cache=True, nogil=True)
+def known_as(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
+    """The entry of the prefix with this hash, as ``entry_of`` gives it."""
+    slots = array_at(model.slots[0], model.slots[1], np.int32)
+    keys = array_at(model.keys[0], (model.keys[1], KEY_WIDTH), np.int32)
+    return entry_of(slots, keys, model.rows[1], prefix_hash)
+
+
+@njit(cache=True, nogil=True)
+def fetch(model: Any, hashes: Ints, longest: int) -> None:
+    """Prefetch the entries of prefixes up to a length, all at once and not one after the other."""
+    slots = array_at(model.slots[0], model.slots[1], np.int32)
+    keys = array_at(model.keys[0], model.keys[1] * KEY_WIDTH, np.int32)
+    mask = len(slots) - 1
+    for length in range(1, longest + 1):
+        prefetch(slots, slot_of(hashes[length], mask))
+    for length in range(1, longest + 1):
+        key = np.int64(slots[slot_of(hashes[length], mask)])
+        if 0 <= key < model.keys[1]:
+            prefetch(keys, key * KEY_WIDTH)
+
+
+@njit(cache=True, nogil=True)
+def look_up(memory: Ints, tail: Ints) -> Ints:
+    """A row for each suffix of ``tail`` that has an entry, the longest first: its length and its ``known_as``."""
+    model, found, count = memory[0], np.empty((len(tail), 5), np.int64), 0
+    hashes = np.zeros(len(tail) + 1, np.uint64)
     for length in range(1, len(tail) + 1):
-        prefix_hash = mixed(prefix_hash, tail[len(tail) - length])
-        start, stop, total, distinct = entry_of(slots, keys, len(rows), prefix_hash)
-        # A damaged file must not give a token that no model has.
-        valid = start
-        while valid < stop and 0 <= rows[valid, ROW_TOKEN] < vocabulary:
-            valid += 1
+        hashes[length] = mixed(hashes[length - 1], tail[len(tail) - length])
+    fetch(model, hashes, len(tail))
+    for length in range(len(tail), 0, -1):
+        start, stop, total, distinct = known_as(model, hashes[length])
         if total > 0:
-            place -= 1
-            found[place, 0], found[place, 1], found[place, 2] = length, start, valid
-            found[place, 3], found[place, 4] = total, distinct
-    return found[place:]
+            found[count, 0], found[count, 1], found[count, 2] = length, start, stop
+            found[count, 3], found[count, 4] = total, distinct
+            count += 1
+    return found[:count]
 
 
 @njit(cache=True, nogil=True)

@@ -1,7 +1,11 @@
-"""What a history store takes: ``python -m tests.benchmarks.history [--tokens 10000 1000000 10000000]``.
+"""What a history store takes: ``python -m tests.benchmarks.history [--tokens 10000 1000000 10000000] [--plot FILE]``.
 
 Conversations of 300 tokens, half of which repeat earlier ones, are appended one by one. Times are those of the process,
 after a warm-up; the disk is asked to write once a second, as always. A look-up is that of the drafter at the root.
+
+Drafts are then timed without a history and with each store, in turn at every token of the same new answers, half of
+which repeat the last conversations of all stores: a draft of at most 32 nodes from the conversation and the store, then
+the learning from the token that follows.
 """
 
 from __future__ import annotations
@@ -14,37 +18,44 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 
 from hdtool.data.stores.store import TokenizerFingerprint
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import machine
+from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.inspect_history import matches
+from hdtool.runtime.stores.log_search import LONGEST_MATCH, matches
 
 VOCABULARY, ANSWER, PIECE, TAIL = 32_000, 300, 10, 8
+Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 MARK, MODEL = TokenizerFingerprint("benchmark", VOCABULARY), "0" * 16
 REPEATED = 1 << 16
 """The latest tokens, which answers repeat."""
 LOOKUPS, OPENINGS = 20_000, 5
+NODES, PROMPT, SHARED = 32, 40, 30
 
 
 class Speech:
     """Answers that repeat pieces of earlier ones."""
 
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(0)
-        self._said = self._new(REPEATED)
+    def __init__(self, seed: int, said: Tokens | None = None) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._said = self._new(REPEATED) if said is None else said
 
-    def _new(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _new(self, count: int) -> Tokens:
         return (VOCABULARY * self._rng.random(count) ** 3).astype(np.int32)
 
-    def answer(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def answer(self) -> Tokens:
         pieces = []
         for number in range(ANSWER // PIECE):
-            start = int(self._rng.integers(REPEATED - PIECE))
+            start = int(self._rng.integers(len(self._said) - PIECE))
             pieces.append(self._said[start : start + PIECE] if number % 2 else self._new(PIECE))
         answer = np.concatenate(pieces)
-        start = int(self._rng.integers(REPEATED - ANSWER))
+        start = int(self._rng.integers(len(self._said) - ANSWER))
         self._said[start : start + ANSWER] = answer
         return answer
 
@@ -82,12 +93,56 @@ def lookups(store: HistoryStore, context: Callable[[int], np.ndarray[tuple[int],
     return f"{low:.2f} / {high:.2f} µs"
 
 
-def row(tokens: int, folder: Path) -> str:
-    store, speech, rng = HistoryStore.open(folder, MARK, MODEL), Speech(), np.random.default_rng(1)
-    spent, longest = fill(store, speech, tokens)
-    count = tokens // ANSWER * ANSWER
-    disk = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
-    mapped = store.nbytes
+def drafts(stores: list[HistoryStore], new: list[list[int]]) -> list[Floats]:
+    """Of each token of new answers, without a history and with each of the stores: microseconds of the draft and of the
+    learning, and nodes of the draft.
+    """
+    budget, none = FixedBudget(NODES), torch.empty(0)
+    drafters = [Hierarchy(budget=budget)]
+    drafters += [Hierarchy(budget=budget, history=History(store=store)) for store in stores]
+    taken: list[list[tuple[float, float, float]]] = [[] for _ in drafters]
+    for answer in new:
+        for drafter in drafters:
+            drafter.begin(answer[:PROMPT])
+        for at in range(PROMPT, len(answer)):
+            for turn in range(len(drafters)):
+                number = (at + turn) % len(drafters)
+                context, accepted = answer[:at], Accepted([], answer[at : at + 1])
+                started = time.perf_counter()
+                tree = drafters[number].draft(context)
+                drafted = time.perf_counter()
+                drafters[number].observe(accepted, none)
+                learned = time.perf_counter()
+                taken[number].append(((drafted - started) * 1e6, (learned - drafted) * 1e6, len(tree)))
+    return [np.array(each[len(each) // 10 :]) for each in taken]
+
+
+def plot(sizes: list[int], taken: list[Floats], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
+    without, *having = (np.percentile(each[:, 0], (50, 99)) for each in taken)
+    for column, name in enumerate(("median", "p99")):
+        (line,) = axis.plot(sizes, [each[column] for each in having], "o-", label=f"with the history, {name}")
+        axis.axhline(without[column], color=line.get_color(), linestyle="--", label=f"without, {name}")
+    axis.set(xlabel="tokens of the history", ylabel="µs a draft", xscale="log")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=90)
+
+
+def row(tokens: int, folder: Path, last: list[Tokens]) -> str:
+    store, rng = HistoryStore.open(folder, MARK, MODEL), np.random.default_rng(1)
+    spent, longest = fill(store, Speech(0), tokens - len(last) * ANSWER)
+    count = max(0, tokens - len(last) * ANSWER) // ANSWER * ANSWER
+    for answer in last:
+        store.append(answer, answer[:TAIL])
+    disk = sum(path.stat().st_blocks * 512 for path in folder.iterdir()) / tokens
+    mapped = store.nbytes / tokens
     del store
     opened = opening(folder)
     store = HistoryStore.open(folder, MARK, MODEL)
@@ -98,7 +153,7 @@ def row(tokens: int, folder: Path) -> str:
 
     return (
         f"| {tokens:,} | {spent / count * 1e6:.2f} µs | {longest * 1e3:.0f} ms | {opened:.1f} ms "
-        f"| {disk / count:.1f} | {mapped / count:.1f} | {lookups(store, tail)} |"
+        f"| {disk:.1f} | {mapped:.1f} | {lookups(store, tail)} |"
     )
 
 
@@ -106,6 +161,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[10_000, 1_000_000, 10_000_000])
     parser.add_argument("--folder", type=Path, help="where the stores are written; a temporary folder by default")
+    parser.add_argument("--answers", type=int, default=40, help="new answers at whose tokens drafts are timed")
+    parser.add_argument("--plot", type=Path, help="a file for the plot of drafts by size")
     options = parser.parse_args()
     print(f"{machine()}\n")
     print(
@@ -113,9 +170,20 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     with TemporaryDirectory(dir=options.folder) as folder:
-        row(10_000, Path(folder, "warm-up"))
+        shared = Speech(1)
+        last = [shared.answer() for _ in range(SHARED)]
+        row(10_000, Path(folder, "warm-up"), last)
         for tokens in options.tokens:
-            print(row(tokens, Path(folder, str(tokens))), flush=True)
+            print(row(tokens, Path(folder, str(tokens)), last), flush=True)
+        new = [Speech(2 + number, np.concatenate(last)).answer().tolist() for number in range(options.answers)]
+        stores = [HistoryStore(Path(folder, str(tokens)), read_only=True) for tokens in options.tokens]
+        taken = drafts(stores, new)
+    print("\n| tokens of the history | draft, p50 / p99 | learning, p50 | nodes a draft |\n|---|---|---|---|")
+    for size, each in zip(["none", *(f"{tokens:,}" for tokens in options.tokens)], taken, strict=True):
+        (middle, learning, _), high = np.median(each, 0), np.percentile(each[:, 0], 99)
+        print(f"| {size} | {middle:.1f} / {high:.1f} µs | {learning:.1f} µs | {each[:, 2].mean():.1f} |")
+    if options.plot:
+        plot(options.tokens, taken, options.plot)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class Slopes(NamedTuple):
 
 
 def contexts(index: CorpusIndex, count: int, seed: int) -> list[npt.NDArray[np.int64]]:
-    """Stretches of the corpus with one token exchanged, as in ``latency_of``."""
+    """Stretches of the corpus with one token exchanged, as in ``inspect --latency``."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):

@@ -62,6 +62,18 @@ def test_nothing_is_written_unless_asked_for(capfd: pytest.CaptureFixture[str], 
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and "costs" not in path.parts]
 
 
+def test_a_check_reads_the_history_and_writes_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown(capfd, *ASKED, "--history", "past")
+    before = {path.name: path.read_bytes() for path in Path("past").iterdir() if not path.name.endswith("-lock")}
+    Path("prompts.txt").write_text(f"{ASKED[2]}\n")
+    command = ("verify", "--prompts", "prompts.txt", "--max-new-tokens", "48", "--json", "--quiet")
+    cold, warm = (shown(capfd, *command, "--history", where) for where in ("none", "past"))
+    assert warm["lossless"] and warm["tokens_per_step"] > cold["tokens_per_step"], "the history was not read"
+    assert {p.name: p.read_bytes() for p in Path("past").iterdir() if not p.name.endswith("-lock")} == before
+    assert "holds no history store" in complaint(capfd, *command, "--history", "nowhere")
+    assert not Path("nowhere").exists()
+
+
 def test_a_history_at_home_is_found_again(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for _ in range(2):
         made = shown(capfd, *ASKED, "--history", "home")

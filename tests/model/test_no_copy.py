@@ -20,6 +20,7 @@ from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 
 MAKERS: dict[str, Callable[[], object]] = {
@@ -28,6 +29,7 @@ MAKERS: dict[str, Callable[[], object]] = {
     "Recycled": Recycled,
     "BatchDrafter": lambda: BatchDrafter(StoreSet(), ServeConfig(), rows=1, longest=16),
     "CorpusIndex": lambda: CorpusIndex(demo.CORPUS_INDEX),
+    "ModelStore": lambda: ModelStore(demo.MODEL_STORE),
 }
 
 

@@ -17,7 +17,8 @@ from hdtool.builders.stores.shards import suffix_array
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.store import TokenizerFingerprint, damaged
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
+from hdtool.runtime.stores.corpus_index import DEPTH, LONGEST_CONTEXT, MATCH_SAMPLES, CorpusIndex
+from hdtool.runtime.stores.corpus_ranges import (
     LONGEST_RANGE,
     SAMPLES,
     narrow,
@@ -26,7 +27,7 @@ from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
     size_of,
     tally,
 )
-from hdtool.runtime.stores.corpus_index import DEPTH, LONGEST_CONTEXT, MATCH_SAMPLES, CorpusIndex
+from hdtool.runtime.stores.inspect_store import continuations
 from tests.support.stores import Documents, index_of
 
 
@@ -119,6 +120,35 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
             first = np.flatnonzero(expected.parents < 0)
             shown = dict(zip(expected.tokens[first].tolist(), expected.counts[first].tolist(), strict=True))
             assert dict(zip(tokens[:distinct].tolist(), counts[:distinct].tolist(), strict=True)) == shown
+
+    check()
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 60])
+def test_what_is_shown_is_what_the_documents_hold(shard_bytes: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every continuation occurs as often as shown, and none of the first tokens is missing."""
+
+    @settings(max_examples=60)
+    @given(
+        st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=8).filter(any),
+        st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    )
+    def check(documents: Documents, context: list[int]) -> None:
+        def followers(*tokens: int) -> Counter[int]:
+            return Counter(
+                ids[at + len(tokens)]
+                for ids in documents
+                for at in range(len(ids) - len(tokens))
+                if ids[at : at + len(tokens)] == list(tokens)
+            )
+
+        shown = list(continuations(index_of(tmp_path_factory.mktemp("index"), documents, 4, shard_bytes), context))
+        lengths = range(min(LONGEST_RANGE, len(context)), 0, -1)
+        longest = next((length for length in lengths if followers(*context[-length:])), 0)
+        assert {matched for matched, _, _ in shown} == ({longest} if longest else set())
+        assert {path[0]: count for _, path, count in shown} == (followers(*context[-longest:]) if longest else {})
+        for _, path, count in shown:
+            assert followers(*context[-longest:], *path[:-1])[path[-1]] == count
 
     check()
 

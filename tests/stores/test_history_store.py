@@ -31,14 +31,15 @@ from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.history_documents import HistoryDocuments, drop_conversations, history_folders
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.history_manifest import ANSWERS, FILES, HistoryManifest, read_history_manifest
+from hdtool.data.stores.history_manifest import ANSWERS, FILES, LOCK_ENDING, HistoryManifest, read_history_manifest
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manifest
 from hdtool.runtime.stores import history_files, history_store
 from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.history_files import FEWEST, SMALLEST
 from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency, matches
+from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency
+from hdtool.runtime.stores.log_search import MATCHES, matches
 from hdtool.runtime.stores.model_store import sequence_hash
 from hdtool.runtime.stores.token_log import BEFORE, OVERLAP, TOKEN, end_of, latest, places_of
 
@@ -114,6 +115,44 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
     assert len(kept) > 200 and kept == said[-len(kept) :], "the oldest conversations went first"
     assert found(store, *said[-1][:2])[0] == said[-1][2]
     assert len(list(tmp_path.iterdir())) == len(FILES) + 3, "no file of a smaller ring is left"
+
+
+def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 1 << 12
+    monkeypatch.setattr(history_files, "SMALLEST", size)
+    store, other = opened(tmp_path, most_bytes=12 * 4 * size), opened(tmp_path)
+    said: list[list[int]] = []
+
+    def whole(store: HistoryStore, places: int) -> None:
+        assert int(store.log["size"][0]) == places and held(store) == said
+        for answer in said:
+            assert on_chain(store, *answer[:2]) == [answer[2]]
+
+    for number in range(12):
+        said.append([*range(1000 * number, 1000 * number + 300)])
+        assert store.append(said[-1], [])
+    ring = store.manifest.path(tmp_path, "ring")
+    inode = ring.stat().st_ino
+    whole(store, size)
+    other.refresh()
+    with monkeypatch.context() as patched:
+        patched.setattr(history_files, "write_history_manifest", no_room)
+        with pytest.warns(RuntimeWarning, match="is not kept on the disk"):
+            assert not store.append([9] * 600, [])
+    whole(opened(tmp_path), size)
+    for number in range(12, 24):
+        said.append([*range(1000 * number, 1000 * number + 300)])
+        assert store.append(said[-1], [])
+    whole(store, 2 * size)
+    for answer in said[:12]:
+        assert found(other, *answer[:2]) in ([answer[2]], []), "until it refreshes, it cannot follow the longer chains"
+    other.refresh()
+    whole(other, 2 * size)
+    assert ring.stat().st_ino == inode and store.manifest.path(tmp_path, "ring") == ring
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_an_answer_that_is_longer_than_the_store_keeps_its_end(tmp_path: Path) -> None:
@@ -654,9 +693,39 @@ def test_a_store_is_described(tmp_path: Path) -> None:
     assert (shown["kind"], shown["model"], shown["tokens"], shown["entries"]) == ("history", MODEL, 500, 100)
     assert [(each["name"], each["share"]) for each in shown["sources"]] == [("public", 0.3), ("secret", 0.7)]
     assert shown["oldest"] <= shown["newest"] and json.dumps(shown)
-    assert next(history_continuations(store, [3, 1, 2])) == (3, [0], 1)
+    # Of the 50 matches, those at the latest places are found, as in a draft.
+    assert [path for _, path, _ in history_continuations(store, [3, 1, 2])][:2] == [[50 - MATCHES], [51 - MATCHES]]
     assert set(history_latency(store)) == {"lookup_us_p50", "lookup_us_p99"}
     assert description(opened(tmp_path / "empty"))["oldest"] is None
+
+
+def test_a_store_that_is_only_read_does_not_change(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    writer = opened(folder)
+    writer.append([1, 2, 3, 4], [])
+    (folder / "ring-0123abcd.bin").write_bytes(b"of a command that was killed")
+    before = files_of(folder)
+    reader = HistoryStore.open(folder, MARK, MODEL, read_only=True)
+    assert found(reader, 1, 2) == [3]
+    assert not reader.append([5, 6, 7], [])
+    history = History(1 << 12, store=reader)
+    lane = history.lane()
+    history.start(lane, [1, 2], 2)
+    history.answers.append(lane, [8, 9, 10])
+    history.finish(lane)
+    assert (history.answers._owners == 1).any(), "the answer is matched in memory instead"
+    assert files_of(folder) == before
+    writer.append([1, 2, 5], [])
+    reader.refresh()
+    assert found(reader, 1, 2) == [5, 3]
+    with pytest.raises(StoreError, match="holds no history store"):
+        HistoryStore.open(tmp_path / "none", MARK, MODEL, read_only=True)
+    assert not (tmp_path / "none").exists()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Everything but LMDB's table of readers."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(LOCK_ENDING)}
 
 
 # With the answers in memory --------------------------------------------------------------------------

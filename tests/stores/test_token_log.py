@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.runtime.stores.history import History
-from hdtool.runtime.stores.inspect_history import READ, matches
+from hdtool.runtime.stores.log_search import MATCHES, matches
 from hdtool.runtime.stores.token_log import BLOCK, CHAINED, LARGEST_PLACE, OVERLAP, TOKEN, TokenLog, places_of
 
 VOCABULARY = 3
@@ -98,7 +98,7 @@ def test_one_answer_after_another_is_found_wherever_it_occurs(answers: list[list
             if tuple(tokens[at - CHAINED : at]) == tail
         ]
         ring = places_of(log.memory[0])
-        assert [int(ring[place, TOKEN]) for place in found.tolist()] == expected[:READ]
+        assert [int(ring[place, TOKEN]) for place in found.tolist()] == expected[:MATCHES]
         assert (lengths == CHAINED).all()
 
 

@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from hdtool.runtime.stores.log_search import LONGEST_MATCH as LONGEST_MATCH
 from hdtool.runtime.stores.model_store import mixed
 
 WINDOW = 1 << 15
 """Tokens that are remembered; a power of two."""
 HEADS = 1 << 15
-LONGEST_MATCH = 32
-"""Tokens that a place is compared with."""
 LONGEST_HASH = 8
 """Most last tokens of a node that are hashed."""
 LEVELS = LONGEST_HASH + 4

@@ -12,29 +12,17 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, PLACES, level_of
+from hdtool.runtime.drafters.hierarchy.sources.context_table import PLACES, level_of
 from hdtool.runtime.kernels.raw_memory import array_at
-from hdtool.runtime.stores.token_log import (
-    BEFORE,
-    BLOCK,
-    CHAINED,
-    LOG,
-    NOBODY,
-    TOKEN,
-    end_of,
-    latest,
-    owners_of,
-    places_of,
-)
+from hdtool.runtime.stores.log_search import LONGEST_MATCH, MATCHES, search
+from hdtool.runtime.stores.token_log import LOG, TOKEN, end_of, places_of
 from hdtool.runtime.tree import LARGEST_TREE
 
 ANSWERS, STORED, PREDICTION = range(3)
 """The logs: answers of this process, the history store, and the prediction."""
 LOGS = 3
-MATCHES = 32
-"""Places that are read of a chain at the root,"""
 MATCHES_BELOW = 8
-"""and at other nodes."""
+"""Places that are found at most at other nodes than the root."""
 ROWS = LARGEST_TREE + 1
 
 LOG_MATCHES = np.dtype(
@@ -58,10 +46,8 @@ def find_matches(matches: Any, node: int, parent: int, tail: Array, pair_hash: n
         return
     log = array_at(matches.log, 1, LOG)[0]
     places, mask, count = places_of(log), log.size - 1, 0
-    end = end_of(log)
-    oldest = max(np.int64(0), end - log.size)
     if node > 0:
-        token = tail[len(tail) - 1]
+        token, end = tail[len(tail) - 1], end_of(log)
         for at in range(matches.count[parent]):
             place = matches.places[parent, at]
             if places[place & mask, TOKEN] == token and place + 1 < end:
@@ -69,7 +55,9 @@ def find_matches(matches: Any, node: int, parent: int, tail: Array, pair_hash: n
                 matches.lengths[node, count] = min(matches.lengths[parent, at] + 1, LONGEST_MATCH)
                 count += 1
     if count == 0:
-        count = _look_up(matches, log, node, tail, pair_hash, oldest, end)
+        most = MATCHES if node == 0 else MATCHES_BELOW
+        found_at, lengths = matches.places[node, :most], matches.lengths[node, :most]
+        count = search(log, matches.owner, tail, pair_hash, found_at, lengths)
     matches.count[node] = count
     for at in range(count):
         token = places[matches.places[node, at] & mask, TOKEN]
@@ -77,30 +65,3 @@ def find_matches(matches: Any, node: int, parent: int, tail: Array, pair_hash: n
             found.followers[found.places] = token
             found.orders[found.places] = level_of(matches.lengths[node, at])
             found.places += 1
-
-
-@njit(cache=True, nogil=True)
-def _look_up(matches: Any, log: Any, node: int, tail: Array, pair_hash: np.uint64, oldest: Any, end: Any) -> int:
-    """The latest places of the chain that match; returns how many there are."""
-    places, mask, count = places_of(log), log.size - 1, 0
-    wanted = MATCHES if node == 0 else MATCHES_BELOW
-    place = latest(log, pair_hash, end)
-    for _ in range(2 * wanted):
-        if place <= oldest or count == wanted:
-            break
-        at = place & mask
-        if log.owners == 0 or (owners_of(log)[at // BLOCK] != NOBODY and owners_of(log)[at // BLOCK] != matches.owner):
-            length, most = 0, min(np.int64(LONGEST_MATCH), place - oldest)
-            while length < most:
-                token = tail[len(tail) - 1 - length]
-                if token < 0 or places[(place - 1 - length) & mask, TOKEN] != token:
-                    break
-                length += 1
-            if length >= CHAINED:
-                matches.places[node, count], matches.lengths[node, count] = place, length
-                count += 1
-        before = np.int64(places[at, BEFORE])
-        if before >= place:
-            break  # of a damaged file, or of one that another process writes
-        place = before
-    return count
