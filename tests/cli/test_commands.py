@@ -318,13 +318,13 @@ def test_unknown_commands_are_code_2(capfd: pytest.CaptureFixture[str]) -> None:
     [
         ("{tmp}/none", "does not exist"),
         ("{tmp}", "is a folder without config.json"),
-        ("{tmp}/notes.gguf", "is a file"),
+        ("{tmp}/notes.txt", "is a file and not in GGUF format"),
         ("nobody/nothing", "the hub has no such model or cannot be reached"),
         ("~/no-such-model", "does not exist"),
     ],
 )
 def test_models_that_are_none(name: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "notes.gguf").write_text("GGUF")
+    (tmp_path / "notes.txt").write_text("no model")
     arguments = ["generate", "--prompt", "hi", "--model", name.format(tmp=tmp_path)]
     assert said in complaint(capfd, arguments)
 
