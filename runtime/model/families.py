@@ -60,16 +60,20 @@ def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, roun
 def deviation(found: torch.Tensor, expected: torch.Tensor, rounding: float | None = None) -> str:
     """The distance of logits from those expected if rounding does not explain it, else an empty string.
 
-    Quantised layers round more than their dtype suggests; ``rounding`` is the measured error.
+    Some models round more than their dtype suggests; ``rounding`` is the measured error.
 
     The median node decides: in low precision a mixture of experts may route a single token to another expert and
     still be correct, but a model that ignores masks is wrong at nearly all nodes.
     """
-    precise = expected.dtype in (torch.float32, torch.float64) and rounding is None
-    tolerance = HIGH_PRECISION_TOLERANCE if precise else LOW_PRECISION_TOLERANCE
+    measured = rounding is not None
+    tolerance = LOW_PRECISION_TOLERANCE if measured or is_low_precision(expected) else HIGH_PRECISION_TOLERANCE
     distance = distances(found, expected).median().item()
     # Both may be off by as much, in opposite directions.
     return "" if distance <= max(tolerance, 2 * (rounding or 0)) else f"{distance:.2g} sigma"
+
+
+def is_low_precision(logits: torch.Tensor) -> bool:
+    return logits.dtype not in (torch.float32, torch.float64)
 
 
 def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

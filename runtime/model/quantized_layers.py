@@ -70,7 +70,7 @@ def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
 
 @torch.inference_mode()
 def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch.Tensor) -> float:
-    """Measure the rounding of a quantised model's logits, in standard deviations; print a note if it is large.
+    """Measure the rounding of a model's logits, in standard deviations; print a note if it is large.
 
     ``at_once`` are the logits of ``paths``, each read in one pass. Read token by token they differ by rounding only,
     which is larger than the dtype suggests if layers quantise their input.
@@ -83,7 +83,7 @@ def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch
     rounding = distances(torch.stack(found, dim=1), at_once).max().item()
     if rounding > HIGH_PRECISION_TOLERANCE:
         print(
-            f"note: this quantized model rounds its logits by {rounding:.2g} standard deviations: drafts may change "
+            f"note: this model rounds its logits by {rounding:.2g} standard deviations: drafts may change "
             "the choice between two tokens as close as that; hdtool verify counts such near ties",
             file=sys.stderr,
         )

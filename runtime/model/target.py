@@ -19,6 +19,7 @@ from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import (
     context_limit,
     deviation,
+    is_low_precision,
     refuse_by_class,
     refuse_by_configuration,
     refuse_by_logits,
@@ -82,7 +83,7 @@ class Target:
         self._row_by_row = RowByRow(model)
         weakref.finalize(self, self._row_by_row.release)  # the model may outlive its target
         self._rounding: float | None = None
-        """Measured rounding of a quantised model's logits, in standard deviations."""
+        """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
         self._check_trees()
         if recorder := capture(self.device):
             self._enable_capture(recorder)
@@ -284,6 +285,9 @@ class Target:
             ) from error
         depth = len(paths[0])
         last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]
+        if self._rounding is None and is_low_precision(plain) and deviation(last_of_path, plain[:, -1]):
+            # Some models round more than their dtype suggests, even without quantized layers.
+            self._rounding = measure_rounding(self.model, whole, plain)
         refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1], self._rounding)
 
     @torch.inference_mode()

@@ -131,7 +131,7 @@ def test_rounding_is_noted_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     target = Target(llama(ScalePerRow))
     for drafter in (Hierarchy(), None):
         said(run(target, PROMPT, GREEDY, drafter=drafter))
-    assert capfd.readouterr().err.count("this quantized model rounds its logits by") == 1
+    assert capfd.readouterr().err.count("this model rounds its logits by") == 1
 
 
 @pytest.mark.usefixtures("outliers_count")
