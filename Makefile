@@ -15,8 +15,7 @@ test: .venv/installed-dev .compiled
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory -j2 types kernels
-	$(BIN)/python -m tests.command_reference --check
-	$(BIN)/pytest -n auto --dist worksteal -m "not long"
+	$(BIN)/pytest -n logical --dist worksteal -m "not long"
 
 # Compiled once here, and not by each worker of the tests at the same time.
 kernels: .venv/installed-dev .compiled
@@ -25,7 +24,7 @@ kernels: .venv/installed-dev .compiled
 # What is exhaustive or slow: all families of models, all combinations of parameters, the wheel, kills, the script of
 # GPU checks.
 test-long: .venv/installed-dev .compiled
-	$(BIN)/pytest -n auto --dist worksteal -m long
+	$(BIN)/pytest -n logical --dist worksteal -m long
 
 # vLLM brings its own torch and transformers, so it has an environment of its own.
 test-vllm: .venv-vllm/installed .venv-vllm/numba
@@ -48,8 +47,7 @@ types: .venv/installed-dev
 	@mkdir -p .types/hdtool
 	@for room in builders cli data runtime; do ln -sfn ../../$$room .types/hdtool/$$room; done
 	@for file in __init__.py py.typed; do ln -sfn ../../hdtool/$$file .types/hdtool/$$file; done
-	$(BIN)/mypy -p hdtool
-	$(BIN)/mypy tests
+	$(BIN)/mypy -p hdtool -p tests
 
 docs: .venv/installed-dev
 	$(BIN)/python -m tests.command_reference

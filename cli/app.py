@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -159,7 +160,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal lacks are replaced
     try:
         # Not app(...): that would turn a broken pipe and Ctrl-C into codes of its own.
-        command = typer.main.get_command(app)
+        command = _command()
         with command.make_context("hdtool", arguments or ["--help"]) as context:
             outcome = command.invoke(context)
         sys.stdout.flush()
@@ -180,6 +181,12 @@ def run(arguments: list[str]) -> int:
         if message is None or not isinstance(code, int):
             raise
         return _report(f"{message()} (see hdtool --help)", code)
+
+
+@cache
+def _command() -> Any:
+    """typer's command, which takes longer to make than most options take to be read."""
+    return typer.main.get_command(app)
 
 
 def _report(message: str, code: int) -> int:

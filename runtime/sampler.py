@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -48,6 +49,8 @@ class Sampler:
         self.only_argmax = self._greedy and not self._processors
         """Whether the arg-max of the logits is all that is needed."""
         self._race = ExponentialRace(config.seed)
+        if not self._greedy:
+            self._race.sample(0, np.zeros(1, np.float32))  # compiles it, or loads it, before the first step
         self._ids = _GrowingIds(padding)
         self.context = list(context)
         self.overflowed = False

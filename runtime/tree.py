@@ -85,6 +85,14 @@ class DraftTree:
 _NO_NODES = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
 
 
+def compile_trees() -> None:
+    """Compile what all trees use, or load it from the cache, before the first step."""
+    tree = DraftTree.of(0, [1, 1], [ROOT, 0])
+    _ = tree.ancestor_mask
+    tree.clipped(1)
+    tree.embeddable(1)
+
+
 @njit(cache=True, nogil=True)
 def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """The parents of nodes after sorting them into this order."""

@@ -7,24 +7,15 @@ from itertools import combinations
 from tempfile import TemporaryDirectory
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Workers share the cores with the processes that tests start; two busy threads each would only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
 import pytest
-import torch
-from transformers.utils import logging
 
 HOME = TemporaryDirectory(prefix="hdtool-tests-")  # what is measured in tests is not kept for the user
 os.environ["HDTOOL_HOME"] = HOME.name
 
 collect_ignore = [] if find_spec("vllm") else ["vllm"]
-
-# Workers of pytest-xdist share the cores; two busy threads each would only wait for one another.
-torch.set_num_threads(1)
-logging.set_verbosity_error()
-logging.disable_progress_bar()
-
-hypothesis.settings.register_profile("hdtool", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("hdtool")
 
 FAMILIES = {"llama", "gemma2", "gpt2", "qwen3_moe", "llama4", "mistral"}
 """Full, sliding and chunked attention, learned positions, mixtures of experts; the others are tested by test-long."""
@@ -36,6 +27,21 @@ def pytest_configure(config: pytest.Config) -> None:
         "each_value: of all combinations of parameters, `make test` runs as few as hold each value once; "
         "`make test-long` runs the others",
     )
+    # The process that hands tests to workers runs none, and loading torch takes seconds.
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        _set_up_libraries()
+
+
+def _set_up_libraries() -> None:
+    import hypothesis
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hypothesis.settings.register_profile("hdtool", deadline=None, derandomize=True, print_blob=True)
+    hypothesis.settings.load_profile("hdtool")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks

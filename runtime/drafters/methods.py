@@ -29,6 +29,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import plugins
 from hdtool.runtime.stores.history import History
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import compile_trees
 
 PATIENCE = 2.0
 """Seconds after which a message explains the delay."""
@@ -91,6 +92,7 @@ def drafter_within(
     note = Timer(PATIENCE, print, [message], {"file": sys.stderr})
     note.start()
     try:
+        compile_trees()
         return MAKERS[config.method](config, store_set, budget, target)
     finally:
         note.cancel()

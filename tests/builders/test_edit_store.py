@@ -39,9 +39,12 @@ def parts(manifest: Manifest) -> object:
     return manifest.sources, manifest.counts, manifest.options, hashes
 
 
+@pytest.mark.parametrize("examples", [7, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", BUILDS)
-def test_merging_and_dropping_equal_building(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    @settings(max_examples=20)
+def test_merging_and_dropping_equal_building(
+    kind: str, examples: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    @settings(max_examples=examples)
     @given(texts, st.data())
     def check(sources: Texts, data: st.DataObject) -> None:
         root = tmp_path_factory.mktemp("rework")

@@ -84,8 +84,11 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("sampled", [(), ("--temperature", "1", "--seed", "3")], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in ("hd", "hd+amphista") else pytest.mark.long) for name in METHODS]
+)
 def test_every_method_says_the_same(method: str, sampled: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    """Beside ``test_every_method_is_verified``, which runs all of them in every ``make test``."""
     asked = ["generate", "--prompt", "Explain `zip` and `map`.", "--max-new-tokens", "40", "--json", *sampled]
     assert run([*asked, "--method", "ar"]) == 0
     plain = json.loads(capfd.readouterr().out)
@@ -220,7 +223,7 @@ def test_version_and_help() -> None:
 
 # hdtool verify ---------------------------------------------------------------------------------
 
-FEW = ["--num-prompts", "2", "--max-new-tokens", "24"]
+FEW = ["--num-prompts", "2", "--max-new-tokens", "12"]
 
 
 def test_verify_says_how_many_answers_were_identical(capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,9 @@ from hdtool.cli.app import run
 ASKED = ("generate", "--prompt", "Write a story about a fox.", "--max-new-tokens", "48", "--json")
 
 
+pytestmark = pytest.mark.usefixtures("known_cost")
+
+
 @pytest.fixture(autouse=True)
 def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

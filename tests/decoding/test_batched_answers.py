@@ -40,6 +40,7 @@ PROMPTS = [
     for number, (first, *later) in enumerate(TALKS)
 ]
 SAMPLED = SamplingConfig(temperature=0.8, top_k=50, seed=7)
+LONGEST = 10
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def told(answers: Iterator[Answer]) -> list[tuple[str, str, list[int], str]]:
 @pytest.fixture(scope="module")
 def alone() -> dict[SamplingConfig, Any]:
     """Plain decoding, one prompt after another."""
-    plain = DecodeConfig("ar", 16)
+    plain = DecodeConfig("ar", LONGEST)
     return {
         sampling: told(Answerer(ModelConfig(), plain, sampling).all_answers(PROMPTS))
         for sampling in (SamplingConfig(), SAMPLED)
@@ -75,7 +76,7 @@ def alone() -> dict[SamplingConfig, Any]:
 def test_every_answer_is_that_of_plain_decoding(
     method: str, size: int, sampling: SamplingConfig, alone: dict[SamplingConfig, Any]
 ) -> None:
-    answerer = Answerer(ModelConfig(), DecodeConfig(method, 16, batch_size=size), sampling)
+    answerer = Answerer(ModelConfig(), DecodeConfig(method, LONGEST, batch_size=size), sampling)
     for _ in range(2):  # drafters have learned something when they are used again
         assert told(answerer.all_answers(PROMPTS)) == alone[sampling]
 
@@ -188,7 +189,8 @@ def test_after_an_interrupt_unfinished_answers_are_yielded() -> None:
     assert sum(answer.interrupted for answer in answers) >= 2
 
 
-@pytest.mark.parametrize("command", ["generate", pytest.param("collect", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["generate", "collect"])
 def test_ctrl_c_ends_a_batch(command: str, tmp_path: Path) -> None:
     asked = collecting(tmp_path, "out.jsonl", "3", length="900")
     if command == "generate":

@@ -17,6 +17,7 @@ from tests.support.oracle import generated, prompt_of
 from tests.support.trees import LyingDrafter
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_wrong_drafts_do_not_change_the_output(family: str, sampling: SamplingConfig) -> None:

@@ -76,6 +76,7 @@ def test_no_prediction_changes_the_output(sampling: SamplingConfig) -> None:
     check_output("llama", sampling, *predictions([]))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_changes_its_output(family: str, sampling: SamplingConfig) -> None:

@@ -81,20 +81,21 @@ def stores_of(family: str, folder: Path) -> tuple[ModelStore, CorpusIndex]:
 
 
 @pytest.mark.each_value
+@pytest.mark.parametrize("samplings", [list(SAMPLINGS)[::2], list(SAMPLINGS)[1::2]], ids=" and ".join)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_change_nothing(family: str, name: str, folder: Path) -> None:
+def test_drafts_change_nothing(family: str, name: str, samplings: list[str], folder: Path) -> None:
     drafter = drafter_of(name, *stores_of(family, folder))
     accepted = 0
-    for sampling, config in SAMPLINGS.items():
-        steps = run(target_of(family), PROMPT, config, drafter=drafter)
+    for sampling in samplings:
+        steps = run(target_of(family), PROMPT, SAMPLINGS[sampling], drafter=drafter)
         assert said(steps) == plain(family, sampling)
         for step in steps:
             check_integrity(step.tree)
             assert len(step.tree) <= LARGEST_TREE
         accepted += sum(len(step.path) for step in steps)
     if name not in ("lade", "pld", "hd of the context alone"):  # a random model rarely says again what it has said
-        assert accepted > 40, "drafts that are never right test nothing"
+        assert accepted > 8 * len(samplings), "drafts that are never right test nothing"
 
 
 def test_all_sources_have_their_part(folder: Path) -> None:
@@ -117,12 +118,13 @@ prompts = st.one_of(
 )
 
 
+@pytest.mark.parametrize("examples", [8, pytest.param(25, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_any_prompt_any_length_any_end(name: str, folder: Path) -> None:
+def test_any_prompt_any_length_any_end(name: str, examples: int, folder: Path) -> None:
     store, index = stores_of("llama", folder)
     drafter = drafter_of(name, store, index)  # one for all: nothing of one generation may leak into the next
 
-    @settings(max_examples=25)
+    @settings(max_examples=examples)
     @given(prompts, st.one_of(st.integers(1, 5), st.integers(6, 40)), st.sampled_from([0.0, 0.9]), st.data())
     def check(prompt: list[int], most: int, temperature: float, data: st.DataObject) -> None:
         sampling = SamplingConfig(temperature=temperature, seed=7)

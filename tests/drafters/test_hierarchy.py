@@ -82,7 +82,7 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
     assert (len(corpus.shards.places) > 1) == (shard_bytes == 700)
     stores = model if "M" in used else None, corpus if "S" in used else None
     drafted: set[int] = set()
-    for seed in range(3):
+    for seed in range(2):
         hierarchy = drafting(used, *stores, most=24)
         slow = SlowHierarchy(*stores, used)
         text = [token for ids in random_documents(seed, vocabulary, 6) for token in ids]
@@ -334,7 +334,11 @@ def test_recycling_survives_a_clipped_tree() -> None:
     assert len(hierarchy.draft([3])) == 0, "rows that nobody can tell apart are left alone"
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, seed=3)], ids=["T 0", "T 1"])
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingConfig(), pytest.param(SamplingConfig(temperature=1.0, seed=3), marks=pytest.mark.long)],
+    ids=["T 0", "T 1"],
+)
 def test_every_combination_of_sources_says_the_same(sampling: SamplingConfig, tmp_path: Path) -> None:
     target = Target(model_of("llama"))
     prompts = [prompt_of(length) for length in (20, 31)]
@@ -352,15 +356,16 @@ def test_every_combination_of_sources_says_the_same(sampling: SamplingConfig, tm
             assert not {"M", "S", "L", "R"} & set(letters) or drafted
 
 
+@pytest.mark.parametrize("times", [15, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("part", ["slots", "keys", "rows", "documents", "suffixes", "heads", "signposts", "shards"])
-def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
+def test_damage_costs_a_draft_at_worst(part: str, times: int, tmp_path: Path) -> None:
     chance = random.Random(part)
     documents = random_documents(3, 50, 60)
     model, corpus = stores_of(tmp_path, documents, 50, 1500)
     store = model if part in ("slots", "keys", "rows") else corpus
     path = store.folder / store.manifest.files[part].name
     whole = path.read_bytes()
-    for _ in range(40):
+    for _ in range(times):
         spoiled = bytearray(whole)
         for _ in range(chance.randrange(1, 40)):
             spoiled[chance.randrange(len(spoiled))] ^= 1 << chance.randrange(8)

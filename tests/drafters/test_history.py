@@ -36,6 +36,7 @@ def drafting(history: History, nodes: int = 24) -> Hierarchy:
     return Hierarchy(budget=FixedBudget(nodes), history=history)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_plain_decoding(family: str, sampling: SamplingConfig) -> None:

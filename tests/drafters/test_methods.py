@@ -22,10 +22,12 @@ import torch
 from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.config import DecodeConfig, ModelConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.decode import decode
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.model.load import load
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -38,6 +40,7 @@ for method in sys.argv[1:]:
     drafter = drafter_for(DecodeConfig(method, draft_tokens=40), target, store_set)
     words = [place % 7 for place in range(40)]
     target.prefill(words)
+    sampler = Sampler(SamplingConfig(1.0), words)
     before = ready()
     drafter.begin(words)
     drafted = size = 0
@@ -46,6 +49,9 @@ for method in sys.argv[1:]:
         drafter.observe(Accepted([], words[-1:]), torch.zeros(1 + size, 4096))
         size = len(drafter.draft(words))
         drafted += size
+    drafter.draft(words).embeddable(1).clipped(1)
+    for _ in decode(target, sampler.context, sampler, max_new_tokens=4, drafter=drafter):
+        pass
     print(method, drafted > 0, [f.__name__ for f, _ in ready() - before])
 """
 

@@ -126,9 +126,11 @@ def conversations(loaded: Loaded, recorded: Path) -> list[list[RecordedTurn]]:
 def test_a_replay_is_a_real_run_step_by_step(
     method: str, budget: int, loaded: Loaded, store_set: StoreSet, conversations: list[list[RecordedTurn]]
 ) -> None:
+    """The default method over all answers, the others over those that are cut off."""
     config = DecodeConfig(method, draft_tokens=budget, lookahead=False)
     drafter = drafter_for(config, loaded.target, store_set)
-    turns = [turn for conversation in conversations for turn in conversation]
+    parts = conversations if (method, budget) == ("hd", 32) else conversations[:2]
+    turns = [turn for conversation in parts for turn in conversation]
     played = play(Contender(method, config), turns, store_set)
     accepted = 0
     for turn, one in zip(turns, played.turns, strict=True):
@@ -220,17 +222,21 @@ def counted(played: ReplayResult) -> list[Any]:
 
 
 def test_two_processes_bring_what_one_does(
-    store_set: StoreSet, conversations: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
+    store_set: StoreSet,
+    conversations: list[list[RecordedTurn]],
+    repeated: list[list[RecordedTurn]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 3)
+    monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 1)
     counts: list[int] = []
-    one, two = (
-        replay(contenders(), conversations, store_set, workers=workers, on_progress=counts.append) for workers in (1, 2)
-    )
-    assert list(one) == list(two) == ["pld", "hd"]
+    every = [*conversations, *repeated]
+    several = [*contenders(), Contender("remembering", remembering().config)]
+    one, two = (replay(several, every, store_set, workers=workers, on_progress=counts.append) for workers in (1, 2))
+    assert list(one) == list(two) == ["pld", "hd", "remembering"]
     assert all(counted(one[name]) == counted(two[name]) for name in one)
-    assert counts[-1] == 14, "turns of both methods"
+    assert counts[-1] == 3 * (7 + 8), "turns of all contenders"
     assert set(two["hd"].source_seconds) == set(one["hd"].source_seconds)
+    assert max(steps_of(one["remembering"])[8::2]) < 15, "parts of one conversation would forget"
 
 
 @pytest.mark.long
@@ -290,16 +296,6 @@ def test_every_contender_has_a_history_of_its_own(repeated: list[list[RecordedTu
     for played in (replay(both, repeated, filled, workers=1), replay(both, repeated, filled, workers=1)):
         assert steps_of(played["hd"]) == steps_of(played["again"]) == steps_of(alone)
     assert not len(filled.history.answers) if filled.history else False
-
-
-def test_a_history_does_not_depend_on_processes(
-    repeated: list[list[RecordedTurn]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 1)
-    several = [remembering(), Contender("pld", DecodeConfig("pld"))]
-    one, two = (replay(several, repeated, StoreSet(), workers=workers) for workers in (1, 2))
-    assert all(counted(one[name]) == counted(two[name]) for name in one)
-    assert max(steps_of(one["hd"])[1::2]) < 15, "parts of one conversation would forget"
 
 
 def test_what_is_played_before_is_not_counted(repeated: list[list[RecordedTurn]]) -> None:
@@ -522,8 +518,9 @@ def many(recorded: Path, tmp_path: Path) -> Iterator[Path]:
     yield path
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="signals work differently there")
-@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.long), "2"])
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_ctrl_c_ends_it(workers: str, many: Path, tmp_path: Path) -> None:
     arguments = ["replay", "--traces", str(many), "--methods", "hd", "--no-history", "--workers", workers]
     environment = {**os.environ, "HDTOOL_HOME": str(tmp_path)}

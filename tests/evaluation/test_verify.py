@@ -83,7 +83,7 @@ def test_the_history_holds_no_answer_of_the_oracles(small: Loaded) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, SamplingConfig(repetition_penalty=1.2)], ids=str)
 def test_the_hierarchy_over_the_demos_stores_loses_nothing(embedded: Loaded, sampling: SamplingConfig) -> None:
     store_set = StoreSet.for_tokenizer(embedded.tokenizer, StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX)))
-    verifier = Verifier(embedded, sampling, Hierarchy(store_set.model, store_set.corpus), 40)
+    verifier = Verifier(embedded, sampling, Hierarchy(store_set.model, store_set.corpus), 24)
     for prompt in read_prompts(demo.PROMPTS)[:2]:
         check = verifier.check(prompt.id, encode_conversation(embedded.tokenizer, prompt.messages))
         assert check.differences == []

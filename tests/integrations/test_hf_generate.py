@@ -100,6 +100,7 @@ WARPERS: dict[str, dict[str, Any]] = {
 # Output ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe", "deepseek_v3"])
 def test_greedy_equals_generate(family: str, options: dict[str, Any]) -> None:

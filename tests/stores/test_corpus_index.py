@@ -52,15 +52,16 @@ def brute_force(documents: Documents, context: list[int]) -> tuple[int, Counter[
 
 
 @pytest.mark.each_value
+@pytest.mark.parametrize("examples", [20, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 120])
 @pytest.mark.parametrize("vocabulary", [4, 60_000, 65_535, 65_536, 200_000])
 def test_continuations_are_those_of_the_documents(
-    vocabulary: int, shard_bytes: int, tmp_path_factory: pytest.TempPathFactory
+    vocabulary: int, shard_bytes: int, examples: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Small alphabets at the top of the vocabulary: many repeats, and every byte width."""
     token = st.integers(vocabulary - 4, vocabulary - 1)
 
-    @settings(max_examples=60)
+    @settings(max_examples=examples)
     @given(st.lists(st.lists(token, max_size=12), min_size=1, max_size=8), st.lists(token, max_size=20))
     def check(documents: Documents, context: list[int]) -> None:
         if not any(documents):

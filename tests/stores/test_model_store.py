@@ -121,10 +121,15 @@ def entries_of(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int,
     return prefixes, phrases
 
 
+@pytest.mark.parametrize("examples", [20, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize("slots", [1 << 21, 8])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_lookups_equal_counting(
-    vocabulary: int, slots: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    vocabulary: int,
+    slots: int,
+    examples: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Small alphabets at the top of the vocabulary, counted in one part and in many."""
     monkeypatch.setattr(counting, "TABLE_SLOTS", slots)
@@ -133,7 +138,7 @@ def test_lookups_equal_counting(
         lambda documents: max(map(len, documents)) > PHRASE
     )
 
-    @settings(max_examples=50)
+    @settings(max_examples=examples)
     @given(documents, st.lists(token, max_size=7), st.integers(1, 40), st.integers(1, 4), st.booleans())
     def check(documents: Documents, context: list[int], top_k: int, per_key: int, once: bool) -> None:
         options: dict[str, Any] = {"top_k": top_k, "per_key": per_key, "once_per_document": once}

@@ -521,15 +521,20 @@ def use(folder: Path) -> None:
     list(rework.Contents.of(folder).documents())
 
 
+@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.long)])
 @pytest.mark.parametrize("files", [False, True])
 def test_a_hostile_store_works_or_is_refused(
-    files: bool, whole: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    files: bool,
+    examples: int,
+    whole: tuple[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runtime_stores, "LOOKUPS", 5)
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)
     outcomes = set()
 
-    @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data())
     def check(data: st.DataObject) -> None:
         _, folder, row = copied(whole, tmp_path_factory.mktemp("hostile"))

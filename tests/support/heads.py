@@ -55,8 +55,8 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
     )
 
 
-def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor) -> Numbers:
-    """Logits ``[rows, heads, vocabulary]`` behind every row of one conversation, number by number."""
+def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bool = False) -> Numbers:
+    """Logits ``[rows, heads, vocabulary]`` behind every row, or only the ``last``, number by number."""
     weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
     config, width = heads.config, heads.shape.attention_heads
     states = hidden.double().numpy()
@@ -65,7 +65,7 @@ def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor) -> Numbers:
         states = _adapted(weights, f"layers.{layer}.", states, tokens.double().numpy(), width, config)
         stages.append(states)
     found = np.zeros((len(states), config.heads, heads.shape.vocabulary))
-    for row in range(len(states)):
+    for row in range(len(states) - 1 if last else 0, len(states)):
         own = []
         for head in range(config.heads):
             start = stages[head * len(stages) // config.heads][row]
@@ -97,17 +97,20 @@ def _adapted(weights: Any, name: str, states: Numbers, tokens: Numbers, heads: i
 def _attended(weights: Any, name: str, states: Numbers, heads: int, *, turned: bool, causal: bool) -> Numbers:
     width = states.shape[1] // heads
     read = [weights[name + "read.weight"] @ _normed(state, weights[name + "norm.weight"]) for state in states]
+    parts = [np.split(line, 3) for line in read]
+    seen: list[list[Numbers]] = [[] for _ in states]
+    for head in range(heads):
+        mine = slice(head * width, (head + 1) * width)
+        queries, keys, values = ([part[kind][mine] for part in parts] for kind in range(3))
+        if turned:
+            queries, keys = ([_turned(part, place) for place, part in enumerate(those)] for those in (queries, keys))
+        for row, query in enumerate(queries):
+            end = row + 1 if causal else len(keys)
+            scores = np.exp([query @ key / np.sqrt(width) for key in keys[:end]])
+            seen[row].append(sum(score * value for score, value in zip(scores, values, strict=False)) / scores.sum())
     out = states.copy()
-    for row in range(len(states)):
-        seen = []
-        for head in range(heads):
-            mine = slice(head * width, (head + 1) * width)
-            parts = [np.split(line, 3) for line in read[: row + 1 if causal else None]]
-            query = _turned(np.split(read[row], 3)[0][mine], row if turned else 0)
-            keys = [_turned(part[1][mine], place if turned else 0) for place, part in enumerate(parts)]
-            scores = np.exp([query @ key / np.sqrt(width) for key in keys])
-            seen.append(sum(score * part[2][mine] for score, part in zip(scores, parts, strict=True)) / scores.sum())
-        out[row] += weights[name + "write.weight"] @ np.concatenate(seen)
+    for row, read_by_heads in enumerate(seen):
+        out[row] += weights[name + "write.weight"] @ np.concatenate(read_by_heads)
     return out
 
 
