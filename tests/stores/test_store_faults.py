@@ -489,7 +489,7 @@ def spoil_file(folder: Path, row: dict[str, Any], data: st.DataObject) -> None:
         case 0:
             content = (content * 3)[: data.draw(st.integers(0, 3 * len(content)))]
         case 1:
-            for _ in range(data.draw(st.integers(1, 20))):
+            for _ in range(data.draw(st.integers(1, 20)) if content else 0):
                 content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
         case 2:
             numbers = np.frombuffer(content[: len(content) // 4 * 4], np.int32).copy()
