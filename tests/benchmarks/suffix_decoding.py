@@ -2,27 +2,34 @@
 
     python -m tests.benchmarks.suffix_decoding TRACES --model MODEL [--raw] [--draft-tokens 32]
 
-Both play all turns in the order of the file and remember every answer. Turn by turn the two take turns, so that a
-change in the speed of the machine affects both. SuffixDecoding drafts trees at its default settings and at its most
-generous ones. Its wheel needs CUDA; its drafting part builds alone from ``csrc/suffix_decoding`` of its sources.
+Both play all turns in the order of the file and remember every answer. Turn by turn they take turns, so that a change
+in the speed of the machine affects all. SuffixDecoding drafts trees at its default settings and at its most generous
+ones. Its wheel needs CUDA; its drafting part builds alone from ``csrc/suffix_decoding`` of its sources.
+
+A draft ends with the arrays of a tree (hd) or with lists of tokens and parents (SuffixDecoding); the attention mask of
+the tree is the same work for both and is timed by itself. Learning is what a step adds after its tokens are known.
+The last figure is everything that a turn takes (its prompt, drafts and learning) divided by its steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from hdtool.data.traces import read_traces
+from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.replay import _play_turn as play_turn
 from hdtool.runtime.evaluation.replay import follow
+from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, tree_mask
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 from hdtool.runtime.stores.history import History
 from hdtool.runtime.tree import DraftTree
@@ -33,46 +40,56 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 WARM_UP = 5
 """Turns that are played once before, by drafters of their own."""
+DEEPEST = 64
+NO_LOGITS = torch.empty(0)
+WINDOWS, CPU = [AttentionWindow(FULL)], torch.device("cpu")
+
+
+class Peer(Protocol):
+    """What both can do. ``context`` and ``tree`` convert what ``draft`` takes and returns, and are not timed."""
+
+    def start(self, prompt: list[int]) -> None: ...
+
+    def context(self, tokens: list[int]) -> Any: ...
+
+    def draft(self, context: Any) -> Any: ...
+
+    def tree(self, drafted: Any, root: int) -> DraftTree: ...
+
+    def learn(self, accepted: Accepted) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class SuffixDecoding:
-    """A cache that remembers all answers, and what it drafted so far."""
+    """A cache that remembers all answers."""
 
     def __init__(self, most: int, settings: dict[str, float]) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache  # type: ignore[import-not-found]
 
-        self._cache = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=100_000)
-        self._most, self._settings, self._turns = most, settings, 0
-        self.tokens = self.steps = 0
-        self.draft_us: list[float] = []
-        self.learn_us: list[float] = []
+        self._cache = SuffixDecodingCache(max_tree_depth=DEEPEST, max_cached_requests=100_000)
+        self._most, self._settings, self._request = most, settings, 0
 
-    def play(self, turn: RecordedTurn) -> None:
-        truth, name = turn.answer, self._turns
-        self._turns += 1
-        self._cache.start_request(name, np.array(turn.prompt, np.int32))
-        context, done = np.array([*turn.prompt, *truth], np.int32), 1
-        self._cache.add_active_response(name, truth[:1])
-        self.steps += 1
-        while done < len(truth):
-            so_far = context[: len(turn.prompt) + done]
-            started = time.perf_counter()
-            draft = self._cache.speculate(
-                name, so_far[-64:], max_spec_tokens=self._most, use_tree_spec=True, **self._settings
-            )
-            drafted = time.perf_counter()
-            parents = np.array([int(parent) for parent in draft.parents], np.int32)
-            tokens = np.array(draft.token_ids, np.int64)
-            tree = DraftTree(int(so_far[-1]), tokens, parents, np.ones(len(tokens), np.uint8))
-            accepted = follow(tree, truth[done:]).tokens
-            learning = time.perf_counter()
-            self._cache.add_active_response(name, accepted)
-            self.learn_us.append((time.perf_counter() - learning) * 1e6)
-            self.draft_us.append((drafted - started) * 1e6)
-            done += len(accepted)
-            self.steps += 1
-        self.tokens += len(truth)
-        self._cache.stop_request(name)
+    def start(self, prompt: list[int]) -> None:
+        self._request += 1
+        self._cache.start_request(self._request, np.array(prompt, np.int32))
+
+    def context(self, tokens: list[int]) -> Any:
+        return np.array(tokens[-DEEPEST:], np.int32)
+
+    def draft(self, context: Any) -> Any:
+        return self._cache.speculate(
+            self._request, context, max_spec_tokens=self._most, use_tree_spec=True, **self._settings
+        )
+
+    def tree(self, drafted: Any, root: int) -> DraftTree:
+        return DraftTree.of(root, drafted.token_ids, drafted.parents)
+
+    def learn(self, accepted: Accepted) -> None:
+        self._cache.add_active_response(self._request, accepted.tokens)
+
+    def stop(self) -> None:
+        self._cache.stop_request(self._request)
 
 
 class Ours:
@@ -80,16 +97,78 @@ class Ours:
 
     def __init__(self, most: int) -> None:
         self._drafter = Hierarchy(budget=FixedBudget(most), history=History())
+        self.start, self.draft, self.stop = self._drafter.begin, self._drafter.draft, self._drafter.end
+
+    def context(self, tokens: list[int]) -> Any:
+        return tokens
+
+    def tree(self, drafted: Any, root: int) -> DraftTree:
+        return drafted  # type: ignore[no-any-return]
+
+    def learn(self, accepted: Accepted) -> None:
+        self._drafter.observe(accepted, NO_LOGITS)
+
+
+class Player:
+    """Plays turns with one of them, and times it."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
         self.tokens = self.steps = 0
         self.draft_us: list[float] = []
+        self.mask_us: list[float] = []
         self.learn_us: list[float] = []
+        self.turn_us: list[float] = []
+        """Per turn: everything that its drafter took, for each step."""
 
     def play(self, turn: RecordedTurn) -> None:
-        played = play_turn(self._drafter, turn, lambda context: None)
-        self.tokens += len(played.tokens)
-        self.steps += len(played.accept_lengths)
-        self.draft_us += (played.draft_seconds[1:] * 1e6).tolist()
-        self.learn_us += (played.observe_seconds[1:] * 1e6).tolist()
+        peer, truth, masks = self._peer, turn.answer, MaskBuffer()
+        context, learned = [*turn.prompt, truth[0]], len(self.learn_us)
+        spent, _ = timed(peer.start, turn.prompt)
+        self.learn_us.append(timed(peer.learn, Accepted([], truth[:1]))[0])
+        done, steps = 1, 1
+        while done < len(truth):
+            draft_us, drafted = timed(peer.draft, peer.context(context))
+            tree = peer.tree(drafted, context[-1])
+            mask_us, _ = timed(tree_mask, tree, len(context) - 1, WINDOWS, torch.float32, CPU, masks)
+            accepted = follow(tree, truth[done:])
+            self.learn_us.append(timed(peer.learn, accepted)[0])
+            self.draft_us.append(draft_us)
+            self.mask_us.append(mask_us)
+            spent += draft_us
+            context += accepted.tokens
+            done, steps = done + len(accepted.tokens), steps + 1
+        spent += sum(self.learn_us[learned:]) + timed(peer.stop)[0]
+        self.turn_us.append(spent / steps)
+        self.tokens, self.steps = self.tokens + len(truth), self.steps + steps
+
+    def report(self) -> str:
+        return (
+            f"{self.tokens / self.steps:6.3f} tokens per step; drafting {np.median(self.draft_us):6.1f} µs, "
+            f"mask {np.median(self.mask_us):5.1f} µs, learning {np.median(self.learn_us):5.1f} µs (medians of "
+            f"{self.steps:,} steps); a step of a turn {np.median(self.turn_us):6.1f} µs (median of the turns)"
+        )
+
+
+def timed(function: Callable[..., Any], *given: Any) -> tuple[float, Any]:
+    """The microseconds that a call takes, and what it returns."""
+    started = time.perf_counter()
+    returned = function(*given)
+    return (time.perf_counter() - started) * 1e6, returned
+
+
+def turns_of(given: argparse.Namespace) -> Sequence[RecordedTurn]:
+    loading = ModelConfig(model=given.model)
+    tokenizer = load_tokenizer(loading)
+    reader = TurnReader(
+        tokenizer, load_stops(loading, tokenizer), tokenizer.eos_token_id, chat=False if given.raw else None
+    )
+    return [turn for trace in read_traces([given.traces], None) if trace.answers for turn in reader.turns(trace)]
+
+
+def contenders(most: int) -> dict[str, Player]:
+    peers = {f"SuffixDecoding, {name}": SuffixDecoding(most, of) for name, of in SETTINGS.items()}
+    return {name: Player(peer) for name, peer in {"hd": Ours(most), **peers}.items()}
 
 
 def main() -> None:
@@ -99,31 +178,17 @@ def main() -> None:
     parser.add_argument("--raw", action="store_true")
     parser.add_argument("--draft-tokens", type=int, default=32)
     given = parser.parse_args()
-    loading = ModelConfig(model=given.model)
-    tokenizer = load_tokenizer(loading)
-    reader = TurnReader(
-        tokenizer, load_stops(loading, tokenizer), tokenizer.eos_token_id, chat=False if given.raw else None
-    )
-    turns = [turn for trace in read_traces([given.traces], None) if trace.answers for turn in reader.turns(trace)]
-
-    def contenders() -> dict[str, Any]:
-        most = given.draft_tokens
-        peers = {f"SuffixDecoding, {name}": SuffixDecoding(most, of) for name, of in SETTINGS.items()}
-        return {"hd": Ours(most), **peers}
-
-    warm, measured = contenders(), contenders()
+    turns = turns_of(given)
+    warm, measured = contenders(given.draft_tokens), contenders(given.draft_tokens)
     for turn in turns[:WARM_UP]:
-        for one in warm.values():
-            one.play(turn)
+        for player in warm.values():
+            player.play(turn)
     for number, turn in enumerate(turns):
         names = list(measured)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             measured[name].play(turn)
-    for name, one in measured.items():
-        print(
-            f"{name:26} {one.tokens / one.steps:6.3f} tokens per step, drafting {np.median(one.draft_us):6.1f} µs, "
-            f"learning {np.median(one.learn_us):5.1f} µs (medians, {one.steps:,} steps)"
-        )
+    for name, player in measured.items():
+        print(f"{name:26} {player.report()}")
 
 
 if __name__ == "__main__":

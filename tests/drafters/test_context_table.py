@@ -7,47 +7,96 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdtool.runtime.drafters.hierarchy.sources.context_evidence import (
+    CONTEXT_MATCHES,
+    LONGEST_SHORT,
+    PLACES_BELOW,
+    find_matches,
+    find_short_matches,
+)
 from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     CHAINS,
+    LONG,
     LONGEST_MATCH,
     PLACES,
     WINDOW,
     ContextTable,
     level_of,
-    recent,
 )
+from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
 from hdtool.runtime.stores.model_store import sequence_hash
 
 Places = list[tuple[int, int]]
 
 
-def found_by(table: ContextTable, tail: list[int], chain: int, longest: int) -> Places:
-    """What followed, and how many tokens match, the latest place first."""
-    padded = np.array([-1] * LONGEST_MATCH + tail, np.int64)[-LONGEST_MATCH:]
-    mark = np.uint64(sequence_hash(padded, LONGEST_MATCH - CHAINS[chain], CHAINS[chain]))
-    tokens, lengths = np.zeros(PLACES, np.int64), np.zeros(PLACES, np.int64)
-    found = recent(table.memory[0], padded, mark, chain, longest, tokens, lengths)
-    return list(zip(tokens[:found].tolist(), lengths[:found].tolist(), strict=True))
+class Finder:
+    """Finds matches at the root and at nodes below it, as the estimator does."""
+
+    def __init__(self, table: ContextTable) -> None:
+        self._table = table.memory[0]
+        self._matches = np.zeros(1, CONTEXT_MATCHES)
+        self._found = np.zeros(1, FOLLOWERS)
+
+    def find(self, tail: list[int], *, node: int = 0, short: bool = False) -> Places:
+        """What followed, and the n-gram order of the match, in the order in which they were found."""
+        padded = np.array([-1] * LONGEST_MATCH + tail, np.int64)[-LONGEST_MATCH:]
+        hashes = [int(sequence_hash(padded, LONGEST_MATCH - size, size)) for size in range(CHAINS[LONG] + 1)]
+        marks = np.array(hashes, np.uint64)
+        self._found["places"] = 0
+        find_matches(self._table, self._matches[0], node, node - 1, padded, marks, self._found[0])
+        if short:
+            find_short_matches(self._table, self._matches[0], node, padded, marks, self._found[0])
+        count = self._found["places"][0]
+        followers, orders = self._found["followers"][0, :count], self._found["orders"][0, :count]
+        return list(zip(followers.tolist(), orders.tolist(), strict=True))
 
 
-def brute_force(context: list[int], tail: list[int], chain: int, longest: int) -> Places:
+def latest(context: list[int], tail: list[int], least: int, most: int) -> Places:
+    """The latest places that so many tokens before them match, and how many do, by brute force."""
     found: Places = []
     for place in range(len(context) - 1, 0, -1):
         length = 0
-        while length < min(longest, place, len(tail)) and context[place - 1 - length] == tail[-1 - length]:
+        while length < min(LONGEST_MATCH, place, len(tail)) and context[place - 1 - length] == tail[-1 - length]:
             length += 1
-        if length >= CHAINS[chain] and len(found) < PLACES:
-            found.append((context[place], level_of(length)))
+        if length >= least and len(found) < most:
+            found.append((place, length))
     return found
 
 
-@given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=10), st.integers(0, 1))
-def test_followers_are_those_of_the_latest_places(context: list[int], tail: list[int], chain: int) -> None:
+def followers(context: list[int], places: Places) -> Places:
+    return [(context[place], level_of(length)) for place, length in places]
+
+
+@given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=10))
+def test_followers_are_those_of_the_latest_places(context: list[int], tail: list[int]) -> None:
     table = ContextTable()
     table.read(context)
-    for longest in (CHAINS[chain], LONGEST_MATCH):
-        for asked in (tail, context):
-            assert found_by(table, asked, chain, longest) == brute_force(context, asked, chain, longest)
+    for asked in (tail, context):
+        long = latest(context, asked, CHAINS[LONG], PLACES)
+        assert Finder(table).find(asked) == followers(context, long)
+        short = [(at, length) for at, length in latest(context, asked, 1, PLACES) if length <= LONGEST_SHORT]
+        assert Finder(table).find(asked, short=True) == followers(context, [*long, *short][:PLACES])
+
+
+@given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), min_size=1, max_size=4), st.booleans())
+def test_nodes_inherit_what_their_tokens_continue(context: list[int], path: list[int], short: bool) -> None:
+    table = ContextTable()
+    table.read(context)
+    finder, tail = Finder(table), list(context)
+    finder.find(tail, short=short)
+    expected = latest(context, tail, CHAINS[LONG], PLACES)
+    if short:
+        shorter = latest(context, tail, 1, PLACES)
+        expected = [*expected, *((at, length) for at, length in shorter if length < CHAINS[LONG])][:PLACES]
+    for node, token in enumerate(path, start=1):
+        tail = [*tail, token]
+        expected = [
+            (at + 1, min(LONGEST_MATCH, length + 1))
+            for at, length in expected
+            if context[at] == token and at + 1 < len(context)
+        ]
+        expected = expected or latest(context, tail, 1, PLACES_BELOW)
+        assert finder.find(tail, node=node) == followers(context, expected)
 
 
 @settings(max_examples=20)
@@ -59,11 +108,11 @@ def test_what_is_too_old_is_forgotten(before: int, seed: int) -> None:
     kept = context[-WINDOW:]
     rare = [50_000, 60_000, 70_000]
     table.add([*rare, 1, *rare])
-    assert found_by(table, rare, 1, LONGEST_MATCH) == [(1, 3)]
+    assert Finder(table).find(rare) == [(1, 3)]
     for start in (0, 1, WINDOW // 2):
         tail = kept[start + 20 : start + 23]
-        expected = brute_force([*kept, *rare, 1, *rare][-WINDOW:], tail, 1, LONGEST_MATCH)
-        assert found_by(table, tail, 1, LONGEST_MATCH) == expected
+        context = [*kept, *rare, 1, *rare][-WINDOW:]
+        assert Finder(table).find(tail) == followers(context, latest(context, tail, CHAINS[LONG], PLACES))
 
 
 def test_the_next_turn_reads_only_what_is_new() -> None:
@@ -73,7 +122,7 @@ def test_the_next_turn_reads_only_what_is_new() -> None:
     assert table.read([1, 2, 3, 4, 5, 6, 7]) == 2
     assert table.read([1, 2, 3, 4, 5, 6, 7]) == 0
     assert table.read([1, 2, 3, 9]) == 4, "another conversation"
-    assert found_by(table, [5], 0, LONGEST_MATCH) == []
+    assert Finder(table).find([5], short=True) == []
     assert table.read([1, 2]) == 2, "an earlier turn, asked again"
     assert table.read([]) == 0
     assert len(table) == 0

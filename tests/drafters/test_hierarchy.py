@@ -90,28 +90,57 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
         for start in (0, 1, 20):
             hierarchy.begin(text[:start])
             slow.begin(text[:start])
-            at = start
-            while at < start + 24:
-                tree, expected = hierarchy.draft(text[:at] or [0]), slow.draft(24)
-                assert tree.tokens.tolist() == [node.token for node in expected]
-                assert [tree.depths[1:].tolist(), tree.sources.tolist()] == [
-                    [node.depth for node in expected],
-                    [node.source for node in expected],
-                ]
-                np.testing.assert_allclose(hierarchy.probs, [node.probs for node in expected], rtol=1e-9)
-                ways = [[int(tree.tokens[above]) for above in path_to(tree, node)] for node in range(len(tree))]
-                assert [[*text[:at], *way] for way in ways] == [twin.context for twin in expected]
-                accepted = follow(tree, text[at : at + 3])
-                logits = told_logits(seed + at, len(tree) + 1, vocabulary, text[at : at + 4])
-                hierarchy.observe(accepted, logits)
-                for token in accepted.tokens:
-                    slow.hear(token)
-                slow.listen([Node(text[:at]), *expected], accepted, logits)
-                np.testing.assert_allclose(hierarchy.weights[: len(slow.weight)], slow.weight, rtol=1e-9)
-                np.testing.assert_allclose(hierarchy.rates, slow.rates, rtol=1e-9)
-                np.testing.assert_allclose(hierarchy.gains, slow.gains, rtol=1e-9)
-                at += len(accepted.tokens)
-                drafted |= set(tree.sources.tolist())
+            drafted |= check_answer(hierarchy, slow, text, range(start, start + 24), vocabulary, seed)
+    assert drafted == {SOURCES[letter] for letter in used}
+
+
+def check_answer(
+    hierarchy: Hierarchy, slow: SlowHierarchy, text: list[int], places: range, vocabulary: int, seed: int
+) -> set[int]:
+    """Compare all trees and weights while the text at these places is the answer; returns the sources of nodes."""
+    drafted: set[int] = set()
+    at = places.start
+    while at < places.stop:
+        tree, expected = hierarchy.draft(text[:at] or [0]), slow.draft(24)
+        assert tree.tokens.tolist() == [node.token for node in expected]
+        assert [tree.depths[1:].tolist(), tree.sources.tolist()] == [
+            [node.depth for node in expected],
+            [node.source for node in expected],
+        ]
+        np.testing.assert_allclose(hierarchy.probs, [node.probs for node in expected], rtol=1e-9)
+        ways = [[int(tree.tokens[above]) for above in path_to(tree, node)] for node in range(len(tree))]
+        assert [[*text[:at], *way] for way in ways] == [twin.context for twin in expected]
+        accepted = follow(tree, text[at : at + 3])
+        logits = told_logits(seed + at, len(tree) + 1, vocabulary, text[at : at + 4])
+        hierarchy.observe(accepted, logits)
+        for token in accepted.tokens:
+            slow.hear(token)
+        slow.listen([Node(text[:at]), *expected], accepted, logits)
+        np.testing.assert_allclose(hierarchy.weights[: len(slow.weight)], slow.weight, rtol=1e-9)
+        np.testing.assert_allclose(hierarchy.rates, slow.rates, rtol=1e-9)
+        np.testing.assert_allclose(hierarchy.gains, slow.gains, rtol=1e-9)
+        at += len(accepted.tokens)
+        drafted |= set(tree.sources.tolist())
+    return drafted
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("used", ["C", "H", "CH"])
+def test_trees_of_long_copies_equal_slow_counting(used: str) -> None:
+    """Copies of more tokens than a match counts, from the conversation and from earlier answers, with small changes."""
+    vocabulary, random_token = 40, random.Random(used)
+    passage = [random_token.randrange(vocabulary) for _ in range(50)]
+    hierarchy, slow = drafting(used, None, None, most=24), SlowHierarchy(None, None, used)
+    drafted: set[int] = set()
+    for number in range(4):
+        text = list(passage)
+        for copy in range(3):
+            changed = list(passage)
+            changed[20 + 7 * copy + number] = random_token.randrange(vocabulary)
+            text += changed
+        hierarchy.begin(text[:60])
+        slow.begin(text[:60])
+        drafted |= check_answer(hierarchy, slow, text, range(60, 190), vocabulary, number)
     assert drafted == {SOURCES[letter] for letter in used}
 
 

@@ -15,7 +15,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 
 # The policy in numbers, written down once more: a constant that changes in the compiled code fails the tests.
-LONGEST_MATCH, PLACES = 32, 64
+LONGEST_MATCH, PLACES, PLACES_BELOW = 32, 64, 16
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """The longest match of each order."""
 TOLD, TOLD_BELOW, OVERLAP = 32, 8, 8
@@ -71,6 +71,12 @@ class Node:
     known: int = 0
     searched: set[int] = field(default_factory=set)
     """Orders at which the corpus was asked; those of a child are searched for within these."""
+    alike: list[tuple[int, int]] = field(default_factory=list)
+    """Places in the conversation, and how many tokens before them match."""
+    capped: set[int] = field(default_factory=set)
+    """Those of them that were looked for because the others were too long for short orders."""
+    shortest: int = 1
+    """All matches of so many tokens have been looked for."""
     told: list[tuple[list[int], int]] = field(default_factory=list)
     """Places in answers of the history."""
     longest: list[tuple[int, int]] = field(default_factory=list)
@@ -104,19 +110,45 @@ class SlowHierarchy:
             for token, tokens, *_ in corpus.shards.places.tolist():
                 self.shards.append(corpus.tokens[token : token + tokens].tolist())
 
-    def ask_context(self, context: list[int], order: int) -> Evidence | None:
-        """Those of the latest 64 places with three tokens alike, or for short orders with one."""
+    def ask_context(self, node: Node, order: int) -> Evidence | None:
+        """The matches of a node; where they are too long for an order, shorter ones are looked for."""
         if not self.use_context:
             return None
-        least, longest = (3, len(LEVELS)) if order >= 3 else (1, 2)
-        alike = {at: self._alike(context, at) for at in range(len(self.context) - 1, 0, -1)}
-        places = [at for at, length in alike.items() if length >= least][:PLACES]
+        if node.shortest > 1 and order == min(2, node.shortest - 1):
+            shorter = self._latest(node, 1, PLACES_BELOW if node.above else PLACES)
+            new = [(at, length) for at, length in shorter if length < node.shortest or not node.alike]
+            node.alike = [*node.alike, *new][:PLACES]
+            node.shortest = 1
+            # They count as short, however long they are.
+            node.capped = {at for at, _ in new}
+        orders = [(at, min(2, order_of(n)) if at in node.capped else order_of(n)) for at, n in node.alike]
         # Among equals the order counts: the longest match first.
-        places.sort(key=lambda at: -min(longest, order_of(alike[at])))
-        counts = Counter(self.context[at] for at in places if order_of(alike[at]) >= order)
+        orders.sort(key=lambda place: -place[1])
+        counts = Counter(self.context[at] for at, of in orders if of >= order)
         total = sum(counts.values())
         level = CONTEXT_ORDERS + order - 1
         return Evidence(level, SourceName.CONTEXT, counts, total, bucket(total, len(counts))) if total else None
+
+    def look_up(self, node: Node) -> None:
+        """A child keeps those places of its parent that go on with it; without any, and at the root, the latest."""
+        if node.above:
+            node.shortest = node.above.shortest + 1
+            node.alike = [
+                (at + 1, min(LONGEST_MATCH, length + 1))
+                for at, length in node.above.alike
+                if self.context[at] == node.token and at + 1 < len(self.context)
+            ]
+            if not node.alike:
+                node.shortest, node.alike = 1, self._latest(node, 1, PLACES_BELOW)
+            node.told = [(answer, at + 1) for answer, at in node.above.told if token_at(answer, at) == node.token]
+        else:
+            node.shortest, node.alike = 3, self._latest(node, 3, PLACES)
+        if not node.told:
+            node.told = self._told(node)
+
+    def _latest(self, node: Node, least: int, most: int) -> list[tuple[int, int]]:
+        alike = ((at, self._alike(node.context, at)) for at in range(len(self.context) - 1, 0, -1))
+        return [(at, length) for at, length in alike if length >= least][:most]
 
     def _alike(self, context: list[int], at: int) -> int:
         length = 0
@@ -125,15 +157,9 @@ class SlowHierarchy:
         return length
 
     def ask_history(self, node: Node, order: int) -> Evidence | None:
-        """Those of the latest places with two tokens alike; a child keeps those of its parent that go on with it."""
+        """What followed at the places in earlier answers."""
         if "H" not in self.letters or order < 2:
             return None
-        if order == len(LEVELS):
-            node.told = []
-            if node.above:
-                node.told = [(answer, at + 1) for answer, at in node.above.told if token_at(answer, at) == node.token]
-            if not node.told:
-                node.told = self._told(node)
         counts = Counter[int]()
         ordered = sorted(node.told, key=lambda place: -order_of(alike_in(place[0], place[1], node.context)))
         for answer, at in ordered:
@@ -281,6 +307,7 @@ class SlowHierarchy:
         said: list[Evidence] = []
         left_open = 1.0
         node.known = 0
+        self.look_up(node)
 
         def weigh(evidence: Evidence | None) -> None:
             nonlocal left_open
@@ -294,7 +321,7 @@ class SlowHierarchy:
                 left_open *= 1 - weight
 
         for order in range(len(LEVELS), 0, -1):
-            weigh(self.ask_context(node.context, order))
+            weigh(self.ask_context(node, order))
             if left_open < least:
                 break
             weigh(self.ask_history(node, order))

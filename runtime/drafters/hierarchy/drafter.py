@@ -16,6 +16,7 @@ from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.backoff_weights import new_weights
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import learn_gains
+from hdtool.runtime.drafters.hierarchy.sources.context_evidence import CONTEXT_MATCHES
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, ContextTable
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import no_shards, range_record
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
@@ -76,7 +77,8 @@ class Hierarchy(Pinned):
         vocabulary: int = ANY_TOKEN,
     ) -> None:
         """No token outside the first ``vocabulary`` ones is drafted. A ``history`` may be shared by drafters."""
-        self._history, self._prediction = history, TokenLog(size=BLOCK)
+        self._history = history
+        self._prediction: TokenLog
         self.budget = budget or FixedBudget()
         self._heads = heads
         self._gate = None if isinstance(self.budget, FixedBudget) else HeadsGate()
@@ -103,6 +105,7 @@ class Hierarchy(Pinned):
             plugin_records,
             np.zeros(LOGS, FOLLOWERS),
             np.zeros(LOGS, LOG_MATCHES),
+            np.zeros(1, CONTEXT_MATCHES),
             np.zeros(1, LANE),
         )
         self._at = self._memory.addresses()

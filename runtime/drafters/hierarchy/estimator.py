@@ -25,15 +25,9 @@ from hdtool.runtime.drafters.hierarchy.backoff_weights import (
 )
 from hdtool.runtime.drafters.hierarchy.candidates import put
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import agree
-from hdtool.runtime.drafters.hierarchy.sources.context_table import (
-    CHAINS,
-    LEVELS,
-    LONG,
-    LONGEST_HASH,
-    LONGEST_MATCH,
-    SHORT,
-    recent,
-)
+from hdtool.runtime.drafters.hierarchy.sources.context_evidence import LONGEST_SHORT, find_short_matches
+from hdtool.runtime.drafters.hierarchy.sources.context_evidence import find_matches as find_in_context
+from hdtool.runtime.drafters.hierarchy.sources.context_table import CHAINS, LEVELS, LONG, LONGEST_HASH, LONGEST_MATCH
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
     FEWEST_SAMPLES,
     LONGEST_RANGE,
@@ -45,14 +39,9 @@ from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
 )
 from hdtool.runtime.drafters.hierarchy.sources.followers import clear, count_order, sort
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import WHOLE as ALL_OF_HEADS
-from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
-    ANSWERS,
-    STORED,
-    find_matches,
-)
-from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
-    PREDICTION as PREDICTED,
-)
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import PREDICTION as PREDICTED
+from hdtool.runtime.drafters.hierarchy.sources.history_evidence import find_matches as find_in_log
 from hdtool.runtime.drafters.hierarchy.sources.model_evidence import fetch, known_as, rows_of
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, node_of_chain
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import WHOLE as ALL_OF_PLUGIN
@@ -81,6 +70,8 @@ DRAFTING = -1
 """In place of an emitted token to learn from."""
 WORTH_A_SEARCH = 5.0
 """The corpus costs the most, so it is searched only where so many times the least relevant probability is left."""
+HIGHEST_OTHER = LONGEST_RANGE
+"""The highest n-gram order of evidence other than matches in tokens."""
 BEFORE_ORDER = 3
 """Trained heads and plug-ins come before the evidence of this n-gram order."""
 MOST_OF_THE_REST = 0.9
@@ -99,7 +90,8 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
     memory = memory_at(at)
     work, weights, table, model = memory.work[0], memory.weights[0], memory.table[0], memory.model[0]
     recycled, last = memory.recycled[0], memory.last[0]
-    _start(work, node)
+    hashes = work.has[MODEL] or recycled.longest > 0
+    _start(work, node, LONGEST_HASH if hashes else CHAINS[LONG])
     deepest = LONGEST_PREFIX if node == 0 else min(LONGEST_PREFIX, work.known[work.parents[node]] + 1)
     lap(work, TREE)
     if work.has[MODEL]:
@@ -112,7 +104,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
         lap(work, RECYCLED)
     left = 1.0
     lowest = LONGEST_RANGE + 1
-    for order in range(LEVELS, 0, -1):
+    for order in range(_find_matches(at, node), 0, -1):
         if order == BEFORE_ORDER:
             if memory.heads[0].count > 0:
                 left = _add_heads(work, weights, memory.heads[0], node, left, floor, truth)
@@ -125,29 +117,21 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
                     break
         if work.has[CONTEXT]:
             found = memory.followers[OF_CONTEXT]
-            if order == LEVELS or order == CHAINS[LONG] - 1:
-                _find_in_context(work, found, table, node, LONG if order == LEVELS else SHORT)
+            if order <= LONGEST_SHORT and order == min(LONGEST_SHORT, memory.context[0].shortest[node] - 1):
+                find_short_matches(table, memory.context[0], node, work.tails[node], work.marks, found)
+                sort(found)
             left = _add_followers(work, weights, CONTEXT, CONTEXT_ORDERS, found, order, left, floor, truth)
             lap(work, CONTEXT)
             if left < least:
                 break
         if work.has[PREDICTION] and order >= CHAINED:
             found = memory.followers[OF_PREDICTION]
-            if order == LEVELS:
-                clear(found)
-                _find_in_log(work, found, memory.matches[PREDICTED], node)
-                sort(found)
             left = _add_followers(work, weights, PREDICTION, PREDICTION_ORDERS, found, order, left, floor, truth)
             lap(work, PREDICTION)
             if left < least:
                 break
         if work.has[HISTORY] and order >= CHAINED:
             found = memory.followers[OF_HISTORY]
-            if order == LEVELS:
-                clear(found)
-                _find_in_log(work, found, memory.matches[ANSWERS], node)
-                _find_in_log(work, found, memory.matches[STORED], node)
-                sort(found)
             left = _add_followers(work, weights, HISTORY, HISTORY_ORDERS, found, order, left, floor, truth)
             lap(work, HISTORY)
             if left < least:
@@ -181,29 +165,58 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
 
 
 @njit(cache=True, nogil=True)
-def _start(work: Any, node: int) -> None:
+def _start(work: Any, node: int, hashed: int) -> None:
+    """Begin with no candidates, and hash up to so many of the last tokens."""
     work.size = work.used = work.known[node] = 0
     work.last_open = work.last_part = 0.0
     work.round += 1
     mark = np.uint64(0)
-    for length in range(1, LONGEST_HASH + 1):
+    for length in range(1, hashed + 1):
         mark = mixed(mark, work.tails[node, LONGEST_MATCH - length])
         work.marks[length] = mark
 
 
 @njit(cache=True, nogil=True)
-def _find_in_context(work: Any, found: Any, table: Any, node: int, chain: int) -> None:
-    """Find the places in the conversation that share three tokens, and later those that share one."""
-    clear(found)
-    longest = LONGEST_MATCH if chain == LONG else CHAINS[LONG] - 1
-    mark = work.marks[CHAINS[chain]]
-    found.places = recent(table, work.tails[node], mark, chain, longest, found.followers, found.orders)
-    sort(found)
+def _find_matches(at: Ints, node: int) -> int:
+    """Find what matches the tail of a node in tokens; returns the highest n-gram order of any evidence.
+
+    Matches are found even where those of one source suffice, because the children of the node inherit them.
+    """
+    memory = memory_at(at)
+    work, highest = memory.work[0], HIGHEST_OTHER
+    if work.has[CONTEXT]:
+        found = memory.followers[OF_CONTEXT]
+        clear(found)
+        tail, parent = work.tails[node], work.parents[node]
+        find_in_context(memory.table[0], memory.context[0], node, parent, tail, work.marks, found)
+        sort(found)
+        highest = max(highest, _highest_order(found))
+        lap(work, CONTEXT)
+    if work.has[PREDICTION]:
+        highest = max(highest, _find_in_logs(work, memory.followers[OF_PREDICTION], memory.matches, PREDICTED, 1, node))
+        lap(work, PREDICTION)
+    if work.has[HISTORY]:
+        highest = max(highest, _find_in_logs(work, memory.followers[OF_HISTORY], memory.matches, ANSWERS, 2, node))
+        lap(work, HISTORY)
+    return highest
 
 
 @njit(cache=True, nogil=True)
-def _find_in_log(work: Any, found: Any, matches: Any, node: int) -> None:
-    find_matches(matches, node, work.parents[node], work.tails[node], work.marks[CHAINED], found)
+def _find_in_logs(work: Any, found: Any, matches: Any, first: int, logs: int, node: int) -> int:
+    """Find the matches in so many logs from the ``first`` one on; returns their highest n-gram order."""
+    clear(found)
+    for log in range(first, first + logs):
+        find_in_log(matches[log], node, work.parents[node], work.tails[node], work.marks[CHAINED], found)
+    sort(found)
+    return _highest_order(found)
+
+
+@njit(cache=True, nogil=True)
+def _highest_order(found: Any) -> int:
+    order = LEVELS if found.places > 0 else 0
+    while order > 0 and found.stops[order] == 0:
+        order -= 1
+    return order
 
 
 @njit(cache=True, nogil=True)
@@ -219,9 +232,9 @@ def _add_followers(
     truth: int,
 ) -> float:
     """Add the tokens after matches of this order or a higher one; return what is left."""
-    count_order(found, order)
-    if found.total == 0:
+    if found.stops[order] == 0:
         return left
+    count_order(found, order)
     evidence = found.tokens[: found.distinct], found.counts[: found.distinct]
     bucket = bucket_of(found.total, found.distinct)
     return _weigh(work, weights, source, orders + order - 1, evidence, found.total, bucket, left, floor, truth)
@@ -351,7 +364,8 @@ def _weigh(
     weight = weights.weight[row, bucket]
     if truth == DRAFTING:
         unit = left * weight / read
-        for at in range(len(tokens)):
+        # No count exceeds ``read``, so nothing of a weak order counts.
+        for at in range(len(tokens) if left * weight >= floor else 0):
             part = unit * min(np.int64(counts[at]), read)
             # A damaged file may hold tokens outside the vocabulary.
             if part >= floor and 0 <= tokens[at] < work.vocabulary:

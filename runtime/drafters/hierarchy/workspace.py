@@ -13,6 +13,7 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import ORDERS, WEIGHTS
+from hdtool.runtime.drafters.hierarchy.sources.context_evidence import CONTEXT_MATCHES
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_HASH, LONGEST_MATCH, TABLE
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import RANGES, ROWS, SAMPLES
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
@@ -98,6 +99,7 @@ class Memory(NamedTuple):
     plugins: Array
     followers: Array
     matches: Array
+    context: Array
     lane: Array
 
     def addresses(self) -> Array:
@@ -122,5 +124,6 @@ def memory_at(at: Array) -> Memory:
         array_at(at[9], MOST_PLUGINS, PLUGIN),
         array_at(at[10], LOGS, FOLLOWERS),
         array_at(at[11], LOGS, LOG_MATCHES),
-        array_at(at[12], 1, LANE),
+        array_at(at[12], 1, CONTEXT_MATCHES),
+        array_at(at[13], 1, LANE),
     )

@@ -134,28 +134,15 @@ def head_of(mark: np.uint64) -> np.int64:
 
 
 @njit(cache=True, nogil=True)
-def recent(table: Any, tail: Ints, mark: np.uint64, chain: int, longest: int, tokens: Ints, orders: Ints) -> int:
-    """The tokens after the latest places of a chain, and the n-gram order of each match of at most ``longest`` tokens.
-
-    ``mark`` is the hash of as many last tokens of ``tail`` as the chain shares. Returns how many places were found.
-    """
-    oldest = max(np.int64(0), table.end - WINDOW)
-    place = np.int64(table.heads[chain, head_of(mark)])
-    found = 0
-    for _ in range(STEPS):
-        if place <= oldest or found == PLACES:
+def length_at(table: Any, tail: Ints, place: Any, oldest: Any) -> int:
+    """How many tokens before a place equal the last ones of ``tail``."""
+    length, most = 0, min(np.int64(LONGEST_MATCH), place - oldest)
+    while length < most:
+        token = tail[len(tail) - 1 - length]
+        if token < 0 or table.ring[(place - 1 - length) & (WINDOW - 1)] != token:
             break
-        length, most = 0, min(np.int64(longest), place - oldest)
-        while length < most:
-            token = tail[len(tail) - 1 - length]
-            if token < 0 or table.ring[(place - 1 - length) & (WINDOW - 1)] != token:
-                break
-            length += 1
-        if length >= CHAINS[chain]:
-            tokens[found], orders[found] = table.ring[place & (WINDOW - 1)], level_of(length)
-            found += 1
-        place = np.int64(table.before[chain, place & (WINDOW - 1)])
-    return found
+        length += 1
+    return length
 
 
 @njit(cache=True, nogil=True)
