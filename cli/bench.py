@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import numbers, only, without
 from hdtool.data import demo
-from hdtool.data.prompts import of_all_categories, read_prompts
+from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
+from hdtool.data.tasks import of_each_task
 from hdtool.runtime.config import METHODS, PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-
-if TYPE_CHECKING:
-    pass
 
 
 def bench(
@@ -45,9 +43,7 @@ def bench(
     a file of answers per method in Spec-Bench's format.
     """
     more_temperatures = _temperatures(temperatures, sampling)
-    asked = read_prompts(questions or demo.PROMPTS)
-    if settings.limit is not None:
-        asked = of_all_categories(asked, settings.limit)
+    asked, spare = _sample(read_prompts(questions or demo.PROMPTS), settings)
 
     from hdtool.cli.output.bench_table import record, table
     from hdtool.cli.output.show_answers import quiet_libraries
@@ -60,7 +56,7 @@ def bench(
     from hdtool.runtime.evaluation.scores import scores_of
 
     quiet_libraries()
-    plan = Plan(asked, replace(settings, out=str(out)), loading, decoding, sampling, stores, chat)
+    plan = Plan(asked, replace(settings, out=str(out)), loading, decoding, sampling, stores, chat, spare)
     plans = (plan, *map(plan.at, more_temperatures))
     # Files in the way are refused before anything is measured.
     for one in plans:
@@ -76,6 +72,17 @@ def bench(
     print(json.dumps(record(results, scores), ensure_ascii=False) if as_json else table(results, scores))
     if report:
         report_bench(report, plan, Measured(results, settings.baseline, others), quiet=quiet)
+
+
+def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """The questions to measure, and those left for the warm-up."""
+    measured = prompts
+    if settings.per_task is not None:
+        measured = of_each_task(prompts, settings.per_task)
+    elif settings.limit is not None:
+        measured = of_all_categories(prompts, settings.limit)
+    chosen = set(map(id, measured))
+    return measured, [prompt for prompt in prompts if id(prompt) not in chosen]
 
 
 def _temperatures(listed: str | None, sampling: SamplingConfig) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,12 @@ def of_all_categories(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
-    rows = (prompt for row in zip_longest(*groups.values()) for prompt in row if prompt is not None)
-    return list(islice(rows, most))
+    return alternating(groups.values())[:most]
+
+
+def alternating(groups: Iterable[Sequence[Prompt]]) -> list[Prompt]:
+    """The first prompt of every group, then the second of every group, and so on."""
+    return [prompt for row in zip_longest(*groups) for prompt in row if prompt is not None]
 
 
 def _read_text(path: Path) -> str:

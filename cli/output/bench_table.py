@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
@@ -15,10 +15,17 @@ from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores
 WIDTH = 80
 COLUMNS = (17, 7, 8, 8, 9, 8, 8)
 """Least widths, so that the blocks align."""
+BY_TASK = {
+    "tokens/s": ("tokens_per_second", ".1f"),
+    "speed-up": ("speedup", ".2f"),
+    "per step": ("tokens_per_step", ".2f"),
+}
+LEAST_WIDTH, TASK_WIDTH = 6, 9
+"""Least and greatest widths of a column of a task."""
 DRAFTERS = {
-    COLD: "drafters: cold, a fresh one for each question",
-    WARM: "drafters: warm, with the history and the weights of the questions before",
-    None: "drafters: warm, with the weights of the questions before, without a history",
+    COLD: "memory: cold, a fresh drafter for each question",
+    WARM: "memory: warm, with the history and the weights of the questions before",
+    None: "memory: warm, with the weights of the questions before, without a history",
 }
 """What the drafters knew; runs of earlier versions do not say it."""
 
@@ -38,7 +45,7 @@ def record(results: Results, scores: Scores) -> dict[str, Any]:
 
 
 def table(results: Results, scores: Scores) -> str:
-    """The setting, then a block for each task; all tasks together come last."""
+    """The setting, a block for each task and for all of them, and tables with a column for each task."""
     run = results.run
     about = run.surroundings
     heads = [
@@ -51,7 +58,36 @@ def table(results: Results, scores: Scores) -> str:
     if scores.reference:
         notes.append(f"identical: questions with the same tokens as {scores.reference} in all turns")
     blocks = [_block(task, found) for task, found in scores.tasks.items()]
+    if len(scores.tasks) > 1:
+        for title, (name, form) in BY_TASK.items():
+            blocks += _by_task(title, scores, name, form)
     return "\n\n".join(["\n".join(fill(head, WIDTH) for head in heads), *blocks, "\n".join(notes)])
+
+
+def _by_task(title: str, scores: Scores, name: str, form: str) -> Iterator[str]:
+    """A column for each task, as many side by side as fit; all questions come last."""
+    methods = [title, *scores.tasks[OVERALL]]
+    widest = max(map(len, methods))
+    shown: list[list[str]] = []
+    left = WIDTH - widest
+    for task, found in scores.tasks.items():
+        column = [_shortened(task), *(f"{getattr(score, name):{form}}" for score in found.values())]
+        width = 1 + max(LEAST_WIDTH, *map(len, column))
+        if width > left and shown:
+            yield _side_by_side(methods, shown)
+            shown, left = [], WIDTH - widest
+        shown.append(column)
+        left -= width
+    yield _side_by_side(methods, shown)
+
+
+def _side_by_side(methods: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    rows = list(zip(methods, *columns, strict=True))
+    return tables.table(rows, widths=(0, *[LEAST_WIDTH] * len(columns)), gap=1)
+
+
+def _shortened(task: str) -> str:
+    return task if len(task) <= TASK_WIDTH else task[: TASK_WIDTH - 1] + "…"
 
 
 def _block(task: str, found: Mapping[str, Score]) -> str:

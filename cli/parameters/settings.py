@@ -19,6 +19,7 @@ PANELS = {
     "BenchConfig": MEASUREMENT,
     "BenchConfig.assistant": MODEL,
     "BenchConfig.num_prompts": INPUT,
+    "BenchConfig.num_prompts_per_task": INPUT,
     "BenchConfig.threads": MODEL,
     "BuildConfig": BUILD,
     "BuildConfig.max_bad_fraction": INPUT,

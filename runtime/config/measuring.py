@@ -59,12 +59,20 @@ class BenchConfig(Settings):
         alias="limit",
         least=1,
     )
+    per_task: int | None = setting(
+        None,
+        "Number of questions of each task: a category, or all of MT-bench. Not with --num-prompts.",
+        option="num_prompts_per_task",
+        least=1,
+    )
     rounds: int = setting(1, "Runs of each question; the run of median speed counts.", least=1)
-    warm_up: int = setting(2, "Questions answered before the measurement, not counted.", least=0)
+    warm_up: int = setting(2, "Other questions, answered before the measurement and not counted.", least=0)
     drafters: str = setting(
         COLD,
         f"{COLD}: a fresh drafter for each question; {WARM}: a drafter keeps the history and the weights of the "
         "questions before.",
+        option="memory",
+        alias="drafters",
         values=(COLD, WARM),
     )
     threads: int | None = setting(None, "CPU threads of torch. Default: torch's own setting.", least=1)
@@ -81,7 +89,9 @@ class BenchConfig(Settings):
         require(not unused, "assistant", self.assistant, "left out without the method generate-assisted")
         needed = assisted and self.methods is not None
         require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
-        require(self.drafters in (COLD, WARM), "drafters", self.drafters, f"{COLD} or {WARM}")
+        require(self.drafters in (COLD, WARM), "memory", self.drafters, f"{COLD} or {WARM}")
+        one = self.limit is None or self.per_task is None
+        require(one, "num_prompts_per_task", self.per_task, "left out with --num-prompts")
         fits = self.baseline is None or self.baseline in chosen
         require(fits, "baseline", self.baseline, f"one of {', '.join(chosen)}")
 

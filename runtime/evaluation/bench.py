@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
-from hdtool.data.prompts import Message, Prompt, of_all_categories
+from hdtool.data.prompts import Message, Prompt
 from hdtool.data.spec_bench import AnsweredQuestion, AnsweredTurn, question_id
 from hdtool.runtime.config import COLD, WARM
 from hdtool.runtime.decode import Finish, room_for
@@ -25,7 +25,8 @@ class Bench:
     all of them; the order rotates from question to question. Later turns follow a contender's own answers.
 
     No drafter answers a question twice, because its history would hold the answer. ``COLD`` drafters answer one
-    question; ``WARM`` ones answer all questions in one round and begin after the warm-up.
+    question; ``WARM`` ones answer all questions in one round and begin after the warm-up. Compiled code and the
+    measured times of forward passes are common to all of them.
     """
 
     loaded: Loaded
@@ -40,15 +41,21 @@ class Bench:
         self._refuse_repeated(questions)
         for question in questions:
             try:
-                room_for(self.loaded.target, self._encode(question.messages), self.max_new_tokens)
-                if question.later_turns:
-                    self._encode(question.conversation([""] * len(question.later_turns)))
+                self._check_room(question)
             except PromptError as error:
                 raise PromptError(f"question {question.id}: {error}") from None
 
-    def warm_up(self, questions: Sequence[Prompt], count: int) -> None:
-        """Answer a few questions of different categories without measuring: fill caches and choose kernels."""
-        for question in of_all_categories(questions, count):
+    def fits(self, question: Prompt) -> bool:
+        """Whether a question can be answered."""
+        try:
+            self._check_room(question)
+        except PromptError:
+            return False
+        return True
+
+    def warm_up(self, questions: Iterable[Prompt]) -> None:
+        """Answer questions without measuring, to fill caches and choose kernels; none of them may be measured."""
+        for question in questions:
             for contender in self.contenders.values():
                 self._answered(question, contender.fresh())
 
@@ -66,6 +73,11 @@ class Bench:
     def _fresh(self) -> dict[str, Contender]:
         return {name: contender.fresh() for name, contender in self.contenders.items()}
 
+    def _check_room(self, question: Prompt) -> None:
+        room_for(self.loaded.target, self._encode(question.messages), self.max_new_tokens)
+        if question.later_turns:
+            self._encode(question.conversation([""] * len(question.later_turns)))
+
     def _refuse_repeated(self, questions: Sequence[Prompt]) -> None:
         """Refuse equal questions for warm drafters, which would draft the answer from the history."""
         asked: dict[str, str] = {}
@@ -74,7 +86,7 @@ class Bench:
             if text in asked:
                 raise PromptError(
                     f"questions {asked[text]} and {question.id} are equal, and warm drafters would know the answer to "
-                    f"the second: remove it, or measure with --drafters {COLD}"
+                    f"the second: remove it, or measure with --memory {COLD}"
                 )
             asked[text] = question.id
 

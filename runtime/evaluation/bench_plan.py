@@ -11,17 +11,25 @@ from typing import Any
 from hdtool.data.bench_results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
 from hdtool.data.prompts import Prompt
 from hdtool.data.spec_bench import question_id
-from hdtool.runtime.config import METHODS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config import (
+    METHODS,
+    BenchConfig,
+    DecodeConfig,
+    ModelConfig,
+    SamplingConfig,
+    StoresConfig,
+)
 from hdtool.runtime.drafters.heads.select_heads import methods_with_heads
 from hdtool.runtime.environment import compute_with, describe_environment
 from hdtool.runtime.evaluation.bench import Bench, hash_of
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.evaluation.scores import baseline_of
+from hdtool.runtime.evaluation.warm_up import questions_to_warm_up
 from hdtool.runtime.model.load import load
 from hdtool.runtime.stores.store_set import StoreSet
 
-FREE = ("method", "out", "baseline", "limit", "trust_remote_code")
-"""Settings that change no answer and no time; the limit is part of the hash of the questions."""
+FREE = ("method", "out", "baseline", "limit", "per_task", "trust_remote_code")
+"""Settings that change no answer and no time; the hash of the questions depends on the choice among them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,8 @@ class Plan:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     store_set: StoresConfig = field(default_factory=StoresConfig)
     chat: bool | None = None
+    spare: Sequence[Prompt] = ()
+    """Questions that are not measured, for the warm-up."""
 
     def options(self) -> dict[str, Any]:
         """The settings as ``run.json`` records them; a run with equal settings is resumed."""
@@ -90,7 +100,7 @@ class Plan:
         most = self.decoding.max_new_tokens
         bench = Bench(loaded, contenders, most, self.chat, self.bench.rounds, self.bench.drafters)
         bench.check(self.questions)
-        bench.warm_up(self.questions, self.bench.warm_up)
+        bench.warm_up(questions_to_warm_up(self.questions, self.spare, self.bench.warm_up, bench.fits))
         for answers in bench.answers(self.questions, results.answered):
             results.add(answers)
             on_progress(results.answered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,14 +95,22 @@ class GenerateContender:
         self._drafting = drafting
         refuse_settings(model.generation_config)
         self._sampling = sampling
+        self._assistant: Any = drafting.get("assistant_model")
+        self._learned: Any = copy.deepcopy(self._assistant.generation_config) if self._assistant else None
+        """Settings of the draft model: some schedules adapt their number of draft tokens from answer to answer."""
+        self._begun: Any = copy.deepcopy(self._learned)
 
     def fresh(self) -> GenerateContender:
-        return self  # it drafts from no earlier answers
+        other = copy.copy(self)
+        other._learned = copy.deepcopy(self._begun)
+        return other
 
     def answer(self, prompt: list[int]) -> AnsweredTurn:
+        if self._assistant:
+            self._assistant.generation_config = self._learned
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)
         torch.manual_seed(self._seed % 2**63)
-        passes = _Passes(len(prompt))
+        passes = Passes(len(prompt))
         generated = partial(
             generate_ids, self._loaded, self._sampling, prompt, room, model=self._model, **self._drafting
         )
@@ -139,8 +148,8 @@ def generate_ids(
     return answer
 
 
-class _Passes:
-    """Counts the tokens of each forward pass inside ``generate`` from the lengths of its inputs."""
+class Passes:
+    """Counts the tokens of each forward pass of a peer."""
 
     def __init__(self, prompt_length: int) -> None:
         self._known = [prompt_length]
@@ -148,29 +157,34 @@ class _Passes:
         self.drafted = 0
         self._first = True
 
-    @contextmanager
-    def counted(self, model: PreTrainedModel, *, wanted: bool) -> Iterator[None]:
-        hook = model.register_forward_pre_hook(self._note, with_kwargs=True) if wanted else None
-        try:
-            yield
-        finally:
-            if hook:
-                hook.remove()
+    def note(self, known: int, drafted: int) -> None:
+        """Another pass after the first: the tokens of the conversation before it, and those that it verifies."""
+        self._known.append(known)
+        self.drafted += drafted
 
     def tokens(self, answered: int) -> list[int]:
         """The tokens of each pass, of ``answered`` tokens in total."""
         ends = [*self._known[1:], self._known[0] + answered]
         return [end - start for start, end in zip(self._known, ends, strict=True)]
 
-    def _note(self, model: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    @contextmanager
+    def counted(self, model: PreTrainedModel, *, wanted: bool) -> Iterator[None]:
+        """Count the passes inside ``generate`` by the lengths of their inputs."""
+        hook = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True) if wanted else None
+        try:
+            yield
+        finally:
+            if hook:
+                hook.remove()
+
+    def _note_inputs(self, model: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         rows = options["input_ids"].shape[1]
         if self._first:
             self._first = False
             self.drafted += rows - self._known[0]
         else:
             # The last token is not in the KV cache yet: it is the first input of the pass.
-            self._known.append(options["past_key_values"].get_seq_length() + 1)
-            self.drafted += rows - 1
+            self.note(options["past_key_values"].get_seq_length() + 1, rows - 1)
 
 
 def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:

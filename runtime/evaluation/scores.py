@@ -10,10 +10,9 @@ from typing import Any
 from hdtool.data.bench_results import Results
 from hdtool.data.errors import OptionError
 from hdtool.data.spec_bench import AnsweredQuestion
+from hdtool.data.tasks import tasks_of
 from hdtool.runtime.config import PEERS, SamplingConfig
 
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-"""Categories that Spec-Bench pools as one task."""
 OVERALL = "overall"
 
 
@@ -87,10 +86,7 @@ def baseline_of(methods: Sequence[str], wanted: str | None = None) -> str:
 def _places(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
     """The indexes of the questions of each task."""
     tasks: dict[str, list[int]] = {}
-    # Other sets of questions may have a category `math` too.
-    pooled = len({question.category for question in questions} & set(MT_BENCH)) > 1
-    for place, question in enumerate(questions):
-        task = "mt_bench" if pooled and question.category in MT_BENCH else question.category
+    for place, task in enumerate(tasks_of([question.category for question in questions])):
         tasks.setdefault(task, []).append(place)
     tasks.pop("", None)
     return (tasks if len(tasks) > 1 else {}) | {OVERALL: list(range(len(questions)))}

@@ -23,11 +23,13 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
 from hdtool.data.spec_bench import AnsweredTurn
+from hdtool.data.tasks import of_each_task, tasks_of
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.evaluation.bench import Bench, hash_of, in_turn
 from hdtool.runtime.evaluation.bench_plan import Plan
 from hdtool.runtime.evaluation.contenders import GenerateContender
 from hdtool.runtime.evaluation.lineup import Lineup
+from hdtool.runtime.evaluation.warm_up import OWN, questions_to_warm_up
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
@@ -138,11 +140,50 @@ def test_a_later_turn_out_of_context_is_no_answer(embedded: Loaded) -> None:
     assert found["a"].tokens_per_second == 3.0
 
 
-def test_warming_up_takes_questions_of_different_categories(embedded: Loaded) -> None:
+def test_warming_up_asks_all_contenders(embedded: Loaded) -> None:
     log: list[tuple[str, str]] = []
     bench = Bench(embedded, {name: Scripted(name, log, embedded) for name in "ab"}, max_new_tokens=8)
-    bench.warm_up([question("1", "x"), question("2", "x"), question("3", "y"), question("4", "z")], 2)
-    assert asked_of(log) == [("a", "1"), ("b", "1"), ("a", "3"), ("b", "3")]
+    bench.warm_up([question("1"), question("2")])
+    assert asked_of(log) == [("a", "1"), ("b", "1"), ("a", "2"), ("b", "2")]
+
+
+def test_the_warm_up_takes_questions_that_are_not_measured_of_different_categories(embedded: Loaded) -> None:
+    bench = Bench(embedded, {}, max_new_tokens=8)
+    measured = [question("1", "x"), question("2", "y")]
+    again = replace(question("1", "z"), id="3")
+    long = replace(question("4", "z"), messages=({"role": "user", "content": "word " * 2000},))
+    spare = [again, long, question("5", "x"), question("6", "x"), question("7", "y"), question("8", "z")]
+
+    def ids(spare: list[Prompt], count: int, measured: list[Prompt] = measured) -> list[str]:
+        return [one.id for one in questions_to_warm_up(measured, spare, count, bench.fits)]
+
+    assert ids(spare, 3) == ["5", "7", "8"]
+    assert ids(spare, 5) == ["5", "7", "8", "6", "warm-up 1"]
+    assert ids([], 6) == ["warm-up 1", "warm-up 2", "warm-up 3", "warm-up 4", "warm-up 1", "warm-up 2"]
+    assert ids([], 2, [replace(question("1"), messages=({"role": "user", "content": OWN[0]},))]) == [
+        "warm-up 2",
+        "warm-up 3",
+    ]
+    assert ids(spare, 0) == []
+
+
+@pytest.mark.parametrize("sample", [["--num-prompts", "2"], ["--num-prompts-per-task", "1"], []])
+def test_no_question_of_the_warm_up_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: list[str]
+) -> None:
+    file = tmp_path / "asked.jsonl"
+    rows = [{"question_id": name, "category": category, "turns": [f"question {name}"]} for name, category in FILE]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    warmed: list[str] = []
+    monkeypatch.setattr(Bench, "warm_up", lambda self, asked: warmed.extend(one.id for one in asked))
+    few = ["--methods", "ar", "--max-new-tokens", "4", "--warm-up", "3", "--quiet", "--threads", "1"]
+    assert run(["bench", "--questions", str(file), "--out", str(tmp_path / "out"), *few, *sample]) == 0
+    measured = [str(one.question_id) for one in read_results(tmp_path / "out").answers["ar"]]
+    assert measured == (["1", "3"] if sample else ["1", "2", "3", "4", "5"])
+    assert warmed == (["2", "4", "5"] if sample else ["warm-up 1", "warm-up 2", "warm-up 3"])
+
+
+FILE = (("1", "x"), ("2", "x"), ("3", "y"), ("4", "y"), ("5", "x"))
 
 
 # What drafters know ----------------------------------------------------------------------------
@@ -173,7 +214,7 @@ def test_no_drafter_answers_a_question_twice(embedded: Loaded, drafters: str, ex
     bench = Bench(embedded, {"a": Learner(every, embedded)}, max_new_tokens=8, rounds=2, drafters=drafters)
     questions = [question(name, name) for name in "123"]
     bench.check(questions)
-    bench.warm_up(questions, 2)
+    bench.warm_up(questions[:2])
     assert len(list(bench.answers(questions))) == 3
     assert sorted(asked for asked in every if asked) == sorted(list(names) for names in expected)
 
@@ -213,7 +254,7 @@ def test_only_warm_drafters_know_earlier_answers_and_none_knows_its_own(embedded
 
         bench = Noted(embedded, lineup.contenders(["hd"]), 60, False, rounds, drafters)
         noted: list[list[int]] = []
-        bench.warm_up(questions, warm_up)
+        bench.warm_up(questions[:warm_up])
         noted.clear()
         for _ in bench.answers(questions):
             every.append(noted.copy())
@@ -235,6 +276,15 @@ def test_a_limit_takes_of_all_categories_in_turn() -> None:
     every = [question("1", "x"), question("2", "x"), question("3", "y"), question("4", "x"), question("5", "z")]
     assert [one.id for one in of_all_categories(every, 4)] == ["1", "3", "5", "2"]
     assert [one.id for one in of_all_categories(every, 99)] == ["1", "3", "5", "2", "4"]
+
+
+def test_a_number_for_each_task_pools_mt_bench() -> None:
+    names = [("w1", "writing"), ("w2", "writing"), ("m1", "math"), ("q1", "qa"), ("q2", "qa"), ("m2", "math")]
+    every = [question(name, category) for name, category in [*names, ("q3", "qa"), ("r1", "rag")]]
+    assert [one.id for one in of_each_task(every, 3)] == ["w1", "q1", "r1", "m1", "q2", "w2", "q3"]
+    assert [one.id for one in of_each_task(every, 1)] == ["w1", "q1", "r1"]
+    assert tasks_of(["math", "edit"]) == ["math", "edit"], "math alone is no part of MT-bench"
+    assert tasks_of(["math", "qa", "stem"]) == ["mt_bench", "qa", "mt_bench"]
 
 
 def test_questions_are_told_apart_by_all_that_is_asked() -> None:
@@ -419,16 +469,16 @@ def test_other_settings_go_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixtur
         capfd, *arguments, "--num-prompts", "5"
     )
     assert "with methods ar, not ar,pld" in complaint(capfd, *arguments, "--methods", "pld")
-    assert "with drafters cold, not warm" in complaint(capfd, *arguments, "--drafters", "warm")
+    assert "with drafters cold, not warm" in complaint(capfd, *arguments, "--memory", "warm")
 
 
 def test_the_table_and_the_record_name_the_drafters(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for drafters in ("cold", "warm"):
-        arguments = ["bench", "--methods", "ar", "--out", str(tmp_path / drafters), *QUICK, "--drafters", drafters]
+        arguments = ["bench", "--methods", "ar", "--out", str(tmp_path / drafters), *QUICK, "--memory", drafters]
         assert run([*arguments, "--json"]) == run(arguments) == 0
         told, table = capfd.readouterr().out.split("\n", 1)
         assert json.loads(told)["drafters"] == drafters
-        assert f"\ndrafters: {drafters}, " in table
+        assert f"\nmemory: {drafters}, " in table
 
 
 def test_a_bench_of_before_is_opened_and_not_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -442,7 +492,7 @@ def test_a_bench_of_before_is_opened_and_not_resumed(tmp_path: Path, capfd: pyte
     assert run(["bench", *arguments, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["drafters"] is None
     assert run(["bench", *arguments]) == 0
-    assert "drafters: warm, with the weights of the questions before, without a history" in capfd.readouterr().out
+    assert "memory: warm, with the weights of the questions before, without a history" in capfd.readouterr().out
     answers = tmp_path / "ar.jsonl"
     answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))
     assert "holds an incomplete run of an hdtool without --" in complaint(capfd, *arguments)
@@ -484,8 +534,10 @@ def test_two_at_once_are_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture
             2,
         ),
         (["--methods", "ar", "--baseline", "pld"], "--baseline must be one of ar, got pld", 2),
+        (["--num-prompts-per-task", "0"], "--num-prompts-per-task must be 1 or more, got 0", 2),
+        (["--num-prompts-per-task", "2"], "--num-prompts-per-task must be left out with --num-prompts, got 2", 2),
         (["--num-prompts", "0"], "--num-prompts must be 1 or more, got 0", 2),
-        (["--drafters", "hot"], "--drafters must be cold or warm, got hot", 2),
+        (["--memory", "hot"], "--memory must be cold or warm, got hot", 2),
         (["--rounds", "0"], "--rounds must be 1 or more, got 0", 2),
         (["--warm-up", "-1"], "--warm-up must be 0 or more, got -1", 2),
         (["--threads", "0"], "--threads must be 1 or more, got 0", 2),

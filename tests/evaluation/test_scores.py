@@ -101,3 +101,24 @@ def test_the_table_fits_a_terminal() -> None:
     shown = table(results, scores_of(results))
     assert max(map(len, shown.splitlines())) <= 80
     assert "generate-assisted  9000000.0      1.00" in shown
+
+
+def test_tables_by_task_fit_a_terminal_as_well() -> None:
+    tasks = ("writing", "stem", "translation", "summarization", "qa", "math_reasoning", "rag")
+    rows = [answered(number, task, turn_of([1] * 100, 0.1)) for number, task in enumerate(tasks)]
+    fast = [answered(number, task, turn_of([9 + number] * 100, 0.1)) for number, task in enumerate(tasks)]
+    results = results_of({"generate-assisted": rows, "ar": rows, "hd": fast})
+    lines = table(results, scores_of(results)).splitlines()
+    assert max(map(len, lines)) <= 80
+    (per_step,) = (place for place, line in enumerate(lines) if line.startswith("per step  "))
+    assert lines[per_step].split()[2:] == ["mt_bench", "translat…", "summariz…", "qa", "math_rea…", "rag", "overall"]
+    assert lines[per_step + 3].split() == ["hd", "9.50", "11.00", "12.00", "13.00", "14.00", "15.00", "12.00"]
+
+
+def test_many_categories_continue_below() -> None:
+    rows = [answered(number, f"category {number:02}", turn_of([2], 1.0)) for number in range(9)]
+    results = results_of({"ar": rows})
+    lines = table(results, scores_of(results)).splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = [line for line in lines if line.startswith("speed-up")]
+    assert len(shown) == 2 and shown[1].endswith("overall")
