@@ -38,9 +38,9 @@ def bench(
 ) -> None:
     """Compare the speed of all methods on your device.
 
-    Every question is answered by each method in turn, and by transformers' own generate, on one model in one process.
-    Prints tokens per second, speed-up, tokens per step and the number of identical answers for each task, and writes
-    a file of answers per method in Spec-Bench's format.
+    Every question is answered by each method in turn, and by the peers, on one model in one process: transformers' own
+    generate, and llama.cpp for a model in a GGUF file. Prints tokens per second, speed-up, tokens per step and the
+    number of identical answers for each task, and writes a file of answers per method in Spec-Bench's format.
     """
     more_temperatures = _temperatures(temperatures, sampling)
     asked, spare = _sample(read_prompts(questions or demo.PROMPTS), settings)

@@ -57,6 +57,8 @@ def table(results: Results, scores: Scores) -> str:
     notes = [f"tokens/s: mean over questions; speed-up: against {scores.baseline}", "per step: tokens per forward pass"]
     if scores.reference:
         notes.append(f"identical: questions with the same tokens as {scores.reference} in all turns")
+    if "llama_cpp" in about:
+        notes.append(f"llama.cpp ({about['llama_cpp']}) rounds activations: its answers may differ")
     blocks = [_block(task, found) for task, found in scores.tasks.items()]
     if len(scores.tasks) > 1:
         for title, (name, form) in BY_TASK.items():

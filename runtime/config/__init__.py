@@ -8,6 +8,7 @@ from hdtool.runtime.config.decoding import HOME, DecodeConfig, PaperConfig, Repl
 from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
 from hdtool.runtime.config.measuring import (
     COLD,
+    LLAMA_CPP,
     PEERS,
     SHAPE_PEERS,
     SHAPES,
@@ -34,6 +35,7 @@ __all__ = [
     "FIXED_BUDGET",
     "HOME",
     "LARGEST_BUDGET",
+    "LLAMA_CPP",
     "LOWEST_TEMPERATURE",
     "METHODS",
     "MOST_HEADS",

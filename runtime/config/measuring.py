@@ -13,8 +13,11 @@ PEERS = {
     "generate": "transformers' own model.generate",
     "generate-pld": "model.generate with prompt lookup",
     "generate-assisted": "model.generate with a draft model",
+    "llama.cpp": "llama.cpp on the model's GGUF file",
+    "llama.cpp-pld": "llama.cpp with its prompt lookup",
 }
-"""Baselines of transformers, on the same model and device."""
+"""What users have without hdtool, on the same model and device."""
+LLAMA_CPP = ("llama.cpp", "llama.cpp-pld")
 SHAPE_PEERS = {
     "generate": PEERS["generate"],
     "generate-static": "model.generate with a static cache, which it compiles on GPUs",
@@ -47,7 +50,9 @@ class BenchConfig(Settings):
     methods: tuple[str, ...] | None = setting(
         None, f"Methods, with commas: {', '.join(CONTENDERS)}. Default: all that can run.", values=CONTENDERS
     )
-    """By default, `generate-assisted` needs a draft model, and `rest` a corpus index."""
+    """By default, `generate-assisted` needs a draft model, `rest` a corpus index, and llama.cpp a GGUF file and
+    llama-cpp-python."""
+    peers: bool = setting(False, "Add all peers that can run to --methods: generate and llama.cpp.")
     baseline: str | None = setting(
         None, "Method that speed-ups are relative to. Default: generate, else the first method.", values=CONTENDERS
     )
@@ -82,26 +87,28 @@ class BenchConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = (*PEERS, *METHODS)
-        chosen = self.methods if self.methods is not None else known
-        _require_methods(chosen, known)
-        assisted = "generate-assisted" in chosen
-        unused = self.assistant is not None and not assisted
+        named = self.methods if self.methods is not None else known
+        _require_methods(named, known)
+        chosen = (*named, *(PEERS if self.peers else ()))
+        unused = self.assistant is not None and "generate-assisted" not in chosen
         require(not unused, "assistant", self.assistant, "left out without the method generate-assisted")
-        needed = assisted and self.methods is not None
+        needed = self.methods is not None and "generate-assisted" in self.methods
         require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
         require(self.drafters in (COLD, WARM), "memory", self.drafters, f"{COLD} or {WARM}")
         one = self.limit is None or self.per_task is None
         require(one, "num_prompts_per_task", self.per_task, "left out with --num-prompts")
         fits = self.baseline is None or self.baseline in chosen
-        require(fits, "baseline", self.baseline, f"one of {', '.join(chosen)}")
+        require(fits, "baseline", self.baseline, f"one of {', '.join(dict.fromkeys(chosen))}")
 
-    def chosen(self, *, has_corpus: bool, heads: Collection[str] = ()) -> tuple[str, ...]:
+    def chosen(self, *, has_corpus: bool, heads: Collection[str] = (), llama_cpp: bool = False) -> tuple[str, ...]:
         """The methods to measure; ``heads`` are those that there are trained heads for."""
-        if self.methods is not None:
-            return self.methods
         lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
         lacking |= {method: method not in heads for method in NEED_HEADS}
-        return tuple(method for method in (*PEERS, *METHODS) if not lacking.get(method))
+        lacking |= dict.fromkeys(LLAMA_CPP, not llama_cpp)
+        peers = tuple(peer for peer in PEERS if not lacking.get(peer))
+        if self.methods is None:
+            return (*peers, *(method for method in METHODS if not lacking.get(method)))
+        return (*(peer for peer in peers if self.peers and peer not in self.methods), *self.methods)
 
 
 SHAPE_METHODS = (*SHAPE_PEERS, "ar", "hd")

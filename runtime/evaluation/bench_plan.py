@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.bench_results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
+from hdtool.data.errors import ModelError
 from hdtool.data.prompts import Prompt
 from hdtool.data.spec_bench import question_id
 from hdtool.runtime.config import (
+    LLAMA_CPP,
     METHODS,
     BenchConfig,
     DecodeConfig,
@@ -23,6 +25,7 @@ from hdtool.runtime.drafters.heads.select_heads import methods_with_heads
 from hdtool.runtime.environment import compute_with, describe_environment
 from hdtool.runtime.evaluation.bench import Bench, hash_of
 from hdtool.runtime.evaluation.lineup import Lineup
+from hdtool.runtime.evaluation.llama_cpp_peer import version, why_not
 from hdtool.runtime.evaluation.scores import baseline_of
 from hdtool.runtime.evaluation.warm_up import questions_to_warm_up
 from hdtool.runtime.model.load import load
@@ -59,7 +62,10 @@ class Plan:
         """The same plan at another temperature, with its results in a subfolder."""
         place = Path(self.bench.out) / f"temperature-{temperature:g}"
         sampling = replace(self.sampling, temperature=temperature)
-        return replace(self, bench=replace(self.bench, out=str(place)), sampling=sampling)
+        methods = self.bench.methods
+        if methods and not sampling.is_greedy:
+            methods = tuple(method for method in methods if method not in LLAMA_CPP)
+        return replace(self, bench=replace(self.bench, out=str(place), methods=methods), sampling=sampling)
 
     def results(self, on_progress: Callable[[int], None] = lambda answered: None) -> Results:
         """Measure what the folder lacks; ``on_progress`` receives the number of answered questions."""
@@ -78,18 +84,23 @@ class Plan:
         return read_results(folder)
 
     def _measure(self, folder: Path, on_progress: Callable[[int], None]) -> None:
+        no_llama_cpp = why_not(self.model, self.sampling)
+        if no_llama_cpp and (named := [name for name in self.bench.methods or () if name in LLAMA_CPP]):
+            raise ModelError(f"{named[0]} {no_llama_cpp}")
         compute_with(self.bench.threads)
         loaded = load(self.model)
         letters = {one for name in self.bench.methods or METHODS if name in METHODS for one in METHODS[name].databases}
         store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, "".join(letters))
         heads = methods_with_heads(self.decoding.heads, loaded.target.model)
-        methods = self.bench.chosen(has_corpus=store_set.corpus is not None, heads=heads)
+        has_corpus = store_set.corpus is not None
+        methods = self.bench.chosen(has_corpus=has_corpus, heads=heads, llama_cpp=not no_llama_cpp)
         baseline_of(methods, self.bench.baseline)
         run = Run(
             self.options(),
             methods,
             len(self.questions),
-            describe_environment(loaded, store_set),
+            describe_environment(loaded, store_set)
+            | ({"llama_cpp": version()} if set(methods) & set(LLAMA_CPP) else {}),
             datetime.now(UTC).isoformat(timespec="seconds"),
         )
         ids = [question_id(question.id) for question in self.questions]

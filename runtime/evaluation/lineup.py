@@ -12,19 +12,22 @@ from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
-from hdtool.runtime.config import PEERS, DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config import LLAMA_CPP, PEERS, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.evaluation.contenders import Contender, DraftingContender, GenerateContender
+from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.runtime.evaluation.replay import with_own_history
 from hdtool.runtime.kernels.small_batch_linear import has_own_products, share_weights
+from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+GENERATE = set(PEERS) - set(LLAMA_CPP)
 PROMPT_LOOKUP_TOKENS = 10
 """Tokens that ``generate`` drafts by prompt lookup: the number in the documentation of transformers."""
 
@@ -34,6 +37,7 @@ class Lineup:
 
     hdtool's methods share the loaded target. ``generate`` runs on the same model, unless hdtool replaced its linear
     layers, as it does for small models on CPUs: then ``generate`` runs on a stock model that shares the weights.
+    llama.cpp reads the weights from the model's GGUF file itself.
     """
 
     def __init__(
@@ -48,10 +52,12 @@ class Lineup:
     def contenders(self, names: Sequence[str], assistant: str | None = None) -> dict[str, Contender]:
         """Contenders by name, in the order of the names."""
         found: dict[str, Contender] = {}
-        stock = self._stock() if set(names) & set(PEERS) else None
+        stock = self._stock() if set(names) & GENERATE else None
         for name in names:
-            if stock is not None and name in PEERS:
+            if stock is not None and name in GENERATE:
                 found[name] = self._peer(name, stock, assistant)
+            elif name in LLAMA_CPP:
+                found[name] = self._llama_cpp(name)
             else:
                 new = partial(self._new_drafter, replace(self._decoding, method=name))
                 most = self._decoding.max_new_tokens
@@ -83,6 +89,12 @@ class Lineup:
                 stock, replace(self._config, model=assistant, gguf_file=None, quantization=None)
             )
         return GenerateContender(self._loaded, stock, self._sampling, self._decoding.max_new_tokens, **drafting)
+
+    def _llama_cpp(self, name: str) -> Contender:
+        file = gguf_file(self._config)
+        assert file is not None
+        lookup = name == "llama.cpp-pld"
+        return LlamaCppContender(self._loaded, file, self._decoding.max_new_tokens, lookup=lookup)
 
     def _stock(self) -> PreTrainedModel:
         own: PreTrainedModel = self._loaded.target.model

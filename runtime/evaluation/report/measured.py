@@ -57,6 +57,7 @@ class Measured:
         methods = {
             method: tuple(scores[method].tokens_per_second for scores in overall.values())
             for method in self.results.run.methods
+            if all(method in scores for scores in overall.values())  # llama.cpp has greedy answers alone
         }
         return Speeds(tuple(overall), methods)
 
