@@ -17,9 +17,10 @@ from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.evaluation.contenders import Contender, DraftingContender, GenerateContender
-from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender, gguf_file
+from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.runtime.evaluation.replay import with_own_history
 from hdtool.runtime.kernels.small_batch_linear import has_own_products, share_weights
+from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
 

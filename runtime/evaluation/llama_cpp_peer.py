@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from hdtool.data import demo
 from hdtool.data.errors import ModelError, reason_of
 from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import Finish, room_for
 from hdtool.runtime.evaluation.contenders import Passes, timed
+from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.text_stream import text_of
 
@@ -25,16 +25,10 @@ LEAST_CONTEXT = 2048
 """Tokens of the KV cache to begin with; a longer question loads the model again, outside of the measured time."""
 
 
-def gguf_file(model: ModelConfig) -> Path | None:
-    """The GGUF file of a model; None for a model in another form."""
-    path = Path(model.model or "")
-    return path if path.suffix.lower() == ".gguf" else None
-
-
 def why_not(model: ModelConfig, sampling: SamplingConfig) -> str:
     """Why llama.cpp cannot take part, as the end of a sentence; empty if it can."""
     if gguf_file(model) is None:
-        return f"runs on GGUF files, and {model.model or demo.NAME} is none: name one with --model"
+        return f"runs on GGUF files, and {model.name} is none: name one with --model"
     if not find_spec("llama_cpp"):
         return f"needs {PACKAGE}, not installed here: pip install {PACKAGE}"
     if not sampling.is_greedy or sampling.repetition_penalty not in (None, 1.0):
