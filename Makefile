@@ -1,12 +1,12 @@
 # Two commands: `make demo` shows hdtool at work, `make test` checks it. `make test-long` checks what takes longer,
-# `make test-quantised test-ray test-vllm` what needs libraries of its own.
+# `make test-quantized test-ray test-vllm` what needs libraries of its own.
 # Each sets up its environment on its first run and again only when the pins change.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test kernels test-long test-quantised test-ray test-vllm format types unit docs bench clean
+.PHONY: demo test kernels test-long test-quantized test-ray test-vllm format types unit docs bench clean
 
 demo: .venv/smollm2 .compiled
 	$(BIN)/hdtool demo
@@ -34,9 +34,9 @@ test-vllm: .venv-vllm/installed .venv-vllm/numba
 test-ray: .venv-ray/installed
 	.venv-ray/bin/pytest tests/builders/test_ray.py
 
-# Libraries that quantise are left to those who need them.
-test-quantised: .venv-quantised/installed
-	.venv-quantised/bin/pytest tests/model/test_quantization_libraries.py
+# Libraries that quantize are left to those who need them.
+test-quantized: .venv-quantized/installed
+	.venv-quantized/bin/pytest tests/model/test_quantization_libraries.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
@@ -67,7 +67,7 @@ COMPILED := $(shell find builders runtime -name '*.py')
 	@mkdir $@
 
 clean:
-	rm -rf .venv .venv-quantised .venv-ray .venv-vllm .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-quantized .venv-ray .venv-vllm .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -96,9 +96,9 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/installed
 
-.venv-quantised/installed: .venv/python $(PINS)
-	$(PYTHON) -m venv .venv-quantised
-	.venv-quantised/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,quantised]"
+.venv-quantized/installed: .venv/python $(PINS)
+	$(PYTHON) -m venv .venv-quantized
+	.venv-quantized/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,quantized]"
 	@touch $@
 
 .venv-ray/installed: .venv/python $(PINS)

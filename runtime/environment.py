@@ -37,7 +37,7 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
         "dtype": dtype_name(target.dtype),
         "model": loaded.name,
         "fingerprint": fingerprint(target.model),
-        "quantised": library_of(target.model.config),
+        "quantized": library_of(target.model.config),
         "own_products": has_own_products(target.model),
         "stores": {
             store.manifest.kind: {

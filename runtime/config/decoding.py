@@ -40,11 +40,10 @@ class DecodeConfig(Settings):
     draft_tokens: int | None = setting(
         None, f"Most draft tokens per step, 0 to {LARGEST_BUDGET}. Default: by the measured time of passes."
     )
-    use: str = setting(
+    sources: str = setting(
         ALL_LETTERS,
         f"Sources to draft from, with commas: {', '.join(SOURCE_NAMES.values())}; or their letters "
         f"{''.join(SOURCE_NAMES)}. A method ignores those that it does not have.",
-        option="sources",
         values=SOURCE_NAMES.values(),
     )
     """Kept as letters."""
@@ -74,33 +73,35 @@ class DecodeConfig(Settings):
         require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
         _require_draft_tokens(self.draft_tokens)
         require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
-        object.__setattr__(self, "use", source_letters("sources", self.use, ALL_LETTERS))
+        object.__setattr__(self, "sources", source_letters("sources", self.sources, ALL_LETTERS))
         method = METHODS[self.method]
         known = method.databases + HISTORY_LETTER * method.history + method.logits
         names = ", ".join(SOURCE_NAMES[letter] for letter in known)
-        require(bool(self.sources) or not known, "sources", self.use, f"sources of method {self.method}: {names}")
+        require(
+            bool(self.drafts_from) or not known, "sources", self.sources, f"sources of method {self.method}: {names}"
+        )
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
         require(len(self.order) == len(SOURCE_LETTERS), "order", self.order, f"all of {SOURCE_LETTERS}, in any order")
 
     @property
     def keeps_history(self) -> bool:
         """Whether the history is kept on the disk."""
-        return HISTORY_LETTER in self.sources and self.history != MEMORY
+        return HISTORY_LETTER in self.drafts_from and self.history != MEMORY
 
     @property
     def databases(self) -> str:
         """Letters of the stores and the context that are drafted from; a method with one source always uses it."""
         all_of_them = METHODS[self.method].databases
-        return "".join(letter for letter in all_of_them if letter in self.use or len(all_of_them) == 1)
+        return "".join(letter for letter in all_of_them if letter in self.sources or len(all_of_them) == 1)
 
     @property
-    def sources(self) -> str:
+    def drafts_from(self) -> str:
         """Letters of all sources that are drafted from, logits and plug-ins included."""
         method = METHODS[self.method]
-        drafts = method.history and HISTORY_LETTER in self.use and self.history != NO_HISTORY
+        drafts = method.history and HISTORY_LETTER in self.sources and self.history != NO_HISTORY
         history = HISTORY_LETTER if drafts else ""
-        logits = "".join(letter for letter in method.logits if letter in self.use)
-        plugins = [letter for letter in self.use if letter not in SOURCE_NAMES and self.method in HIERARCHIES]
+        logits = "".join(letter for letter in method.logits if letter in self.sources)
+        plugins = [letter for letter in self.sources if letter not in SOURCE_NAMES and self.method in HIERARCHIES]
         return self.databases + history + logits + "".join(plugins)
 
 
@@ -145,10 +146,9 @@ class ReplayConfig(Settings):
         f"Most draft tokens per step of hd and rest, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by "
         "--cost.",
     )
-    use: str = setting(
+    sources: str = setting(
         STORE_LETTERS,
         f"Sources of hd and hd-paper, with commas: {', '.join(REPLAYED_SOURCES)}; or letters.",
-        option="sources",
         values=REPLAYED_SOURCES,
     )
     order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
@@ -170,7 +170,7 @@ class ReplayConfig(Settings):
                 raise OptionError(f"method {method} is given twice: name each method once")
             self.decoding(method)
         _require_draft_tokens(self.draft_tokens)
-        object.__setattr__(self, "use", source_letters("sources", self.use, STORE_LETTERS))
+        object.__setattr__(self, "sources", source_letters("sources", self.sources, STORE_LETTERS))
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
 
     def methods_with(self, *, corpus: bool) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class ReplayConfig(Settings):
         return DecodeConfig(
             method=method,
             draft_tokens=self.draft_tokens,
-            use=self.use,
+            sources=self.sources,
             order=self.order,
             lookahead=False,
             history=MEMORY if self.history else NO_HISTORY,

@@ -65,7 +65,7 @@ def history_for(
     config: DecodeConfig, target: Target, store_set: StoreSet, *, read_only: bool = False
 ) -> History | None:
     """The history that the drafters of a model share, if their method has one; its store may be ``read_only``."""
-    if "H" not in config.sources:
+    if "H" not in config.drafts_from:
         return None
     store = None
     if config.keeps_history:
@@ -120,7 +120,7 @@ def _corpus(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, targ
 
 
 def _paper(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    order = "".join(letter for letter in config.order if letter in config.use)
+    order = "".join(letter for letter in config.order if letter in config.sources)
     settings = PaperConfig(order=order, lookahead=config.lookahead)
     return PaperDrafter(settings, model_store=store_set.model, corpus_index=store_set.corpus)
 
@@ -131,18 +131,18 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
         assert target is not None
         heads = HeadsState(heads_for(config.method, config.heads, target.model), target)
     return Hierarchy(
-        store_set.model if "M" in config.sources else None,
-        store_set.corpus if "S" in config.sources else None,
-        context="C" in config.sources,
+        store_set.model if "M" in config.drafts_from else None,
+        store_set.corpus if "S" in config.drafts_from else None,
+        context="C" in config.drafts_from,
         budget=budget(),
-        last="L" in config.sources,
-        recycled="R" in config.sources,
+        last="L" in config.drafts_from,
+        recycled="R" in config.drafts_from,
         heads=heads,
-        history=store_set.history if "H" in config.sources else None,
+        history=store_set.history if "H" in config.drafts_from else None,
         plugins={
             number: source.evidence
             for number, source in plugins().items()
-            if source.evidence and source.letter in config.sources
+            if source.evidence and source.letter in config.drafts_from
         },
     )
 

@@ -57,7 +57,7 @@ class Contender:
 
 
 def has_history(config: DecodeConfig) -> bool:
-    return HISTORY_LETTER in config.sources
+    return HISTORY_LETTER in config.drafts_from
 
 
 def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:

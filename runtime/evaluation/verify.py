@@ -16,7 +16,7 @@ from hdtool.runtime.evaluation.contenders import generate_ids, steps_of
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.precision import HIGHER, logits_after, logits_step_by_step, more_precise
-from hdtool.runtime.model.quantized_layers import quantised_layers
+from hdtool.runtime.model.quantized_layers import quantized_layers
 from hdtool.runtime.sampler import Sampler
 
 
@@ -123,7 +123,7 @@ class Verifier:
         working = [logits_after(self._model, place) for place in places]
         names = [str(self._model.dtype).removeprefix("torch.")] * 2
         try:
-            if quantised_layers(self._model):  # there is no more precise form of these
+            if quantized_layers(self._model):  # there is no more precise form of these
                 again = [logits_step_by_step(self._model, one.asked, one.before) for one in differences]
                 names[1] += ", token by token"
             else:

@@ -138,7 +138,7 @@ def _choice_file(shape: torch.Size, threads: int) -> Path | None:
 
 
 def has_plain_weight(layer: torch.nn.Module) -> bool:
-    """Whether the weight of a layer is a plain floating-point tensor; quantisation libraries use other classes."""
+    """Whether the weight of a layer is a plain floating-point tensor; quantization libraries use other classes."""
     weight: object = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return False

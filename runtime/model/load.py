@@ -23,7 +23,7 @@ from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.gguf.converted import converted
 from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.placement import require_accelerate
-from hdtool.runtime.model.quantization import library_of, quantisation, require_libraries
+from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
 from hdtool.runtime.sampler import Sampler
@@ -158,17 +158,17 @@ def _settings(config: ModelConfig) -> Any:
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
     name, dtype = config.name, pick_dtype(config.dtype, device)
     options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
-    quantised = bool(config.quantization or library_of(settings))
-    if quantised:
+    quantized = bool(config.quantization or library_of(settings))
+    if quantized:
         require_libraries(name, settings, config.quantization)
     if scheme := config.quantization:
         computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
-        options["quantization_config"] = _attempt(name, "quantised", lambda: quantisation(scheme, computed))
+        options["quantization_config"] = _attempt(name, "quantized", lambda: quantization(scheme, computed))
     place = _location(config, weights=True)
     model = _attempt(place, "its weights", lambda: _complete_model(place, **options))
     if config.generation_config:
         model.generation_config = generation_settings(config.generation_config, model.generation_config)
-    if quantised and config.dtype != "auto" and model.dtype != dtype:
+    if quantized and config.dtype != "auto" and model.dtype != dtype:
         computed_in = str(model.dtype).removeprefix("torch.")
         print(f"note: {name} is quantized and computes in {computed_in}: --dtype has no effect", file=sys.stderr)
     return model

@@ -17,7 +17,7 @@ LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
 
 
 def library_of(settings: Any) -> str:
-    """The library that quantised a checkpoint, from its configuration; empty if none did."""
+    """The library that quantized a checkpoint, from its configuration; empty if none did."""
     for part in (settings, settings.get_text_config(decoder=True)):
         found: Any = getattr(part, "quantization_config", None)
         if found is not None:
@@ -36,10 +36,10 @@ def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
     needed = [library, "accelerate"] if library in LIBRARIES.values() else ["accelerate"]
     if lacking := [each for each in needed if not find_spec(each)]:
         what = f"--quantization {scheme}" if scheme else f"{name}, which is quantized with {saved},"
-        raise ModelError(f'{what} needs {" and ".join(lacking)}, not installed here: pip install "hdtool[quantised]"')
+        raise ModelError(f'{what} needs {" and ".join(lacking)}, not installed here: pip install "hdtool[quantized]"')
 
 
-def quantisation(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
+def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
     """The configuration for transformers: weight-only schemes, which keep the rows of a pass independent."""
     from transformers import BitsAndBytesConfig, TorchAoConfig
 

@@ -1,4 +1,4 @@
-"""Quantised layers: finding them, testing that rows of a pass are independent, and measuring their rounding."""
+"""Quantized layers: finding them, testing that rows of a pass are independent, and measuring their rounding."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
     return [getattr(weight, name) for name in names]
 
 
-def quantised_layers(model: PreTrainedModel) -> dict[str, Module]:
-    """The layers with quantised weights, by name."""
+def quantized_layers(model: PreTrainedModel) -> dict[str, Module]:
+    """The layers with quantized weights, by name."""
     # Some libraries store their weights under other names.
     named = "weight" if getattr(model.config, "quantization_config", None) is None else "in_features"
     return {
@@ -48,12 +48,12 @@ def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
 
     The logits of a token would then depend on the drafts in the tree.
     """
-    for name, layer in quantised_layers(model).items():
+    for name, layer in quantized_layers(model).items():
         if (dependence := _dependence(layer, model.dtype, device)) > DEPENDENCE_TOLERANCE:
             raise FamilyError(
                 f"models of type {model.config.model_type!r} cannot be used as this one is quantized: {name} scales "
                 f"its input over all tokens of a pass, so drafts would change the answer (by {dependence:.0%} here): "
-                "quantise activations row by row (torchao: granularity=PerRow()), or the weights alone"
+                "quantize activations row by row (torchao: granularity=PerRow()), or the weights alone"
             )
 
 
@@ -62,7 +62,7 @@ def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
     places = [tensor.device for tensor in chain(layer.parameters(), layer.buffers())]
     place = places[0] if places and places[0].type != "meta" else device
     row = torch.cos(torch.arange(layer.in_features, device=place) * 0.7)
-    row[0] = 5.0  # coarsens the quantisation of the others without being an outlier
+    row[0] = 5.0  # coarsens the quantization of the others without being an outlier
     rows = torch.stack([row, NEIGHBOR_SCALE * row.flip(0)]).to(dtype)
     alone, with_neighbor = layer(rows[None, :1])[0, 0].double(), layer(rows[None])[0, 0].double()
     return float((with_neighbor - alone).norm() / alone.norm().clamp_min(1e-12))
@@ -73,7 +73,7 @@ def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch
     """Measure the rounding of a model's logits, in standard deviations; print a note if it is large.
 
     ``at_once`` are the logits of ``paths``, each read in one pass. Read token by token they differ by rounding only,
-    which is larger than the dtype suggests if layers quantise their input.
+    which is larger than the dtype suggests if layers quantize their input.
     """
     read, found = None, []
     for tokens in paths.split(1, dim=1):

@@ -29,7 +29,7 @@ from hdtool.runtime.model.kv_cache import KVTensors, LayerShape, StaticKVCache, 
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
 from hdtool.runtime.model.precision import last_logits_only
-from hdtool.runtime.model.quantized_layers import measure_rounding, quantised_layers, refuse_dependent_rows
+from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
@@ -268,7 +268,7 @@ class Target:
         try:
             plain = self.model(input_ids=whole, past_key_values=used, use_cache=True).logits
             self._shapes = layer_shapes(used)
-            if quantised_layers(self.model):
+            if quantized_layers(self.model):
                 with self._row_by_row.on():
                     refuse_dependent_rows(self.model, self.device)
                     self._rounding = measure_rounding(self.model, whole, plain)

@@ -164,10 +164,10 @@ def settings(budgets: Sequence[int]) -> Iterator[tuple[str, str, dict[str, objec
         yield f"hd, {budget} nodes", "hd", {"draft_tokens": budget}
         for letters in ("L", "R", "LR"):
             use = SOURCE_LETTERS + letters
-            yield f"hd+logitspec of {use}, {budget} nodes", "hd+logitspec", {"draft_tokens": budget, "use": use}
+            yield f"hd+logitspec of {use}, {budget} nodes", "hd+logitspec", {"draft_tokens": budget, "sources": use}
     for letters in ("L", "R", "LR"):
         name = f"hd+logitspec of {letters} alone, {LARGEST_BUDGET} nodes"
-        yield name, "hd+logitspec", {"draft_tokens": LARGEST_BUDGET, "use": letters}
+        yield name, "hd+logitspec", {"draft_tokens": LARGEST_BUDGET, "sources": letters}
 
 
 def steps(bench: Bench, sampling: SamplingConfig, budgets: Sequence[int], only: Sequence[str]) -> None:

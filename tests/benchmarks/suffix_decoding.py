@@ -167,8 +167,8 @@ def turns_of(given: argparse.Namespace) -> Sequence[RecordedTurn]:
 
 
 def contenders(most: int) -> dict[str, Player]:
-    peers = {f"SuffixDecoding, {name}": SuffixDecoding(most, of) for name, of in SETTINGS.items()}
-    return {name: Player(peer) for name, peer in {"hd": Ours(most), **peers}.items()}
+    peers: dict[str, Peer] = {f"SuffixDecoding, {name}": SuffixDecoding(most, of) for name, of in SETTINGS.items()}
+    return {name: Player(peer) for name, peer in ({"hd": Ours(most)} | peers).items()}
 
 
 def main() -> None:

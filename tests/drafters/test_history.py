@@ -114,7 +114,7 @@ def test_drafters_of_one_model_share_a_history_unless_there_is_none() -> None:
     for config, expected in (
         (DecodeConfig(batch_size=3, draft_tokens=8), 1),
         (DecodeConfig(batch_size=3, draft_tokens=8, history="none"), 0),
-        (DecodeConfig(batch_size=3, draft_tokens=8, use="CMS"), 0),
+        (DecodeConfig(batch_size=3, draft_tokens=8, sources="CMS"), 0),
         (DecodeConfig("hd-paper", batch_size=3), 0),
     ):
         drafters = drafters_for(config, target, StoreSet())

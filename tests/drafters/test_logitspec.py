@@ -233,13 +233,13 @@ def test_topk_takes_logits_with_gradients() -> None:
 
 
 def test_sources_that_a_method_does_not_know_are_refused() -> None:
-    assert DecodeConfig("hd+logitspec", use="R").sources == "R"
-    assert DecodeConfig("hd+logitspec").sources == "CMSHLR" and DecodeConfig().sources == "CMSH"
-    assert DecodeConfig("logitspec", use="M").sources == "C"
+    assert DecodeConfig("hd+logitspec", sources="R").drafts_from == "R"
+    assert DecodeConfig("hd+logitspec").drafts_from == "CMSHLR" and DecodeConfig().drafts_from == "CMSH"
+    assert DecodeConfig("logitspec", sources="M").drafts_from == "C"
     with pytest.raises(
         OptionError, match="--sources must be sources of method hd: context, model, corpus, history, got LR"
     ):
-        DecodeConfig("hd", use="LR")
+        DecodeConfig("hd", sources="LR")
     for method in ("logitspec", "hd+logitspec"):
         with pytest.raises(OptionError, match="cannot be replayed: it drafts from the model's logits"):
             ReplayConfig((method,))

@@ -119,7 +119,7 @@ def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
 
     number = register(Source("oracle", "X", evidence=oracle))
     try:
-        config = DecodeConfig(method="hd", draft_tokens=8, use="oracle")
+        config = DecodeConfig(method="hd", draft_tokens=8, sources="oracle")
         drafter = drafter_within(lambda: FixedBudget(8), config, StoreSet(), target)
         stats = Stats()
         steps = list(stats.counted(iter(run(target, prompt, sampling, 24, drafter=drafter)), drafter))
@@ -139,12 +139,12 @@ def test_it_is_named_and_colored(plugin: SourceName) -> None:
 
 
 def test_it_is_selected_by_name_or_letter(plugin: SourceName) -> None:
-    assert DecodeConfig(use="context,counting").sources == "CX"
-    assert DecodeConfig(use="CX").use == ReplayConfig(use="context,counting").use == "CX"
+    assert DecodeConfig(sources="context,counting").drafts_from == "CX"
+    assert DecodeConfig(sources="CX").sources == ReplayConfig(sources="context,counting").sources == "CX"
     assert "X" not in DecodeConfig().sources
     unregister(plugin)
     with pytest.raises(OptionError, match="counting"):
-        DecodeConfig(use="context,counting")
+        DecodeConfig(sources="context,counting")
 
 
 def test_registration_is_checked(plugin: SourceName) -> None:

@@ -72,9 +72,9 @@ def test_both_hierarchies_are_played_with_every_choice_and_the_paper_in_every_or
     names = [contender.name for contender in study.contenders]
     assert len(names) == len(set(names)) == 7 + 7 + 5 == study.turns
     by_name = {contender.name: contender.config for contender in study.contenders}
-    assert by_name["hd CS"].use == "CS" and by_name["hd CS"].method == "hd"
-    assert by_name["hd-paper SMC"].order == "SMC" and by_name["hd-paper SMC"].use == "SMC"
-    assert by_name["hd-paper MS"].order == "MSC" and by_name["hd-paper MS"].use == "MS"
+    assert by_name["hd CS"].sources == "CS" and by_name["hd CS"].method == "hd"
+    assert by_name["hd-paper SMC"].order == "SMC" and by_name["hd-paper SMC"].sources == "SMC"
+    assert by_name["hd-paper MS"].order == "MSC" and by_name["hd-paper MS"].sources == "MS"
     assert all(config.draft_tokens == 7 and not config.lookahead for config in by_name.values())
 
 

@@ -1,4 +1,4 @@
-"""bitsandbytes and torchao, where they are installed. Run by ``make test-quantised``."""
+"""bitsandbytes and torchao, where they are installed. Run by ``make test-quantized``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_torchao_with_weights_alone(torchao: Any, tmp_path: Path) -> None:
     loaded = load(saved(tmp_path, TorchAoConfig(torchao.Int8WeightOnlyConfig())))
     check(loaded, exact=True)
     stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig("none", "none"))
-    assert describe_environment(loaded, stores)["quantised"] == "torchao"
+    assert describe_environment(loaded, stores)["quantized"] == "torchao"
 
 
 def test_torchao_with_activations(torchao: Any, tmp_path: Path) -> None:
@@ -98,14 +98,14 @@ def test_bitsandbytes_row_by_row(bitsandbytes: Any) -> None:
     torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("quantise", "exact"), [("int8", True), ("nf4", False)])
-def test_quantised_on_loading(quantise: str, exact: bool) -> None:
-    pytest.importorskip("torchao" if quantise == "int8" else "bitsandbytes")
-    check(load(ModelConfig(quantization=quantise)), exact=exact)
-    load(ModelConfig(quantization=quantise, device_map="auto"))
+@pytest.mark.parametrize(("quantize", "exact"), [("int8", True), ("nf4", False)])
+def test_quantized_on_loading(quantize: str, exact: bool) -> None:
+    pytest.importorskip("torchao" if quantize == "int8" else "bitsandbytes")
+    check(load(ModelConfig(quantization=quantize)), exact=exact)
+    load(ModelConfig(quantization=quantize, device_map="auto"))
 
 
-def test_a_quantised_checkpoint(torchao: Any) -> None:
+def test_a_quantized_checkpoint(torchao: Any) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     inputs = AutoTokenizer.from_pretrained(demo.MODEL)(QUESTIONS[1], return_tensors="pt")

@@ -1,4 +1,4 @@
-"""Quantised weights: what is refused, what is left alone, and rows that must be independent."""
+"""Quantized weights: what is refused, what is left alone, and rows that must be independent."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.evaluation.model_shapes import load_shape
 from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, use_small_batch_products
-from hdtool.runtime.model import quantization as quantising
+from hdtool.runtime.model import quantization as quantizing
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load, load_stock
-from hdtool.runtime.model.quantized_layers import quantised_layers
+from hdtool.runtime.model.quantized_layers import quantized_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import ProcessGroup
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import run, said
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
-from tests.support.quantized import Int8Layer, LlmInt8, OneScale, ScalePerRow, quantised
+from tests.support.quantized import Int8Layer, LlmInt8, OneScale, ScalePerRow, quantized
 from tests.support.rehearsed import direct
 
 PROMPT = prompt_of(20)
@@ -43,7 +43,7 @@ GREEDY = SamplingConfig()
 
 
 def llama(kind: type[Int8Layer]) -> Any:
-    return quantised(copy.deepcopy(model_of("llama")), kind)
+    return quantized(copy.deepcopy(model_of("llama")), kind)
 
 
 @pytest.fixture
@@ -76,12 +76,12 @@ def test_a_missing_library(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(quantising, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantizing, "find_spec", lambda name: None)
     folder = checkpoint(tmp_path, told)
     assert app.run(["generate", "--model", folder, "--prompt", "x"]) == 1
     line = capfd.readouterr().err
     assert line.count("\n") == 1
-    assert f'needs {lacking}, not installed here: pip install "hdtool[quantised]"' in line
+    assert f'needs {lacking}, not installed here: pip install "hdtool[quantized]"' in line
     with pytest.raises(HdtoolError, match=f"is quantized with .* needs {lacking},"):
         load_stock(ModelConfig(folder))
 
@@ -103,7 +103,7 @@ def test_quantization_on_loading_is_refused_where_it_is_impossible(
         load(ModelConfig(folder, quantization="int8"))
     with pytest.raises(OptionError, match="--quantization nf4 has no effect on a shape"):
         load_shape("llama-7b", ModelConfig(quantization="nf4"))
-    monkeypatch.setattr(quantising, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantizing, "find_spec", lambda name: None)
     with pytest.raises(HdtoolError, match="--quantization nf4 needs bitsandbytes and accelerate"):
         load(ModelConfig(quantization="nf4"))
     monkeypatch.setattr("hdtool.runtime.model.load.leader", lambda: ProcessGroup.__new__(ProcessGroup))
@@ -111,10 +111,10 @@ def test_quantization_on_loading_is_refused_where_it_is_impossible(
         load(ModelConfig(quantization="nf4"))
 
 
-def test_weights_alone_are_quantised(capfd: pytest.CaptureFixture[str]) -> None:
+def test_weights_alone_are_quantized(capfd: pytest.CaptureFixture[str]) -> None:
     model = llama(Int8Layer)
-    assert len(quantised_layers(model)) == 14
-    assert not quantised_layers(model_of("llama"))
+    assert len(quantized_layers(model)) == 14
+    assert not quantized_layers(model_of("llama"))
     plain = said(run(Target(model), PROMPT, GREEDY))
     assert said(run(Target(model), PROMPT, GREEDY, drafter=Hierarchy())) == plain
     assert said(run(Target(model, direct), PROMPT, GREEDY, drafter=Hierarchy())) == plain
@@ -187,7 +187,7 @@ def test_differences_are_explained_without_more_precise_weights() -> None:
     assert found.precise.dtype == "float32, token by token"
 
 
-def test_quantised_layers_multiply_as_their_library_does() -> None:
+def test_quantized_layers_multiply_as_their_library_does() -> None:
     class Packed(Parameter):
         """As libraries have them: a class that knows few operations."""
 
@@ -201,6 +201,6 @@ def test_quantised_layers_multiply_as_their_library_does() -> None:
     assert [type(layer) for layer in model] == [Linear, SmallBatchLinear]
 
 
-def test_the_fingerprint_tells_quantised_from_not() -> None:
+def test_the_fingerprint_tells_quantized_from_not() -> None:
     told = {fingerprint(model) for model in (model_of("llama"), llama(Int8Layer))}
     assert len(told) == 2

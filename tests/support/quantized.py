@@ -1,4 +1,4 @@
-"""Quantised layers in plain torch, with the arithmetic of libraries that need not be installed."""
+"""Quantized layers in plain torch, with the arithmetic of libraries that need not be installed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _rounded(rows: Tensor, largest: Tensor) -> Tensor:
     return (rows.double() / step).round() * step
 
 
-def quantised(model: Any, kind: type[Int8Layer]) -> Any:
-    """The model with all layers inside its blocks quantised."""
+def quantized(model: Any, kind: type[Int8Layer]) -> Any:
+    """The model with all layers inside its blocks quantized."""
     for name, layer in list(model.named_modules()):
         if type(layer) is Linear and "layers" in name:
             model.set_submodule(name, kind(layer))

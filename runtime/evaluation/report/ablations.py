@@ -52,7 +52,7 @@ class Study:
     def contender(self, method: str, sources: str) -> Contender:
         """A method with these sources, in this order of look-up."""
         order = sources + "".join(letter for letter in SOURCE_LETTERS if letter not in sources)
-        config = DecodeConfig(method, draft_tokens=self.nodes, use=sources, order=order, lookahead=False)
+        config = DecodeConfig(method, draft_tokens=self.nodes, sources=sources, order=order, lookahead=False)
         return Contender(_name(method, sources), config)
 
     @property
