@@ -41,7 +41,7 @@ def demo(
     decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=128)],
     loading: Annotated[ModelConfig, only("device")],
 ) -> int:
-    """Compare drafting with plain decoding on a model that needs no download.
+    """Compare drafting with plain decoding on a demo model.
 
     Answers a few prompts by plain decoding and with drafting. The text is the same. The stores contain no answer to
     them.

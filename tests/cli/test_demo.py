@@ -83,7 +83,7 @@ def test_what_the_model_lacks_is_named(monkeypatch: pytest.MonkeyPatch, capfd: p
 
 
 def test_another_name_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["demo", "--model", "gpt2"]) == 1
+    assert run(["demo", "--model", "gpt2"]) == 2
     assert capfd.readouterr().err == "error: --model must be smollm2 or embedded, got gpt2\n"
 
 

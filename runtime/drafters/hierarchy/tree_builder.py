@@ -14,7 +14,8 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import learn
-from hdtool.runtime.drafters.hierarchy.estimator import CORPUS, DRAFTING, TREE, expand
+from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
+from hdtool.runtime.drafters.hierarchy.estimator import CORPUS, TREE, expand
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, add
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE, narrow, places_of
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.drafters.hierarchy.estimator import DRAFTING, expand
+from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
+from hdtool.runtime.drafters.hierarchy.estimator import expand
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, add
 from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE, places_of
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
