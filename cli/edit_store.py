@@ -103,8 +103,8 @@ def drop(
 def _drop_conversations(store: Path, source: str | None, days: float | None, *, as_json: bool) -> None:
     from hdtool.builders.stores.history_documents import drop_conversations
     from hdtool.cli.output.show_history import history_in_words
-    from hdtool.runtime.stores.history_store import HistoryStore
-    from hdtool.runtime.stores.inspect_history import description
+    from hdtool.runtime.stores.history.history_store import HistoryStore
+    from hdtool.runtime.stores.history.inspect_history import description
 
     if days is not None and not 0 <= days <= LARGEST_AGE:
         raise OptionError(f"--older-than must be between 0 and {LARGEST_AGE} days, got {days:g}")

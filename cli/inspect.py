@@ -82,8 +82,8 @@ def _history_shown(
     folder: Path, after: str | None, ngrams: str | None, config: ModelConfig, *, latency: bool, verify: bool
 ) -> dict[str, Any]:
     from hdtool.cli.output.show_history import verified
-    from hdtool.runtime.stores.history_store import HistoryStore
-    from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency
+    from hdtool.runtime.stores.history.history_store import HistoryStore
+    from hdtool.runtime.stores.history.inspect_history import description, history_continuations, history_latency
 
     if ngrams is not None:
         raise OptionError("--ngrams lists a model store, and this is a history store: leave it out, or take --after")

@@ -11,7 +11,7 @@ from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, ServeConfig
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 

@@ -17,8 +17,8 @@ from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.history_manifest import require_history
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import holds_history, printable
-from hdtool.runtime.stores.history_records import Conversation
-from hdtool.runtime.stores.history_store import HistoryStore
+from hdtool.runtime.stores.history.history_records import Conversation
+from hdtool.runtime.stores.history.history_store import HistoryStore
 
 
 class DroppedConversations(NamedTuple):

@@ -8,7 +8,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores.store_files import printable
 
 if TYPE_CHECKING:
-    from hdtool.runtime.stores.history_store import HistoryStore
+    from hdtool.runtime.stores.history.history_store import HistoryStore
 
 
 def verified(store: HistoryStore) -> int:

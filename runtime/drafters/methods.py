@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import plugins
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import compile_trees
 
@@ -70,7 +70,7 @@ def history_for(
     store = None
     if config.keeps_history:
         # Loads lmdb, which a history in memory does not need.
-        from hdtool.runtime.stores.history_store import HistoryStore
+        from hdtool.runtime.stores.history.history_store import HistoryStore
 
         if not store_set.tokenizer:
             raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")

@@ -27,7 +27,7 @@ from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, tree_mask
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 

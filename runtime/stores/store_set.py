@@ -13,7 +13,7 @@ from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manife
 from hdtool.runtime.config import SOURCE_LETTERS, StoresConfig
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import ModelStore
 

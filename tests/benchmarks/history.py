@@ -25,9 +25,9 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import machine
-from hdtool.runtime.stores.history import History
-from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.log_search import LONGEST_MATCH, matches
+from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history.history_store import HistoryStore
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, matches
 
 VOCABULARY, ANSWER, PIECE, TAIL = 32_000, 300, 10, 8
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]

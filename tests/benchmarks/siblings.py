@@ -15,7 +15,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 
 MOST, NODES = 128, 16

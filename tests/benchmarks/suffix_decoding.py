@@ -31,7 +31,7 @@ from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
 from hdtool.runtime.evaluation.replay import follow
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, tree_mask
 from hdtool.runtime.model.load import load_stops, load_tokenizer
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.tree import DraftTree
 
 SETTINGS: dict[str, dict[str, float]] = {

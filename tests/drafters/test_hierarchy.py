@@ -28,7 +28,7 @@ from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said

@@ -21,7 +21,7 @@ from hdtool.runtime.evaluation.replay import follow
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, model_of

@@ -21,7 +21,11 @@ def embedded() -> Loaded:
     return load(ModelConfig())
 
 
-METHODS_THAT_DRAFT = tuple(name for name in METHODS if name != "ar")
+IN_SHORT = ("hd+logitspec", "lade", "amphista")
+"""One method for each kind of memory: sources and rankings, a pool of n-grams, heads that pause."""
+METHODS_THAT_DRAFT = [
+    pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in METHODS if name != "ar"
+]
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.processes import HDTOOL, read_until, start, wait_until
@@ -221,6 +221,7 @@ def counted(played: ReplayResult) -> list[Any]:
     ]
 
 
+@pytest.mark.long
 def test_two_processes_bring_what_one_does(
     store_set: StoreSet,
     conversations: list[list[RecordedTurn]],

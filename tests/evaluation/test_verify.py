@@ -26,7 +26,7 @@ from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.precision import logits_after, more_precise
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.stores.history import History
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of

@@ -90,6 +90,7 @@ def test_two_processes_choose_alike_although_their_timings_differ(fresh: Path) -
     assert first == second == str([True] * 4)
 
 
+@pytest.mark.long
 def test_processes_that_measure_at_once_choose_alike(fresh: Path) -> None:
     printed = processes(fresh, ["own", "library", "own"], together=3)
     assert len(set(printed)) == 1

@@ -54,6 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("hdtool-*.whl"))
 
 
+@pytest.mark.long
 def test_the_wheel_holds_the_demo_and_stays_small(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     for needed in (

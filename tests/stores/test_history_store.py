@@ -34,14 +34,14 @@ from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.history_manifest import ANSWERS, FILES, LOCK_ENDING, HistoryManifest, read_history_manifest
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manifest
-from hdtool.runtime.stores import history_files, history_store
-from hdtool.runtime.stores.history import History
-from hdtool.runtime.stores.history_files import FEWEST, SMALLEST
-from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.inspect_history import description, history_continuations, history_latency
-from hdtool.runtime.stores.log_search import MATCHES, matches
+from hdtool.runtime.stores.history import history_files, history_store
+from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history.history_files import FEWEST, SMALLEST
+from hdtool.runtime.stores.history.history_store import HistoryStore
+from hdtool.runtime.stores.history.inspect_history import description, history_continuations, history_latency
+from hdtool.runtime.stores.history.log_search import MATCHES, matches
+from hdtool.runtime.stores.history.token_log import BEFORE, OVERLAP, TOKEN, end_of, latest, places_of
 from hdtool.runtime.stores.model_store import sequence_hash
-from hdtool.runtime.stores.token_log import BEFORE, OVERLAP, TOKEN, end_of, latest, places_of
 
 VOCABULARY = 60_000
 MARK = TokenizerFingerprint("test", VOCABULARY)
@@ -330,7 +330,7 @@ OPEN = """
 import sys
 from pathlib import Path
 from hdtool.data.errors import StoreError
-from hdtool.runtime.stores.history_store import HistoryStore
+from hdtool.runtime.stores.history.history_store import HistoryStore
 for line in sys.stdin:
     try:
         store = HistoryStore(Path(line.strip()))
@@ -412,6 +412,7 @@ def test_two_processes_append_and_a_third_reads(tmp_path: Path) -> None:
     assert seen, "the reader saw what others appended"
 
 
+@pytest.mark.long
 def test_nothing_is_lost_while_another_process_drops(tmp_path: Path) -> None:
     store = opened(tmp_path / "store", most_bytes=64 << 20)
     processes = [writer(tmp_path / "store", name, 300, 20) for name in (1, 2)]

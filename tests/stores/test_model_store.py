@@ -251,6 +251,7 @@ def test_answers_too_short_for_a_store_are_refused(documents: Documents, found: 
     assert not (tmp_path / "manifest.json").exists()
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "TABLE_SLOTS", 1 << 12)
     monkeypatch.setattr(engine, "LENGTHS_AT_ONCE", 1)  # which lengths meet in memory would be a matter of chance

@@ -38,9 +38,9 @@ from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.kernels.no_copy import Pinned
 from hdtool.runtime.source_names import Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history import History, address_of
+from hdtool.runtime.stores.history.history import History, address_of
+from hdtool.runtime.stores.history.token_log import BLOCK, LANE, TokenLog
 from hdtool.runtime.stores.model_store import ModelStore
-from hdtool.runtime.stores.token_log import BLOCK, LANE, TokenLog
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 TIMED_EVERY = 32

@@ -41,8 +41,8 @@ from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.history.token_log import CHAINED
 from hdtool.runtime.stores.model_store import LONGEST_PREFIX, mixed
-from hdtool.runtime.stores.token_log import CHAINED
 
 TREE, CONTEXT, MODEL = SourceName.NONE.value, SourceName.CONTEXT.value, SourceName.MODEL.value
 CORPUS, RECYCLED = SourceName.CORPUS.value, SourceName.RECYCLED.value

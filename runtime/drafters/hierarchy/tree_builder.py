@@ -26,7 +26,7 @@ from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap, start_clock
 from hdtool.runtime.kernels.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.token_log import LOG, append
+from hdtool.runtime.stores.history.token_log import LOG, append
 
 DEEPEST = 64
 WORTH_EXPANDING = 1.6

@@ -26,7 +26,7 @@ from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGI
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import RECYCLED
 from hdtool.runtime.kernels.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.token_log import LANE
+from hdtool.runtime.stores.history.token_log import LANE
 from hdtool.runtime.tree import LARGEST_TREE
 
 CANDIDATES = 512

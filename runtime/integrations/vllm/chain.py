@@ -20,7 +20,7 @@ from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
 from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
 from hdtool.runtime.kernels.raw_memory import array_at
-from hdtool.runtime.stores.token_log import LANE, LOG, OVERLAP, finish, start
+from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, finish, start
 
 WORTH_ADDING = 0.3
 """Evidence is skipped below this share of the minimum probability of a token."""

@@ -14,8 +14,8 @@ from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.sources.context_table import PLACES, level_of
 from hdtool.runtime.kernels.raw_memory import array_at
-from hdtool.runtime.stores.log_search import LONGEST_MATCH, MATCHES, search
-from hdtool.runtime.stores.token_log import LOG, TOKEN, end_of, places_of
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, MATCHES, search
+from hdtool.runtime.stores.history.token_log import LOG, TOKEN, end_of, places_of
 from hdtool.runtime.tree import LARGEST_TREE
 
 ANSWERS, STORED, PREDICTION = range(3)

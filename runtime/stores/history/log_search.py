@@ -11,8 +11,18 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from hdtool.runtime.stores.history.token_log import (
+    BEFORE,
+    BLOCK,
+    CHAINED,
+    NOBODY,
+    TOKEN,
+    end_of,
+    latest,
+    owners_of,
+    places_of,
+)
 from hdtool.runtime.stores.model_store import sequence_hash
-from hdtool.runtime.stores.token_log import BEFORE, BLOCK, CHAINED, NOBODY, TOKEN, end_of, latest, owners_of, places_of
 
 LONGEST_MATCH = 32
 """Tokens that a place is compared with."""

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from hdtool.data.stores.history_manifest import FORMAT
 from hdtool.data.stores.store_files import HISTORY
-from hdtool.runtime.stores.history_store import HistoryStore
+from hdtool.runtime.stores.history.history_store import HistoryStore
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, matches
 from hdtool.runtime.stores.inspect_store import PATH, SHOWN, Found, latency
-from hdtool.runtime.stores.log_search import LONGEST_MATCH, matches
 
 Ints = npt.NDArray[Any]
 

@@ -21,8 +21,7 @@ from numba import njit
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.history_manifest import HistoryManifest
 from hdtool.data.stores.store_files import create
-from hdtool.runtime.stores.model_store import mixed
-from hdtool.runtime.stores.token_log import (
+from hdtool.runtime.stores.history.token_log import (
     BEFORE,
     BLOCK,
     CHAINED,
@@ -35,6 +34,7 @@ from hdtool.runtime.stores.token_log import (
     link,
     places_of,
 )
+from hdtool.runtime.stores.model_store import mixed
 
 PLACES_PER_CHAIN = 2
 """Two places share a chain if the ring is full, so that a place takes 10 bytes."""

@@ -34,8 +34,8 @@ from hdtool.data.stores.history_manifest import (
 )
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import MANIFEST, create
-from hdtool.runtime.stores.history_records import Conversation, Records, State
-from hdtool.runtime.stores.history_ring import HistoryRing, create_ring
+from hdtool.runtime.stores.history.history_records import Conversation, Records, State
+from hdtool.runtime.stores.history.history_ring import HistoryRing, create_ring
 
 MOST_BYTES = 256 << 20
 """Bytes on the disk, unless another bound is given."""

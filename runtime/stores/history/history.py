@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from hdtool.data.stores.history_manifest import ANSWERS
-from hdtool.runtime.stores.token_log import LARGEST, TokenLog
+from hdtool.runtime.stores.history.token_log import LARGEST, TokenLog
 
 if TYPE_CHECKING:
-    from hdtool.runtime.stores.history_store import HistoryStore
+    from hdtool.runtime.stores.history.history_store import HistoryStore
 
 Ints = npt.NDArray[Any]
 

@@ -25,7 +25,7 @@ from hdtool.data.stores.history_manifest import ANSWERS, read_history_manifest, 
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.kernels.no_copy import Pinned
-from hdtool.runtime.stores.history_files import (
+from hdtool.runtime.stores.history.history_files import (
     MOST_BYTES,
     OpenFiles,
     create_if_new,
@@ -36,7 +36,7 @@ from hdtool.runtime.stores.history_files import (
     sweep_if_killed,
     worded,
 )
-from hdtool.runtime.stores.history_records import (
+from hdtool.runtime.stores.history.history_records import (
     LONGEST_SOURCE,
     PLACES_PER_CONVERSATION,
     Conversation,
@@ -49,8 +49,8 @@ from hdtool.runtime.stores.history_records import (
     put_state,
     state_of,
 )
-from hdtool.runtime.stores.history_ring import compile_ring
-from hdtool.runtime.stores.token_log import LOG, OVERLAP
+from hdtool.runtime.stores.history.history_ring import compile_ring
+from hdtool.runtime.stores.history.token_log import LOG, OVERLAP
 
 AHEAD = 64
 """One of so many parts of the ring is emptied at once, so that few transactions remove something."""
