@@ -47,9 +47,10 @@ for method in sys.argv[1:]:
     for _ in range(4):
         words.append(words[-7])
         drafter.observe(Accepted([], words[-1:]), torch.zeros(1 + size, 4096))
-        size = len(drafter.draft(words))
+        tree = drafter.draft(words)
+        size = len(tree)
         drafted += size
-    drafter.draft(words).embeddable(1).clipped(1)
+    tree.embeddable(1).clipped(1)
     for _ in decode(target, sampler.context, sampler, max_new_tokens=4, drafter=drafter):
         pass
     print(method, drafted > 0, [f.__name__ for f, _ in ready() - before])

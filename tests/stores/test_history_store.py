@@ -37,6 +37,7 @@ from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manife
 from hdtool.runtime.stores.history import history_files, history_store
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.history.history_files import FEWEST, SMALLEST
+from hdtool.runtime.stores.history.history_records import PLACES_PER_CONVERSATION
 from hdtool.runtime.stores.history.history_store import HistoryStore
 from hdtool.runtime.stores.history.inspect_history import description, history_continuations, history_latency
 from hdtool.runtime.stores.history.log_search import MATCHES, matches
@@ -496,11 +497,19 @@ def test_a_store_that_was_deleted_is_one_warning(tmp_path: Path) -> None:
     assert held(store) == [[1, 2, 4]] and not store.fault
 
 
+def test_short_answers_stay_while_the_store_can_grow(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    every = [[number, 1, 2, 3] for number in range(SMALLEST // PLACES_PER_CONVERSATION + 100)]
+    assert all(store.append(answer, []) for answer in every)
+    assert held(store) == every
+
+
 def killed(folder: Path, times: int, seed: int) -> int:
     """Kill processes that append, at random moments; how many conversations there are in the end."""
-    store, rng, before = opened(folder, most_bytes=48 << 20), random.Random(seed), 0
+    # Room for all that a hundred processes append: the oldest must not go.
+    store, rng, before = opened(folder, most_bytes=192 << 20), random.Random(seed), 0
     for number in range(times):
-        with writer(folder, number, 1 << 30, 300) as process:
+        with writer(folder, number, 1 << 30, 60) as process:
             assert process.stdout and process.stdout.readline() == b"begun\n"
             time.sleep(rng.random() * 0.1)
             process.send_signal(signal.SIGKILL)

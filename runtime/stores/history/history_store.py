@@ -244,7 +244,8 @@ class HistoryStore(Pinned):
     def _remove_oldest(self, transaction: Any, below: int) -> bool:
         """Remove the conversations with places below this one, and the oldest of too many; whether there was one."""
         size, path = self._open.ring.size, self._open.records.path
-        most = size // PLACES_PER_CONVERSATION
+        # Of the largest ring, not of the one that may still grow.
+        most = most_places(self.manifest.most_bytes) // PLACES_PER_CONVERSATION
         surplus = count_of(transaction) + 1 - most
         if surplus <= 0 >= below:
             return False
