@@ -2,7 +2,7 @@
 
 They resemble what people ask a chat model, and none of them is among the questions that the demo or Spec-Bench asks.
 ``python -m hdtool.builders.demo.chat_questions --gsm8k DIR --out FILE`` writes them, together with questions from
-GSM8K's training split and from Python's documentation.
+GSM8K's training split, from Python's documentation and from functions of its library.
 """
 
 from __future__ import annotations

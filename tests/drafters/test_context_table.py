@@ -17,13 +17,13 @@ from hdtool.runtime.drafters.hierarchy.sources.context_evidence import (
 from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     CHAINS,
     LONG,
-    LONGEST_MATCH,
     PLACES,
     WINDOW,
     ContextTable,
     level_of,
 )
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.model_store import sequence_hash
 
 Places = list[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""What the contenders of a benchmark know: nothing of other questions and rounds, unless warm ones are asked for."""
+"""Contenders of a benchmark keep nothing of other questions and rounds, unless warm ones are chosen."""
 
 from __future__ import annotations
 

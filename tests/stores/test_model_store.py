@@ -24,16 +24,17 @@ from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, stored_documents, token_type
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, damaged
-from hdtool.runtime.drafters.hierarchy.sources.model_evidence import MODEL, known_as
 from hdtool.runtime.stores.model_store import (
     KEY_WIDTH,
     LONGEST_PREFIX,
     LONGEST_PROBE,
+    MODEL,
     PHRASE,
     TOTAL,
     ModelStore,
     find,
     halves,
+    known_as,
     mixed,
     slot_of,
 )

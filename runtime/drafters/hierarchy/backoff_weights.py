@@ -19,12 +19,12 @@ from numba import njit
 
 from hdtool.runtime.config import MOST_HEADS
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LEVELS
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import KINDS
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS as AGREEMENTS
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import LONGEST_NODE
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE
 from hdtool.runtime.stores.model_store import LONGEST_PREFIX
 
 

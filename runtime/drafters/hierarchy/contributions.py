@@ -21,18 +21,8 @@ from hdtool.runtime.drafters.hierarchy.backoff_weights import (
     bucket_of,
 )
 from hdtool.runtime.drafters.hierarchy.candidates import put
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
-    FEWEST_SAMPLES,
-    SAMPLES,
-    narrow,
-    read_samples,
-    size_of,
-    tally,
-)
 from hdtool.runtime.drafters.hierarchy.sources.followers import count_order
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import WHOLE as ALL_OF_HEADS
-from hdtool.runtime.drafters.hierarchy.sources.model_evidence import known_as, rows_of
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, node_of_chain
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import WHOLE as ALL_OF_PLUGIN
 from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_after
@@ -46,6 +36,16 @@ from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_ranges import (
+    FEWEST_SAMPLES,
+    SAMPLES,
+    narrow,
+    read_samples,
+    size_of,
+    tally,
+)
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
+from hdtool.runtime.stores.model_store import known_as, rows_of
 
 MODEL, CORPUS, RECYCLED = SourceName.MODEL.value, SourceName.CORPUS.value, SourceName.RECYCLED.value
 LAST, TRAINED = SourceName.LAST.value, SourceName.HEADS.value

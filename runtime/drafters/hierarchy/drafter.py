@@ -17,8 +17,7 @@ from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.backoff_weights import new_weights
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import learn_gains
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import CONTEXT_MATCHES
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, ContextTable
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import no_shards, range_record
+from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS, note
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
@@ -29,7 +28,6 @@ from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
     STORED,
 )
 from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import RankedNodes, Rankings
-from hdtool.runtime.drafters.hierarchy.sources.model_evidence import model_record
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import note as note_plugin
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow, restart
@@ -38,9 +36,11 @@ from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.kernels.no_copy import Pinned
 from hdtool.runtime.source_names import Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.corpus_ranges import no_shards, range_record
 from hdtool.runtime.stores.history.history import History, address_of
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.history.token_log import BLOCK, LANE, TokenLog
-from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.stores.model_store import ModelStore, model_record
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 TIMED_EVERY = 32

@@ -26,23 +26,23 @@ from hdtool.runtime.drafters.hierarchy.contributions import (
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import agree
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import LONGEST_SHORT, find_short_matches
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import find_matches as find_in_context
-from hdtool.runtime.drafters.hierarchy.sources.context_table import CHAINS, LEVELS, LONG, LONGEST_HASH, LONGEST_MATCH
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import (
-    LONGEST_RANGE,
-)
+from hdtool.runtime.drafters.hierarchy.sources.context_table import CHAINS, LEVELS, LONG, LONGEST_HASH
 from hdtool.runtime.drafters.hierarchy.sources.followers import clear, sort
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import PREDICTION as PREDICTED
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import find_matches as find_in_log
-from hdtool.runtime.drafters.hierarchy.sources.model_evidence import fetch
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
     fetch_rankings,
 )
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_ranges import (
+    LONGEST_RANGE,
+)
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.history.token_log import CHAINED
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX, mixed
+from hdtool.runtime.stores.model_store import LONGEST_PREFIX, fetch, mixed
 
 TREE, CONTEXT, MODEL = SourceName.NONE.value, SourceName.CONTEXT.value, SourceName.MODEL.value
 CORPUS, RECYCLED = SourceName.CORPUS.value, SourceName.RECYCLED.value

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.candidates import find
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import ROWS
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS
 from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_after
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
+from hdtool.runtime.stores.corpus_ranges import ROWS
 
 LEARNING_RATE = 0.03
 """Of the logarithm of a gain."""

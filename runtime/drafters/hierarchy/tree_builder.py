@@ -16,8 +16,7 @@ from numba import njit
 from hdtool.runtime.drafters.hierarchy.backoff_weights import learn
 from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
 from hdtool.runtime.drafters.hierarchy.estimator import CORPUS, TREE, expand
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, add
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE, narrow, places_of
+from hdtool.runtime.drafters.hierarchy.sources.context_table import add
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import forget
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import end_chains, follow
@@ -26,6 +25,8 @@ from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap, start_clock
 from hdtool.runtime.kernels.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, narrow, places_of
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.history.token_log import LOG, append
 
 DEEPEST = 64

@@ -14,19 +14,20 @@ from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import ORDERS, WEIGHTS
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import CONTEXT_MATCHES
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_HASH, LONGEST_MATCH, TABLE
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import RANGES, ROWS, SAMPLES
+from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_HASH, TABLE
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import LOG_MATCHES, LOGS
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST
-from hdtool.runtime.drafters.hierarchy.sources.model_evidence import MODEL
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import NEIGHBOURS
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import RECYCLED
 from hdtool.runtime.kernels.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.corpus_ranges import RANGES, ROWS, SAMPLES
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.history.token_log import LANE
+from hdtool.runtime.stores.model_store import MODEL
 from hdtool.runtime.tree import LARGEST_TREE
 
 CANDIDATES = 512

@@ -14,12 +14,13 @@ from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
 from hdtool.runtime.drafters.hierarchy.estimator import expand
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LONGEST_MATCH, add
-from hdtool.runtime.drafters.hierarchy.sources.corpus_evidence import LONGEST_RANGE, places_of
+from hdtool.runtime.drafters.hierarchy.sources.context_table import add
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
 from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
 from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, places_of
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, finish, start
 
 WORTH_ADDING = 0.3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import shutil
 import sys
@@ -14,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hdtool.data.errors import ModelError, worded
+from hdtool.data.files.atomic_write import to_disk
 from hdtool.data.files.locking import exclusive
 from hdtool.data.stores.home import converted_at_home
 from hdtool.runtime.model.gguf.convert import Conversion
@@ -88,7 +88,8 @@ def _with_configuration(conversion: Conversion, folder: Path, digest: str, signa
         files = {path.name: path.stat().st_size for path in place.iterdir()}
         manifest = Manifest(digest, metadata.version("transformers"), files)
         manifest.write(place)
-        _sync(*place.iterdir())
+        for written in place.iterdir():
+            to_disk(written)
         _check_unchanged(conversion.file, signature)
         if folder.is_dir():  # a file of it was removed or changed
             for name in manifest.files:
@@ -110,7 +111,7 @@ def _add_weights(conversion: Conversion, folder: Path, manifest: Manifest, signa
     with _scratch(folder) as place:
         made = conversion.write_weights(folder, place)
         shutil.copymode(folder / "config.json", made)  # the library gives it to its owner alone
-        _sync(made)
+        to_disk(made)
         _check_unchanged(conversion.file, signature)
         made.replace(folder / WEIGHTS)
     replace(manifest, files={**manifest.files, WEIGHTS: (folder / WEIGHTS).stat().st_size}).write(folder)
@@ -125,12 +126,6 @@ def _scratch(folder: Path) -> Iterator[Path]:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _sync(*files: Path) -> None:
-    for file in files:
-        with file.open("rb+") as stream:
-            os.fsync(stream.fileno())
 
 
 def _check_unchanged(file: Path, signature: Signature) -> None:

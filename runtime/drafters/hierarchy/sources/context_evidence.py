@@ -15,7 +15,6 @@ from numba import njit
 from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     CHAINS,
     LONG,
-    LONGEST_MATCH,
     PLACES,
     SHORT,
     STEPS,
@@ -24,6 +23,7 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     length_at,
     level_of,
 )
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.tree import LARGEST_TREE
 
 PLACES_BELOW = 16

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.stores.history.log_search import LONGEST_MATCH as LONGEST_MATCH
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.model_store import mixed
 
 WINDOW = 1 << 15
