@@ -24,6 +24,7 @@ from hdtool.cli import (
     inspect,
     replay,
     serve,
+    setup,
     train_heads,
     verify,
 )
@@ -50,6 +51,10 @@ COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
     generate.generate: (
         'hdtool generate --prompt "Write a quick sort."',
         "hdtool generate --model MODEL --prompts prompts.jsonl --json > answers.jsonl",
+    ),
+    setup.setup: (
+        "hdtool setup MODEL --logs 'logs/*.jsonl'",
+        "hdtool setup MODEL --logs logs.jsonl --corpus docs/ --dry-run",
     ),
     build_stores.build_model_db: (
         "hdtool build-model-db --from generations.jsonl",

@@ -34,6 +34,8 @@ PANELS = {
     "ReplayConfig.workers": MEASUREMENT,
     "SamplingConfig": SAMPLING,
     "ServeConfig": DRAFTING,
+    "SetupConfig": MEASUREMENT,
+    "SetupConfig.max_bad_fraction": INPUT,
     "ShapeConfig": MEASUREMENT,
     "ShapeConfig.limit": INPUT,
     "StoresConfig": DRAFTING,

@@ -15,7 +15,7 @@ from hdtool.data.stores.store_files import HISTORY
 LONGEST_FOLDER = 200
 """Characters of a namespace's folder name: file systems allow 255, and some of them fewer."""
 LONGEST_NAME = 100
-"""Characters of a GGUF file's name in the name of a folder."""
+"""Characters of a model's name in the name of a folder."""
 KEPT = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
 """Bytes that a folder name keeps; all others are percent-encoded."""
 DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
@@ -48,10 +48,19 @@ def converted_models() -> Path:
     return home() / "gguf"
 
 
+def setups(model: str) -> Path:
+    """The folder of a model's set-ups."""
+    return home() / "setups" / _folder_name(model)
+
+
 def converted_at_home(name: str, fingerprint: str) -> Path:
     """The folder of a converted model: the name is for people, the fingerprint is of the file's content."""
-    words = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-")[:LONGEST_NAME]
-    return converted_models() / f"{words}-{fingerprint}".lstrip("-")
+    return converted_models() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
+
+
+def _folder_name(name: str) -> str:
+    """A name for people as a part of a folder's name; different names may become equal."""
+    return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-")[:LONGEST_NAME]
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:

@@ -1,0 +1,106 @@
+"""A few held-out prompts answered on this device: with drafts, without, and by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from hdtool.data.chat import encode_conversation
+from hdtool.data.errors import PromptError
+from hdtool.data.prompts import Prompt
+from hdtool.data.spec_bench import AnsweredQuestion
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.evaluation.bench import Bench
+from hdtool.runtime.evaluation.contenders import DraftingContender
+from hdtool.runtime.evaluation.lineup import Lineup
+from hdtool.runtime.evaluation.verify import Verifier
+from hdtool.runtime.evaluation.warm_up import questions_to_warm_up
+from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.stores.store_set import StoreSet
+
+PLAIN, DRAFTED, LIBRARY = "ar", "hd", "generate"
+SECONDS = 30.0
+"""Plain decoding of the chosen prompts takes about as long."""
+FEWEST, MOST = 2, 8
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the model answered, and how fast."""
+
+    tokens_per_second: dict[str, float]
+    """By method."""
+    tokens_per_step: float
+    prompts: int
+    identical: int
+    """Prompts to which all methods gave the same tokens."""
+    near_ties: int
+    """Of the others, those whose differences rounding explains."""
+
+    @property
+    def lossless(self) -> bool:
+        return self.identical + self.near_ties == self.prompts
+
+
+def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
+    """As many as plain decoding answers in about ``SECONDS``."""
+    return max(FEWEST, min(MOST, int(SECONDS * plain_tokens_per_second / max_new_tokens)))
+
+
+def answer(
+    loaded: Loaded,
+    store_set: StoreSet,
+    model: ModelConfig,
+    prompts: Sequence[Prompt],
+    most_prompts: int,
+    max_new_tokens: int,
+    chat: bool | None,
+    on_progress: Callable[[int], None],
+) -> Answers:
+    """Answer the first prompts that fit the model's context, each with a fresh drafter."""
+    decoding = DecodeConfig(max_new_tokens=max_new_tokens)
+    contenders = Lineup(loaded, store_set, model, decoding, SamplingConfig()).contenders((LIBRARY, PLAIN, DRAFTED))
+    bench = Bench(loaded, contenders, max_new_tokens, chat)
+    asked = [prompt for prompt in prompts if bench.fits(prompt)][:most_prompts]
+    if not asked:
+        raise PromptError("no held-out conversation fits the model's context: name logs of shorter ones")
+    bench.warm_up(questions_to_warm_up(asked, (), 1, bench.fits))
+    found: list[dict[str, AnsweredQuestion]] = []
+    for answered in bench.answers(asked):
+        found.append(answered)
+        on_progress(len(found))
+    different = [prompt for prompt, by_method in zip(asked, found, strict=True) if not _is_identical(by_method)]
+    drafting = contenders[DRAFTED]
+    assert isinstance(drafting, DraftingContender)
+    return Answers(
+        {name: _speed([by_method[name] for by_method in found]) for name in contenders},
+        _tokens_per_step([by_method[DRAFTED] for by_method in found]),
+        len(asked),
+        len(asked) - len(different),
+        sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),
+    )
+
+
+def _is_identical(by_method: dict[str, AnsweredQuestion]) -> bool:
+    first, *others = (answered.output_ids for answered in by_method.values())
+    return all(other == first for other in others)
+
+
+def _is_near_tie(
+    loaded: Loaded, drafting: DraftingContender, prompt: Prompt, max_new_tokens: int, chat: bool | None
+) -> bool:
+    """Whether rounding explains every difference between the methods."""
+    verifier = Verifier(loaded, SamplingConfig(), drafting.new_drafter(), max_new_tokens)
+    check = verifier.check(prompt.id, encode_conversation(loaded.tokenizer, prompt.messages, chat=chat))
+    return all(explanation.near_tie for explanation in verifier.explain(check.differences))
+
+
+def _speed(answered: Sequence[AnsweredQuestion]) -> float:
+    """The mean over prompts, as ``bench`` prints it."""
+    return fmean(question.tokens_per_second for question in answered)
+
+
+def _tokens_per_step(answered: Sequence[AnsweredQuestion]) -> float:
+    steps = [tokens for question in answered for tokens in question.step_tokens]
+    return sum(steps) / len(steps)

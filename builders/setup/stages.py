@@ -1,0 +1,237 @@
+"""The stages of a set-up: each has a result that later ones and the verdict read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdtool.builders.setup.answers import answer, number_of_prompts
+from hdtool.builders.setup.held_out import Split, split
+from hdtool.builders.setup.overhead import Overhead
+from hdtool.builders.setup.work_folder import WorkFolder
+from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.tokenize import tokenized
+from hdtool.data.errors import StoreError
+from hdtool.data.progress import bar
+from hdtool.data.prompts import read_prompts
+from hdtool.data.records import Reading
+from hdtool.data.stores.home import store_at_home
+from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerFingerprint, checksum, read_manifest
+from hdtool.data.traces import Trace, read_traces
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
+from hdtool.runtime.config import CostConfig, DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config.decoding import NO_HISTORY
+from hdtool.runtime.config.methods import SOURCE_NAMES
+from hdtool.runtime.config.setup import SetupConfig
+from hdtool.runtime.environment import device_name, dtype_name
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
+from hdtool.runtime.evaluation.replay import Contender
+from hdtool.runtime.evaluation.worker_pool import replay, turns_in
+from hdtool.runtime.model.cpu_threads import choose_threads
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.stores.corpus_index import KIND as CORPUS
+from hdtool.runtime.stores.model_store import KIND as MODEL
+from hdtool.runtime.stores.store_set import StoreSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Result = dict[str, Any]
+MEASURED = ("passes", "replay", "answers")
+"""The stages after those that read and build."""
+STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
+COLD = "CMS"
+"""Letters of the sources that a conversation has from its start, in the order in which they are added."""
+
+
+@dataclass(frozen=True)
+class SetupPlan:
+    """What a set-up is made from."""
+
+    logs: Sequence[Path]
+    corpus: Sequence[Path]
+    model: ModelConfig
+    config: SetupConfig
+    chat: bool | None = None
+    quiet: bool = False
+
+    @property
+    def identity(self) -> list[str]:
+        """All that the results depend on; a set-up with another identity starts anew."""
+        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.logs]
+        texts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.corpus]
+        return [repr(part) for part in (self.model, self.config, self.chat, files, texts)]
+
+
+class Stages:
+    """The stages by name, in their order; what they share is loaded at its first use."""
+
+    def __init__(self, plan: SetupPlan, folder: WorkFolder) -> None:
+        self._plan, self._folder = plan, folder
+        self._stages: dict[str, tuple[str, Callable[[], Result]]] = {
+            "read": ("reading the logs", self._read),
+            "model_store": ("building the model store", self._build_model_store),
+            "passes": ("measuring forward passes", self._measure_passes),
+            "replay": ("replaying the held-out conversations", self._replay),
+            "answers": ("answering held-out prompts with and without drafts", self._answer),
+        }
+        if plan.corpus:
+            measured = {name: self._stages.pop(name) for name in MEASURED}
+            self._stages["corpus_index"] = ("building the corpus index", self._build_corpus_index)
+            self._stages |= measured
+
+    def titles(self) -> dict[str, str]:
+        """What each stage does, by its name."""
+        return {name: title for name, (title, _) in self._stages.items()}
+
+    def run(self, on_stage: Callable[[str], None]) -> None:
+        """Run all stages that are not done; ``on_stage`` is called with the name of each stage before it."""
+        for name, (_, run) in self._stages.items():
+            on_stage(name)
+            if name not in self._folder.stages:
+                self._folder.finish(name, run())
+
+    def check_stores(self) -> None:
+        """Refuse to replace a store that this set-up did not build."""
+        for kind, folder in self.store_folders.items():
+            if STAGE_OF[kind] in self._folder.stages or not (folder / MANIFEST).exists():
+                continue
+            # A set-up that was killed after the build did not record it.
+            files = [self._folder.learned] if kind == MODEL else self._plan.corpus
+            ours = [checksum(path) for path in files if path.exists()]
+            if [share.sha256 for share in read_manifest(folder, check=False).sources] != ours:
+                raise StoreError(
+                    f"{folder} holds a {kind} store of {self._plan.model.name}: --replace replaces it, and "
+                    f"hdtool add {folder} FILES extends it without a set-up"
+                )
+
+    @cached_property
+    def store_folders(self) -> dict[str, Path]:
+        """The folders in which this set-up builds stores, by kind."""
+        kinds = (MODEL, CORPUS) if self._plan.corpus else (MODEL,)
+        return {kind: store_at_home(kind, self._fingerprint) for kind in kinds}
+
+    @cached_property
+    def _turns(self) -> TurnReader:
+        return TurnReader.of_model(self._plan.model, self._plan.chat)
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._turns.tokenizer
+
+    @cached_property
+    def _fingerprint(self) -> TokenizerFingerprint:
+        return TokenizerFingerprint.of(self._tokenizer)
+
+    @cached_property
+    def _loaded(self) -> Loaded:
+        loaded = load(self._plan.model)
+        choose_threads(loaded.target, self._plan.model.threads)
+        return loaded
+
+    @cached_property
+    def _store_set(self) -> StoreSet:
+        named = {f"{kind}_db": str(folder) for kind, folder in self.store_folders.items()}
+        return StoreSet.for_tokenizer(self._tokenizer, StoresConfig(**named))
+
+    @cached_property
+    def _held_out(self) -> list[list[RecordedTurn]]:
+        return [self._turns.turns(trace) for trace in read_traces([self._folder.held_out])]
+
+    def split_logs(self) -> Split:
+        """The logged conversations in two parts, read anew."""
+        conversations = [trace for trace in read_traces(self._plan.logs) if trace.answers]
+        return split(conversations, self._plan.config.held_out)
+
+    def _read(self) -> Result:
+        parts = self.split_logs()
+        self._folder.write_conversations(self._folder.learned, [_row(one) for one in parts.learned])
+        self._folder.write_conversations(self._folder.held_out, [_row(one) for one in parts.held_out])
+        return {"conversations": len(parts.learned) + len(parts.held_out), "held_out": len(parts.held_out)}
+
+    def _build_model_store(self) -> Result:
+        reading = Reading([self._folder.learned], answers_only=True)
+        return self._built(self.store_folders[MODEL], reading, build_model_store)
+
+    def _build_corpus_index(self) -> Result:
+        reading = Reading(self._plan.corpus, tolerance=self._plan.config.max_bad_fraction)
+        return self._built(self.store_folders[CORPUS], reading, build_corpus_index)
+
+    def _built(self, folder: Path, reading: Reading, build: Callable[..., Manifest]) -> Result:
+        with bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as shown:
+            documents = tokenized(reading, self._tokenizer, shown)
+            manifest = build(
+                folder, documents, self._fingerprint, reading.sources, engine=LocalEngine(quiet=self._plan.quiet)
+            )
+        for line in reading.tally.left_out():
+            print(line, file=sys.stderr)
+        return {"folder": str(folder), "tokens": manifest.counts["tokens"]}
+
+    def _measure_passes(self) -> Result:
+        longest = max(len(turn.prompt) + len(turn.answer) for turns in self._held_out for turn in turns)
+        lengths = lengths_for(self._loaded, CostConfig(longest=max(CostConfig.shortest, longest)))
+        with bar(len(lengths), "contexts", quiet=self._plan.quiet) as shown:
+            curve = cost_of_passes(self._loaded, lengths, shown.to)
+        curve.write(self._folder.cost)
+        save_at_home(self._loaded.target, curve)
+        target = self._loaded.target
+        return {
+            "device": device_name(target.device),
+            "dtype": dtype_name(target.dtype),
+            "threads": torch.get_num_threads(),
+            **asdict(Overhead.measured(self._loaded)),
+        }
+
+    def _replay(self) -> Result:
+        curve = CostCurve.read(self._folder.cost)
+        passes = self._folder.stages["passes"]
+        overhead = Overhead(tuple(passes["lengths"]), tuple(passes["prefill_seconds"]), passes["host_seconds"])
+        found = [letter for letter in COLD if letter != "S" or self._store_set.corpus]
+        cold = {SOURCE_NAMES[letter]: "".join(found[: place + 1]) for place, letter in enumerate(found)}
+        contenders = [
+            Contender(name, DecodeConfig(sources=letters, history=NO_HISTORY), curve) for name, letters in cold.items()
+        ]
+        contenders.append(Contender(SOURCE_NAMES["H"], DecodeConfig(sources="H" + "".join(found)), curve))
+        with bar(turns_in(contenders, self._held_out, ()), "turns", quiet=self._plan.quiet) as shown:
+            played = replay(contenders, self._held_out, self._store_set, on_progress=shown.to)
+        last = played[contenders[-2].name]
+        predicted = overhead.predict(last, curve)
+        return {
+            "tokens_per_step": {name: round(result.tokens_per_step, 3) for name, result in played.items()},
+            "accepted": {str(source): share.accepted for source, share in last.by_source().items()},
+            "draft_tokens_per_step": round(last.nodes_per_step, 1),
+            "tokens_per_second": predicted.tokens_per_second,
+            "plain_tokens_per_second": predicted.plain_tokens_per_second,
+        }
+
+    def _answer(self) -> Result:
+        config = self._plan.config
+        plain = self._folder.stages["replay"]["plain_tokens_per_second"]
+        number = config.limit or number_of_prompts(config.max_new_tokens, plain)
+        prompts = read_prompts(self._folder.held_out)
+        with bar(min(number, len(prompts)), "prompts", quiet=self._plan.quiet) as shown:
+            return asdict(
+                answer(
+                    self._loaded,
+                    self._store_set,
+                    self._plan.model,
+                    prompts,
+                    number,
+                    config.max_new_tokens,
+                    self._plan.chat,
+                    shown.to,
+                )
+            )
+
+
+def _row(conversation: Trace) -> dict[str, Any]:
+    return {"id": conversation.id, "category": conversation.category, "messages": list(conversation.messages)}

@@ -1,0 +1,125 @@
+"""The verdict of a set-up: whether drafting pays on this device, by what, and the command to type next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PAYS_FROM = 1.05
+"""Speed-up over plain decoding; what is smaller may be noise of the measurement."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The results of all stages, read as one answer."""
+
+    model: str
+    stages: Mapping[str, Mapping[str, Any]]
+    options: tuple[str, ...]
+    """The options of the model as they were typed, for the next command."""
+
+    @property
+    def expected(self) -> float:
+        """The predicted speed-up over plain decoding."""
+        replayed = self.stages["replay"]
+        return float(replayed["tokens_per_second"] / replayed["plain_tokens_per_second"])
+
+    @property
+    def measured(self) -> float:
+        """The measured speed-up over plain decoding."""
+        speeds = self.stages["answers"]["tokens_per_second"]
+        return float(speeds["hd"] / speeds["ar"])
+
+    @property
+    def lossless(self) -> bool:
+        answers = self.stages["answers"]
+        return bool(answers["identical"] + answers["near_ties"] == answers["prompts"])
+
+    @property
+    def pays(self) -> bool:
+        return self.lossless and self.measured >= PAYS_FROM
+
+    @property
+    def next_command(self) -> str:
+        """What to type next; stores at home are found without being named."""
+        method = () if self.pays else ("--method", "ar")
+        return shlex.join(["hdtool", "generate", "--model", self.model, *self.options, *method, "--prompt", "..."])
+
+    def lines(self) -> list[str]:
+        """Five lines for people."""
+        replayed, answers = self.stages["replay"], self.stages["answers"]
+        speeds = answers["tokens_per_second"]
+        return [
+            f"expected  {replayed['tokens_per_second']:.1f} tokens/s with hd, "
+            f"{replayed['plain_tokens_per_second']:.1f} without drafts: {self.expected:.2f} times, "
+            f"by replay of {self.stages['read']['held_out']} held-out conversations",
+            f"measured  {speeds['hd']:.1f} tokens/s with hd, {speeds['ar']:.1f} without drafts: "
+            f"{self.measured:.2f} times; {speeds['generate']:.1f} by transformers' generate; {self._identical()}",
+            f"sources   {self._sources()}",
+            f"verdict   {self._judged()}",
+            f"next      {self.next_command}",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints; names stay as they are once they have shipped."""
+        read, passes, replayed, answers = (self.stages[name] for name in ("read", "passes", "replay", "answers"))
+        stores = {name: self.stages[name] for name in ("model_store", "corpus_index") if name in self.stages}
+        return {
+            "model": self.model,
+            **{name: passes[name] for name in ("device", "dtype", "threads")},
+            **{name: read[name] for name in ("conversations", "held_out")},
+            "stores": stores,
+            "expected": _speeds(replayed["plain_tokens_per_second"], replayed["tokens_per_second"]),
+            "measured": {
+                **_speeds(answers["tokens_per_second"]["ar"], answers["tokens_per_second"]["hd"]),
+                "generate_tokens_per_second": round(answers["tokens_per_second"]["generate"], 2),
+                **{name: answers[name] for name in ("prompts", "identical", "near_ties")},
+                "tokens_per_step": round(answers["tokens_per_step"], 3),
+            },
+            "tokens_per_step": replayed["tokens_per_step"],
+            "accepted": replayed["accepted"],
+            "lossless": self.lossless,
+            "pays": self.pays,
+            "reason": self._judged(),
+            "next": self.next_command,
+        }
+
+    def _identical(self) -> str:
+        answers = self.stages["answers"]
+        ties = f", {answers['near_ties']} differ at near ties" if answers["near_ties"] else ""
+        return f"{answers['identical']} of {answers['prompts']} answers identical{ties}"
+
+    def _sources(self) -> str:
+        """Tokens per step as sources are added."""
+        first, *others = self.stages["replay"]["tokens_per_step"].items()
+        words = [f"{first[1]:.2f} tokens per step from the conversation alone"]
+        words += [f"{value:.2f} with {ADDED[name]}" for name, value in others]
+        return ", ".join(words)
+
+    def _judged(self) -> str:
+        if not self.lossless:
+            return f"NOT lossless: run hdtool verify --model {shlex.quote(self.model)} and report what it prints"
+        if self.pays:
+            return f"drafting pays: {self.measured:.2f} times as fast, with the same answers"
+        steps, nodes = self.stages["answers"]["tokens_per_step"], self.stages["replay"]["draft_tokens_per_step"]
+        return (
+            f"drafting does not pay here: a step yields {steps:.2f} tokens, and its {nodes:.1f} draft tokens and their "
+            "look-ups take as long as they save; more logs, or a device with more cores, may change that"
+        )
+
+
+ADDED = {
+    "model": "the model store",
+    "corpus": "the corpus index",
+    "history": "the history of a running process",
+}
+
+
+def _speeds(plain: float, drafted: float) -> dict[str, float]:
+    return {
+        "plain_tokens_per_second": round(plain, 2),
+        "tokens_per_second": round(drafted, 2),
+        "speedup": round(drafted / plain, 3),
+    }

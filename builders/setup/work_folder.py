@@ -1,0 +1,61 @@
+"""The folder in which a set-up keeps the results of its stages, so that the same command goes on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hdtool.data.errors import ResultError, worded
+from hdtool.data.files.atomic_write import OutputFile
+from hdtool.data.files.locking import exclusive
+from hdtool.data.files.ownership import json_lines_with, json_object, json_with
+from hdtool.data.stores.home import setups
+
+FORMAT = 1
+RESULTS, LEARNED, HELD_OUT, COST = "setup.json", "learned.jsonl", "held-out.jsonl", "cost.json"
+LOCK = "lock"
+CONVERSATION_KEYS = ("id", "category", "messages")
+
+
+class WorkFolder:
+    """The files of one set-up: finished stages, both parts of the logs, and the cost of forward passes."""
+
+    def __init__(self, model: str, identity: Sequence[str]) -> None:
+        """``identity`` is all that results depend on; a set-up with another one has another folder."""
+        digest = hashlib.sha256("\n".join(identity).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        self.path = setups(model) / digest
+        self.learned, self.held_out, self.cost = (self.path / part for part in (LEARNED, HELD_OUT, COST))
+        self._file = OutputFile(
+            self.path / RESULTS, "the results of a set-up", json_with(("stages",), FORMAT), ResultError, ADVICE
+        )
+        self.stages: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[WorkFolder]:
+        """Read the results while no other process writes them."""
+        with worded(ResultError, f"{self.path} cannot be written", ADVICE):
+            self.path.mkdir(parents=True, exist_ok=True)
+        busy = ResultError(f"another setup of these logs is running in {self.path}: wait for it")
+        with worded(ResultError, f"{self.path} cannot be written", ADVICE):
+            lock = exclusive(self.path / LOCK, busy)
+        with lock:
+            if self._file.exists():
+                self.stages = json_object(self._file.path)["stages"]
+            yield self
+
+    def finish(self, stage: str, result: dict[str, Any]) -> None:
+        """Record that a stage is done, with what later stages and the verdict need of it."""
+        self.stages[stage] = result
+        self._file.write(json.dumps({"format": FORMAT, "stages": self.stages}, indent=1, ensure_ascii=False) + "\n")
+
+    def write_conversations(self, path: Path, rows: Sequence[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        is_ours = json_lines_with(CONVERSATION_KEYS)
+        OutputFile(path, "a part of the logs of a set-up", is_ours, ResultError, ADVICE).write(text)
+
+
+ADVICE = "make room, or set HDTOOL_HOME to another folder"

@@ -1,0 +1,109 @@
+"""``hdtool setup``: from logs to stores, measurements and a verdict."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hdtool.cli.parameters import options
+from hdtool.cli.parameters.command import BUILD, INPUT, OUTPUT, option
+from hdtool.cli.parameters.settings import without
+from hdtool.data.errors import OptionError
+from hdtool.data.stores.store import MANIFEST
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.setting import option_of
+from hdtool.runtime.config.setup import SetupConfig
+
+if TYPE_CHECKING:
+    from hdtool.builders.setup.stages import SetupPlan, Stages
+    from hdtool.builders.setup.work_folder import WorkFolder
+
+
+def setup(
+    *,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of the model, or a GGUF file.")],
+    more_logs: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILES]...", help="More files of --logs, as a wildcard yields them.")
+    ] = None,
+    logs: Annotated[list[str], option(INPUT, "Files, folders or globs of logged conversations, repeatable.")],
+    corpus: Annotated[
+        list[str] | None, option(INPUT, "Files, folders or globs of texts for a corpus index, repeatable.")
+    ] = None,
+    chat: options.Chat = None,
+    settings: SetupConfig,
+    loading: Annotated[ModelConfig, without("model", "device_map", "generation_config")],
+    replaced: Annotated[
+        bool, option(BUILD, "Replace the stores that this model has in hdtool's home.", "--replace")
+    ] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "Read the logs, print what would be done, and stop.", "--dry-run")] = False,
+    quiet: options.Quiet = False,
+    as_json: options.JsonObject = False,
+) -> None:
+    """Build stores from logs and measure what they bring.
+
+    Holds a part of the logged conversations out, builds a model store from the others and, with --corpus, a corpus
+    index, measures forward passes, replays the held-out part, answers some of its prompts with and without drafts, and
+    prints a verdict in five lines. The same command continues an interrupted set-up.
+    """
+    if corpus and more_logs:
+        raise OptionError(
+            f"{more_logs[0]} could belong to --logs or to --corpus: put quotes around patterns, as in --logs 'logs/*'"
+        )
+    from hdtool.builders.setup.stages import SetupPlan, Stages
+    from hdtool.builders.setup.verdict import Verdict
+    from hdtool.builders.setup.work_folder import WorkFolder
+    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.data.inputs import find_inputs
+
+    quiet_libraries()
+    named = replace(loading, model=model)
+    plan = SetupPlan(
+        find_inputs([*logs, *(more_logs or ())]), find_inputs(corpus or ()), named, settings, chat, quiet=quiet
+    )
+    folder = WorkFolder(named.name, plan.identity)
+    stages = Stages(plan, folder)
+    if dry_run:
+        _show_plan(plan, stages, folder)
+        return
+    with folder.opened():
+        if not replaced:
+            stages.check_stores()
+        numbers = {name: number for number, name in enumerate(stages.titles(), start=1)}
+
+        def show(name: str) -> None:
+            done = ", done before" if name in folder.stages else ""
+            print(f"{numbers[name]}/{len(numbers)} {stages.titles()[name]}{done}", file=sys.stderr)
+
+        stages.run(show)
+        verdict = Verdict(named.name, folder.stages, _options(named))
+    print(json.dumps(verdict.to_json(), ensure_ascii=False) if as_json else "\n".join(verdict.lines()))
+    print(f"kept in {folder.path}: {folder.held_out.name} holds the conversations that no store has", file=sys.stderr)
+
+
+def _options(model: ModelConfig) -> tuple[str, ...]:
+    """The options that load the model in this way, as they are typed."""
+    typed: list[str] = []
+    for one in fields(model):
+        value = getattr(model, one.name)
+        if one.name != "model" and value != one.default:
+            flag = f"--{option_of(one).replace('_', '-')}"
+            typed += [flag] if value is True else [flag, str(value)]
+    return tuple(typed)
+
+
+def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
+    """What would be done, without doing it."""
+    parts = stages.split_logs()
+    total, held_out = len(parts.learned) + len(parts.held_out), len(parts.held_out)
+    print(f"logs      {total:,} conversations in {len(plan.logs)} files, {held_out:,} held out")
+    for kind, place in stages.store_folders.items():
+        state = "replaces the store in" if (place / MANIFEST).exists() else "goes to"
+        print(f"{kind:<9} {state} {place}")
+    print(f"work      {folder.path}")
+    for number, (name, title) in enumerate(stages.titles().items(), start=1):
+        done = ", done before" if name in folder.stages else ""
+        print(f"{number}/{len(stages.titles())}       {title}{done}")

@@ -1,0 +1,242 @@
+"""``hdtool setup``: the split of the logs, its stages, how it goes on after an interruption, and the verdict."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdtool.builders.setup.held_out import split
+from hdtool.builders.setup.overhead import Overhead
+from hdtool.builders.setup.stages import Stages
+from hdtool.builders.setup.verdict import Verdict
+from hdtool.builders.setup.work_folder import RESULTS, WorkFolder
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.data.errors import RecordError, ResultError
+from hdtool.data.traces import Recorded, Trace
+from hdtool.runtime.budget import measure_passes
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.config.setup import MOST_HELD_OUT
+from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
+from tests.support.project import ROOT
+
+LOGS = ROOT / "tests" / "support" / "demo_answers.jsonl"
+COMMAND = ["setup", str(demo.MODEL), "--logs", str(LOGS), "--threads", "1", "--num-prompts", "1", "--quiet"]
+ALL_STAGES = ("read", "model_store", "passes", "replay", "answers")
+
+
+def conversation(asked: str, answer: str = "Yes.") -> Trace:
+    messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
+    return Trace("", "", messages, (Recorded(1),), "a test")
+
+
+class TestSplit:
+    @given(st.lists(st.integers(0, 40), min_size=2, max_size=60), st.floats(0.01, 0.9), st.randoms())
+    def test_every_conversation_is_on_one_side_and_equal_questions_on_the_same(
+        self, numbers: list[int], share: float, shuffler: random.Random
+    ) -> None:
+        logs = [conversation(f"Question  {number}") for number in numbers]
+        if len(set(numbers)) == 1:
+            with pytest.raises(RecordError, match="different first questions"):
+                split(logs, share)
+            return
+        learned, held_out = split(logs, share)
+        assert len(learned) + len(held_out) == len(logs) and learned and held_out
+        openings = [{part.messages[0]["content"] for part in side} for side in (learned, held_out)]
+        assert not openings[0] & openings[1]
+        shuffled = logs.copy()
+        shuffler.shuffle(shuffled)
+        assert {id(one) for one in split(shuffled, share).held_out} == {id(one) for one in held_out}
+
+    def test_the_share_is_kept_and_bounded(self) -> None:
+        logs = [conversation(f"Question {number}") for number in range(5000)]
+        assert len(split(logs[:300], 0.1).held_out) == 30
+        assert len(split(logs, 0.1).held_out) == MOST_HELD_OUT
+
+    def test_case_and_spaces_make_no_other_question(self) -> None:
+        alike = [conversation("What is DNA?"), conversation(" what  is dna?\n")]
+        learned, held_out = split([*alike, conversation("Who was Plato?")], 0.3)
+        assert [one in learned for one in alike] in ([True, True], [False, False])
+        assert held_out
+
+
+class TestWorkFolder:
+    @pytest.fixture(autouse=True)
+    def at_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+
+    def test_results_last_and_depend_on_what_they_were_made_from(self) -> None:
+        with WorkFolder("org/model", ["a"]).opened() as folder:
+            folder.finish("read", {"conversations": 3})
+        with WorkFolder("org/model", ["a"]).opened() as again:
+            assert again.stages == {"read": {"conversations": 3}}
+        with WorkFolder("org/model", ["b"]).opened() as other:
+            assert not other.stages
+
+    def test_one_process_at_a_time(self) -> None:
+        with (
+            WorkFolder("model", ["a"]).opened(),
+            pytest.raises(ResultError, match="another setup of these logs is running"),
+            WorkFolder("model", ["a"]).opened(),
+        ):
+            pass
+
+    def test_a_file_of_someone_else_stays(self) -> None:
+        folder = WorkFolder("model", ["a"])
+        folder.path.mkdir(parents=True)
+        (folder.path / RESULTS).write_text("my notes")
+        with pytest.raises(ResultError, match="is not the results of a set-up"), folder.opened():
+            pass
+        assert (folder.path / RESULTS).read_text() == "my notes"
+
+
+def test_a_prediction_adds_prompts_and_the_time_of_the_host() -> None:
+    """Ten tokens in four steps after a prompt of 300 tokens; passes take 10 ms, and 1 ms for each draft token."""
+    turn = ReplayedTurn(
+        "", "", 0, 300, np.arange(10), np.zeros(10), np.array([1, 3, 3, 3]), np.array([0, 5, 5, 5]),
+        np.full(4, 0.001), np.full(4, 0.002), np.zeros(20, int), np.zeros(20, int),
+    )  # fmt: skip
+    curve = CostCurve((0, 1), ((10.0, 11.0),))
+    overhead = Overhead((100, 200), (0.5, 1.0), 0.004)
+    predicted = overhead.predict(ReplayResult("hd", (turn,), {}), curve)
+    prefill = 1.5  # 5 ms for each token after the longest measured prompt
+    assert predicted.plain_tokens_per_second == pytest.approx(10 / (prefill + 9 * 0.010 + 10 * 0.004))
+    assert predicted.tokens_per_second == pytest.approx(10 / (prefill + 3 * 0.015 + 4 * 0.007))
+
+
+class TestVerdict:
+    STAGES: ClassVar[dict[str, dict[str, Any]]] = {
+        "read": {"conversations": 300, "held_out": 30},
+        "model_store": {"folder": "stores/model", "tokens": 1000},
+        "passes": {"device": "CPU", "dtype": "float32", "threads": 2},
+        "replay": {
+            "tokens_per_step": {"context": 1.5, "model": 2.0, "history": 2.1},
+            "accepted": {"model": 10},
+            "draft_tokens_per_step": 6.0,
+            "tokens_per_second": 44.0,
+            "plain_tokens_per_second": 22.0,
+        },
+        "answers": {
+            "tokens_per_second": {"generate": 15.0, "ar": 20.0, "hd": 39.0},
+            "tokens_per_step": 1.9,
+            "prompts": 4,
+            "identical": 4,
+            "near_ties": 0,
+        },
+    }
+
+    def verdict(self, **changed: Any) -> Verdict:
+        return Verdict(
+            "my model", {**self.STAGES, "answers": {**self.STAGES["answers"], **changed}}, ("--threads", "2")
+        )
+
+    def test_five_lines_with_the_next_command(self) -> None:
+        lines = self.verdict().lines()
+        assert [line.split()[0] for line in lines] == ["expected", "measured", "sources", "verdict", "next"]
+        assert "44.0 tokens/s with hd, 22.0 without drafts: 2.00 times" in lines[0]
+        assert "39.0 tokens/s with hd, 20.0 without drafts: 1.95 times" in lines[1]
+        assert "1.50 tokens per step from the conversation alone, 2.00 with the model store" in lines[2]
+        assert lines[4].endswith("hdtool generate --model 'my model' --threads 2 --prompt ...")
+
+    def test_where_it_does_not_pay_the_verdict_gives_the_reason(self) -> None:
+        verdict = self.verdict(tokens_per_second={"generate": 15.0, "ar": 20.0, "hd": 20.5})
+        assert not verdict.pays
+        assert "does not pay here: a step yields 1.90 tokens, and its 6.0 draft tokens" in verdict.lines()[3]
+        assert "--method ar" in verdict.next_command
+
+    def test_near_ties_are_lossless_and_other_differences_are_not(self) -> None:
+        assert self.verdict(identical=3, near_ties=1).pays
+        assert "3 of 4 answers identical, 1 differ at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
+        wrong = self.verdict(identical=3)
+        assert not wrong.pays and "NOT lossless" in wrong.lines()[3]
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home of its own, and measurements that take no time."""
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(measure_passes, "TIMES", 1)
+
+
+@pytest.mark.usefixtures("quick")
+class TestCommand:
+    def test_from_logs_to_a_verdict(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run([*COMMAND, "--max-new-tokens", "16", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["conversations"], found["held_out"]) == (32, 4)
+        assert found["measured"]["identical"] == found["measured"]["prompts"] == 1
+        assert found["lossless"] and found["expected"]["speedup"] > 0
+        assert list(found["tokens_per_step"]) == ["context", "model", "corpus", "history"]
+        assert Path(found["stores"]["model_store"]["folder"]).is_dir()
+        assert run([*COMMAND, "--max-new-tokens", "16", "--json"]) == 0
+        again = capsys.readouterr()
+        assert json.loads(again.out) == found, "nothing is measured twice"
+        assert again.err.count("done before") == len(ALL_STAGES)
+
+    @pytest.mark.parametrize("stopped", ALL_STAGES)
+    def test_it_goes_on_where_it_stopped(
+        self, stopped: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Ctrl-C in a stage; the stages are stubs, so that only their order and their results count."""
+        ran: list[str] = []
+        interrupted = [stopped]
+
+        def stub(stage: str) -> Callable[[Stages], dict[str, Any]]:
+            def run_stage(self: Stages) -> dict[str, Any]:
+                ran.append(stage)
+                if stage in interrupted:
+                    interrupted.clear()
+                    raise KeyboardInterrupt
+                return TestVerdict.STAGES[stage]
+
+            return run_stage
+
+        methods = ("_read", "_build_model_store", "_measure_passes", "_replay", "_answer")
+        for stage, method in zip(ALL_STAGES, methods, strict=True):
+            monkeypatch.setattr(Stages, method, stub(stage))
+        assert run(COMMAND) == 130
+        place = ALL_STAGES.index(stopped)
+        assert ran == list(ALL_STAGES[: place + 1])
+        ran.clear()
+        assert run(COMMAND) == 0
+        assert ran == list(ALL_STAGES[place:])
+        assert "drafting pays" in capsys.readouterr().out
+
+    def test_another_store_is_replaced_only_on_request(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One that this set-up built, and did not record before it was killed, is its own."""
+        finish = WorkFolder.finish
+
+        def killed(self: WorkFolder, stage: str, result: dict[str, Any]) -> None:
+            if stage == "model_store":
+                raise KeyboardInterrupt
+            finish(self, stage, result)
+
+        def stop(self: Stages) -> dict[str, Any]:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(WorkFolder, "finish", killed)
+        assert run(COMMAND) == 130
+        monkeypatch.setattr(WorkFolder, "finish", finish)
+        monkeypatch.setattr(Stages, "_measure_passes", stop)
+        assert run(COMMAND) == 130, "the store is its own"
+        capsys.readouterr()
+        other = [*COMMAND, "--held-out-fraction", "0.3"]
+        assert run(other) == 1
+        assert "--replace replaces it" in capsys.readouterr().err
+        assert run([*other, "--replace"]) == 130
+
+    def test_a_dry_run_changes_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run([*COMMAND, "--dry-run"]) == 0
+        shown = capsys.readouterr().out
+        assert "32 conversations in 1 files, 4 held out" in shown and "5/5" in shown
+        assert not (tmp_path / "home").exists()
