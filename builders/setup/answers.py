@@ -20,9 +20,9 @@ from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
 
 PLAIN, DRAFTED, LIBRARY = "ar", "hd", "generate"
-SECONDS = 30.0
+SECONDS = 40.0
 """Plain decoding of the chosen prompts takes about as long."""
-FEWEST, MOST = 2, 8
+FEWEST, MOST = 3, 8
 
 
 @dataclass(frozen=True)

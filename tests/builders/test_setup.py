@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +28,7 @@ from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.setup import MOST_HELD_OUT
 from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
+from tests.support.processes import HDTOOL, read_until, start
 from tests.support.project import ROOT
 
 LOGS = ROOT / "tests" / "support" / "demo_answers.jsonl"
@@ -240,3 +243,29 @@ class TestCommand:
         shown = capsys.readouterr().out
         assert "32 conversations in 1 files, 4 held out" in shown and "5/5" in shown
         assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.long
+def test_a_kill_in_any_stage_loses_nothing(tmp_path: Path) -> None:
+    command = [*HDTOOL, *COMMAND, "--corpus", str(ROOT / "docs"), "--max-new-tokens", "16"]
+    environment = os.environ | {"HDTOOL_HOME": str(tmp_path)}
+    for stage in range(1, 7):
+        process = start(command, env=environment)
+        read_until(process, f"{stage}/6")
+        process.kill()
+        process.communicate()
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.splitlines()) == 5
+    assert "1/6 reading the logs, done before" in ended.stderr
+
+
+@pytest.mark.long
+def test_two_setups_of_the_same_logs_do_not_mix(tmp_path: Path) -> None:
+    environment = os.environ | {"HDTOOL_HOME": str(tmp_path)}
+    first = start([*HDTOOL, *COMMAND], env=environment)
+    read_until(first, "2/5")
+    second = subprocess.run([*HDTOOL, *COMMAND], env=environment, capture_output=True, text=True, check=False)
+    assert second.returncode == 1 and "another setup of these logs is running" in second.stderr
+    first.communicate()
+    assert first.returncode == 0
