@@ -12,6 +12,7 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config import SHAPES
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.load import Loaded, load_tokenizer, pick_device, pick_dtype
+from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.target import Target
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
     if text.vocab_size < len(tokenizer):
         text.vocab_size = len(tokenizer)
     device = pick_device(config.device)
+    use_planless_attention(device)
     try:
         dtype = pick_dtype(config.dtype, device)
         torch.manual_seed(SEED)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from hdtool.data.errors import HdtoolError, reason_of
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Step, decode
 from hdtool.runtime.drafter import Drafter
@@ -96,16 +98,36 @@ class PairedBenchmark:
     results: dict[str, Timing] = field(default_factory=dict)
 
     def run(self, turns: Sequence[RecordedTurn]) -> Iterator[int]:
-        """Yields how many turns are done; the first turn is run once before as a warm-up."""
-        for run in self.new_runners().values():
-            run(turns[0])
-        runners = self.new_runners()
+        """Yields how many turns are done.
+
+        The longest turn is run once before as a warm-up, so that no cache grows in a measured one. A contender that
+        fails is left out with a note, so that the figures of the others are not lost.
+        """
+        working = self.new_runners()
+        longest = max(turns, key=lambda turn: len(turn.prompt) + len(turn.answer))
+        failed = {name for name, runner in working.items() if self._timed(name, runner, longest) is None}
+        runners = {name: runner for name, runner in self.new_runners().items() if name not in failed}
         totals: dict[str, list[Timing]] = {name: [] for name in runners}
         for place, turn in enumerate(turns):
-            for name in in_turn(list(runners), place):
-                totals[name].append(runners[name](turn))
+            for name in in_turn(list(totals), place):
+                timing = self._timed(name, runners[name], turn)
+                if timing is None:
+                    del totals[name]
+                else:
+                    totals[name].append(timing)
             self.results = {name: _sum(parts) for name, parts in totals.items()}
             yield place + 1
+
+    @staticmethod
+    def _timed(name: str, runner: ReplayRunner, turn: RecordedTurn) -> Timing | None:
+        """The timing of a turn; None, with a note, if the contender failed."""
+        try:
+            return runner(turn)
+        except HdtoolError:
+            raise
+        except Exception as error:  # compilers and kernels raise errors of many classes
+            print(f"note: {name} is left out, because it failed ({reason_of(error)})", file=sys.stderr)
+            return None
 
 
 def _added(steps: Sequence[Step]) -> Stats:

@@ -35,6 +35,11 @@ class CudaGraphs:
         self._device = device
         self._side = torch.cuda.Stream(device)
         self.reset()
+        # The first capture of a process makes the seed tensor of the device's generator. Made under inference mode, it
+        # would fail every later capture outside of it, such as those of a compiled `generate`.
+        with torch.inference_mode(False):
+            number = torch.zeros(1, device=device)
+            self._kept = self.record(lambda: number.zero_())
 
     def record(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
@@ -45,13 +50,26 @@ class CudaGraphs:
                     run()
             main.wait_stream(self._side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
-                run()
+            # A workspace from before the capture would be freed or used by others while graphs still write to it; one
+            # that is allocated during the capture lies in the pool of the graphs.
+            clear_cublas_workspaces()
+            try:
+                # Other threads may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+                    run()
+            finally:
+                torch.cuda.set_stream(main)  # a capture that fails at its end leaves the side stream current
+                clear_cublas_workspaces()
         return graph.replay
 
     def reset(self) -> None:
         # A pool and its handle end with the last of its graphs.
         self._pool = torch.cuda.graph_pool_handle()
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the memory that cuBLAS keeps for each handle and stream; the next product allocates it again."""
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
 
 
 CaptureMaker = Callable[[torch.device], Capture | None]

@@ -22,7 +22,7 @@ from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.gguf.converted import converted
 from hdtool.runtime.model.gguf.which_file import gguf_file
-from hdtool.runtime.model.placement import require_accelerate
+from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
@@ -156,6 +156,7 @@ def _settings(config: ModelConfig) -> Any:
 
 
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
+    use_planless_attention(device)
     name, dtype = config.name, pick_dtype(config.dtype, device)
     options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     quantized = bool(config.quantization or library_of(settings))

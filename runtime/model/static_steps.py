@@ -1,7 +1,8 @@
 """Steps with fixed shapes, each captured once (as a CUDA graph) and then replayed.
 
-A step moves the cache positions of the last accepted path, verifies a tree and computes the arg-max at each of its
-nodes. There is one captured step for each tree size and each extent of the cache.
+A step moves the cache positions of the last accepted path if they must be moved, verifies a tree and computes the
+arg-max at each of its nodes. There is one captured step for each tree size and each extent of the cache, with and
+without moves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHORTEST_EXTENT = 512
-"""The smallest number of cache positions read; larger extents are this times a power of two."""
+"""The smallest number of cache positions read; larger ones are this times a power of two, or halfway between two."""
 
 
 class StaticSteps:
@@ -49,7 +50,7 @@ class StaticSteps:
         """The arg-max of each row, and whether that logit is finite: both go to the host in one copy."""
         self._host_argmax = torch.zeros((2, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._storage: KVTensors | None = None
-        self._steps: dict[tuple[int, int], Run] = {}
+        self._steps: dict[tuple[int, int, bool], Run] = {}
         self._moves: tuple[int, Sequence[int]] | None = None
         self._get_hidden: Callable[[], torch.Tensor] | None = None
         self._hidden = self._logits[:0]
@@ -69,7 +70,9 @@ class StaticSteps:
     @staticmethod
     def capacity_for(needed: int, limit: int | None) -> int:
         """The capacity for a sequence: one of few values, so that captured steps remain valid."""
-        capacity = extent_for(needed)
+        capacity = SHORTEST_EXTENT
+        while capacity < needed:
+            capacity *= 2
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
 
     def commit(self, cache: StaticKVCache, fixed: int, path: Sequence[int]) -> None:
@@ -99,33 +102,35 @@ class StaticSteps:
         extent = min(extent_for(cache.length + size), cache.capacity)
         self._input.fill(tree, size, cache.length)
         cache.used = max(cache.used, cache.length + size)
-        if (size, extent) not in self._steps:
+        shape = size, extent, self._moves is not None
+        if shape not in self._steps:
             # Capturing runs the step, which writes to the positions of the accepted path.
             self.apply_moves(cache)
             self._input.send(size)
-            self._steps[size, extent] = self._captured(cache.storage, size, extent)
+            self._steps[shape] = self._captured(cache.storage, *shape)
         if self._moves:
             self._input.move(*self._moves)
             self._moves = None
-        return lambda: self._run(len(tree) + 1, size, extent)
+        return lambda: self._run(len(tree) + 1, *shape)
 
-    def _run(self, used: int, size: int, extent: int) -> Logits:
+    def _run(self, used: int, size: int, extent: int, moves: bool) -> Logits:
         self._input.send(size)
-        self._steps[size, extent]()
+        self._steps[size, extent, moves]()
         self._host_argmax.copy_(self._argmax, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         tokens, finite = self._host_argmax[:, :used].numpy()
         return Logits.of(self._logits[:used], tokens, finite)
 
-    def _captured(self, storage: KVTensors, size: int, extent: int) -> Run:
+    def _captured(self, storage: KVTensors, size: int, extent: int, moves: bool) -> Run:
         inputs = self._input.tensors(size)
         dtype = self._model.dtype
 
         def run() -> None:
-            targets = torch.arange(MOVES, device=self._device) + inputs.moved_to
-            for tensor in storage.tensors:
-                tensor.index_copy_(3, targets, tensor.index_select(3, inputs.moved_from))
+            if moves:
+                targets = torch.arange(MOVES, device=self._device) + inputs.moved_to
+                for tensor in storage.tensors:
+                    tensor.index_copy_(3, targets, tensor.index_select(3, inputs.moved_from))
             indices = torch.arange(size, device=self._device) + inputs.length
             mask = device_mask(inputs.ancestor_mask, inputs.positions[0], inputs.length, extent, self._windows, dtype)
             logits = self._model(
@@ -147,7 +152,10 @@ class StaticSteps:
 
 
 def extent_for(rows: int) -> int:
+    """The smallest extent with so many positions."""
     extent = SHORTEST_EXTENT
     while extent < rows:
+        if extent * 3 // 2 >= rows:
+            return extent * 3 // 2
         extent *= 2
     return extent

@@ -14,7 +14,7 @@ from hdtool.cli.app import run
 from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
-from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, ReplayRunner, drafting_runner, fitting
+from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, ReplayRunner, Timing, drafting_runner, fitting
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.model.load import load_tokenizer
@@ -99,6 +99,30 @@ def test_the_warm_up_is_no_history() -> None:
         assert stats
         steps.append(stats.steps)
     assert steps[0] == len(answer) and steps[1] - steps[0] < 12
+
+
+@pytest.mark.parametrize("works", [0, 2])
+def test_a_contender_that_fails_is_left_out(works: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the warm-up, or in the second turn that is measured."""
+    target = Target(model_of("llama"))
+    ran = []
+
+    def failing(turn: RecordedTurn) -> Timing:
+        ran.append(turn)
+        if len(ran) > works:
+            raise RuntimeError("no compiler was found\nand a long story")
+        return Timing(len(turn.answer), 1.0)
+
+    def runners() -> dict[str, ReplayRunner]:
+        plain = drafter_for(DecodeConfig(method="ar"), target, StoreSet())
+        return {"generate-static": failing, "ar": drafting_runner(target, plain)}
+
+    turns = [RecordedTurn("", "", 0, [1, 2, 3], [4] * 5) for _ in range(3)]
+    benchmark = PairedBenchmark(runners)
+    assert list(benchmark.run(turns)) == [1, 2, 3]
+    assert benchmark.results.keys() == {"ar"} and benchmark.results["ar"].tokens == 15
+    assert "note: generate-static is left out, because it failed (no compiler was found)" in capsys.readouterr().err
+    assert len(ran) == works + 1
 
 
 def test_answers_that_do_not_fit_are_left_out_and_long_ones_are_cut_off() -> None:

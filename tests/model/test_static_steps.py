@@ -18,7 +18,7 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.kernels.topk import Logits, argmax, argmax_at
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, device_mask, tree_mask
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
-from hdtool.runtime.model.static_steps import StaticSteps
+from hdtool.runtime.model.static_steps import SHORTEST_EXTENT, StaticSteps, extent_for
 from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
@@ -188,6 +188,25 @@ def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
     assert capture.recorded <= len(PASS_SIZES) + recorded
 
 
+@given(st.integers(1, 200_000))
+def test_an_extent_is_less_than_half_too_long(rows: int) -> None:
+    assert rows <= extent_for(rows) < max(SHORTEST_EXTENT + 1, 1.5 * rows)
+    assert extent_for(extent_for(rows)) == extent_for(rows)
+
+
+def test_positions_are_moved_only_where_a_path_asks_for_it() -> None:
+    target = Target(model_of("llama"), direct)
+    assert target._steps
+    target._steps._steps.clear()
+    target.prefill(prompt_of(20))
+    target.commit([])
+    for path in ([], [0, 1], [1, 4]):
+        target.verify(tree_of(6))
+        target.commit(path)
+    target.verify(tree_of(6))
+    assert {moves for *_, moves in target._steps._steps} == {False, True}
+
+
 def test_a_longer_conversation_reads_more_of_the_cache() -> None:
     """Llama's context of 512 tokens has one extent; without an end there are several."""
     assert StaticSteps.capacity_for(600, 512) == 600
@@ -203,12 +222,12 @@ def test_a_longer_conversation_reads_more_of_the_cache() -> None:
     target.commit([0])
     assert target.length == 442
     target.verify(tree_of(63))
-    assert {extent for _, extent in target._steps._steps} == {512}
+    assert {extent for _, extent, _ in target._steps._steps} == {512}
     long = [place % VOCABULARY for place in range(470)]
     target.prefill(long)
     target.commit([])
     logits = target.verify(tree_of(63))
-    assert {extent for _, extent in target._steps._steps} == {512, 1024}
+    assert {extent for _, extent, _ in target._steps._steps} == {512, 768}
     assert_same_logits(logits[1], plain_logits(target.model, [*long, 5, 2]))
 
 
