@@ -90,6 +90,7 @@ class Answerer:
             stops=stops,
             drafter=drafter,
             prediction=self._prediction(conversation, drafter),
+            prefix_caching=self._decoding.prefix_caching,
         )
         return Answer(self.loaded, drafter, conversation, len(ids), steps)
 
