@@ -48,7 +48,7 @@ app = typer.Typer(
 
 COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
     generate.generate: (
-        'hdtool generate --prompt "Write a quick sort."',
+        'hdtool generate "Write a quick sort."',
         "hdtool generate --model MODEL --prompts prompts.jsonl --json > answers.jsonl",
     ),
     build_stores.build_model_db: (

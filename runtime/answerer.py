@@ -92,11 +92,11 @@ class Answerer:
             prediction=self._prediction(conversation, drafter),
             prefix_caching=self._decoding.prefix_caching,
         )
-        return Answer(self.loaded, drafter, conversation, len(ids), steps)
+        return Answer(self.loaded, drafter, conversation, len(ids), steps, self._sampling.stop)
 
     def _request(self, conversation: BatchedConversation, drafter: Drafter) -> Request[BatchKey]:
         ids = self._ids(conversation.messages)
-        answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids))
+        answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids), self._sampling.stop)
         sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=self._decoding.max_new_tokens)
         return Request((conversation, answer), ids, sampler, drafter, stops, self._prediction(conversation, drafter))
 
