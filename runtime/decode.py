@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from hdtool.data.errors import PromptError
+from hdtool.data.errors import ContextError, PromptError
 from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.model.target import Target
@@ -175,9 +175,9 @@ def room_for(target: Target, prompt: Sequence[int], max_new_tokens: int) -> tupl
     if limit is None or len(prompt) + max_new_tokens <= limit:
         return max_new_tokens, Finish.LENGTH
     if len(prompt) >= limit:
-        raise PromptError(
-            f"the prompt is {len(prompt):,} tokens long, but the model's context holds {limit:,}, answer included: "
-            "shorten it, or take a model with a longer context"
+        raise ContextError(
+            f"the prompt is {len(prompt):,} tokens long, but the model's context holds {limit:,}, answer included",
+            "shorten it, or take a model with a longer context",
         )
     return limit - len(prompt), Finish.CONTEXT
 
