@@ -152,8 +152,9 @@ class Session:
         path = Path(name).expanduser()
         self.messages = read_chat(path)
         self._files.add(path.resolve())
+        count = f"{len(self.messages)} message{'s' * (len(self.messages) > 1)}"
         unanswered = "; the last one has no answer: /retry answers it" if self.messages[-1]["role"] == "user" else ""
-        print(f"loaded {len(self.messages)} messages of {path}{unanswered}", file=sys.stderr)
+        print(f"loaded {count} of {path}{unanswered}", file=sys.stderr)
 
     def _exit(self, _: str) -> None:
         self.is_over = True
