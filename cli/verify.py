@@ -31,7 +31,10 @@ def verify(
     size: Annotated[VerifyConfig, only("num_prompts")],
     chat: options.Chat = None,
     decoding: Annotated[
-        DecodeConfig, without("sources", "order", "lookahead", "batch_size", "prefix_caching", max_new_tokens=VerifyConfig.max_new_tokens)
+        DecodeConfig,
+        without(
+            "sources", "order", "lookahead", "batch_size", "prefix_caching", max_new_tokens=VerifyConfig.max_new_tokens
+        ),
     ],
     stores: Annotated[StoresConfig, without("namespace")],
     sampling: Annotated[SamplingConfig, without("stop")],

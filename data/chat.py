@@ -41,8 +41,7 @@ def encode_conversation(
         chat = has_chat_template(tokenizer)
     if not chat and len(messages) != 1:
         raise PromptError(
-            f"a conversation of {len(messages)} messages ({', '.join(message['role'] for message in messages[:2])}"
-            f"{', …' if len(messages) > 2 else ''}) needs a chat template: without one, give a single text"
+            f"a conversation of {len(messages)} messages needs a chat template: without one, give a single text"
         )
     ids = encode_text(tokenizer, conversation_text(tokenizer, messages, chat=chat), special=not chat)
     if not ids:

@@ -96,9 +96,7 @@ class Generator:
         stores = StoreSet.for_tokenizer(
             tokenizer, store_set or StoresConfig(), config.databases, identified=config.keeps_history
         )
-        return cls(
-            lambda target: drafter_for(config, target, stores), seed=seed, prefix_caching=config.prefix_caching
-        )
+        return cls(lambda target: drafter_for(config, target, stores), seed=seed, prefix_caching=config.prefix_caching)
 
     def __call__(
         self,
