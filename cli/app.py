@@ -28,6 +28,7 @@ from hdtool.cli import (
     train_heads,
     verify,
 )
+from hdtool.cli.chat import command as chat
 from hdtool.cli.parameters.command import Command
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import with_options
@@ -49,13 +50,14 @@ app = typer.Typer(
 
 COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
     generate.generate: (
-        'hdtool generate --prompt "Write a quick sort."',
+        'hdtool generate "Write a quick sort."',
         "hdtool generate --model MODEL --prompts prompts.jsonl --json > answers.jsonl",
     ),
     setup.setup: (
         "hdtool setup MODEL --logs 'logs/*.jsonl'",
         "hdtool setup MODEL --logs logs.jsonl --corpus docs/ --dry-run",
     ),
+    chat.chat: ("hdtool chat", "hdtool chat MODEL --system 'Answer in one sentence.' --temperature 0.7"),
     build_stores.build_model_db: (
         "hdtool build-model-db --from generations.jsonl",
         "hdtool build-model-db --model MODEL --from 'logs/*.jsonl.gz' --out stores/model",

@@ -26,7 +26,7 @@ def bench(
     settings: BenchConfig,
     decoding: Annotated[DecodeConfig, only("draft_tokens", "heads", "tree", "max_new_tokens")],
     stores: Annotated[StoresConfig, without("namespace")],
-    sampling: SamplingConfig,
+    sampling: Annotated[SamplingConfig, without("stop")],
     loading: Annotated[ModelConfig, without("device_map", "threads")],
     out: Annotated[Path, option(OUTPUT, "Folder of the results; the same command resumes an interrupted run.")] = Path(
         BenchConfig.out

@@ -19,7 +19,7 @@ def collect(
     chat: options.Chat = None,
     loading: Annotated[ModelConfig, without("device_map")],
     decoding: Annotated[DecodeConfig, only("max_new_tokens", "batch_size", max_new_tokens=1024)],
-    sampling: SamplingConfig,
+    sampling: Annotated[SamplingConfig, without("stop")],
     quiet: options.Quiet = False,
 ) -> None:
     """Collect a model's answers for a model store.

@@ -55,7 +55,7 @@ def demo(
     method = decoding.method
     loading, store_set, questions = _chosen(model, loading)
     plain, drafting = (
-        Answerer(loading, replace(decoding, method=name), SamplingConfig(), store_set=store_set)
+        Answerer(loading, replace(decoding, method=name, prefix_caching=False), SamplingConfig(), store_set=store_set)
         for name in ("ar", method)
     )
     every = read_prompts(questions)

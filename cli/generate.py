@@ -13,6 +13,7 @@ from typing import Annotated
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import without
+from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.predictions import read_prediction
 from hdtool.data.prompts import Prompt, read_prompts
@@ -21,9 +22,11 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 
 def generate(
     *,
+    text: options.PromptText = None,
     prompt: options.Prompt = None,
     prompts: options.Prompts = None,
     prediction: options.Prediction = None,
+    system: options.System = None,
     chat: options.Chat = None,
     decoding: DecodeConfig,
     store_set: Annotated[StoresConfig, without("namespace")],
@@ -39,7 +42,9 @@ def generate(
     share one model: torchrun --nproc-per-node 2 -m hdtool.cli generate ...
     """
     predicted = read_prediction(prediction) if prediction is not None else ""
-    asked = [replace(one, prediction=one.prediction or predicted) for one in _asked(prompt, prompts)]
+    asked = [replace(one, prediction=one.prediction or predicted) for one in _asked(text, prompt, prompts)]
+    if system is not None:
+        asked = [with_system(one, system) for one in asked]
 
     from hdtool.cli.output.show_answers import (
         batch_summary,
@@ -77,15 +82,18 @@ def generate(
     return INTERRUPTED if interrupted else 0
 
 
-def _asked(prompt: str | None, prompts: Path | None) -> Sequence[Prompt]:
-    if prompt is not None and prompts is not None:
-        raise OptionError("--prompt and --prompts exclude each other: give one of them")
+def _asked(text: str | None, prompt: str | None, prompts: Path | None) -> Sequence[Prompt]:
+    given = {"a prompt": text, "--prompt": prompt, "--prompts": prompts}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise OptionError(f"{' and '.join(names)} exclude each other: give one of them")
+    prompt = text if prompt is None else prompt
     if prompts is not None:
         return read_prompts(prompts)
     if prompt is not None:
         return [Prompt.from_text(prompt)]
     if sys.stdin is None or sys.stdin.isatty():
-        raise OptionError("nothing to answer: give --prompt TEXT, --prompts FILE, or pipe a prompt in")
+        raise OptionError("nothing to answer: give a prompt, --prompts FILE, or pipe a prompt in")
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError:

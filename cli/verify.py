@@ -31,10 +31,13 @@ def verify(
     size: Annotated[VerifyConfig, only("num_prompts")],
     chat: options.Chat = None,
     decoding: Annotated[
-        DecodeConfig, without("sources", "order", "lookahead", "batch_size", max_new_tokens=VerifyConfig.max_new_tokens)
+        DecodeConfig,
+        without(
+            "sources", "order", "lookahead", "batch_size", "prefix_caching", max_new_tokens=VerifyConfig.max_new_tokens
+        ),
     ],
     stores: Annotated[StoresConfig, without("namespace")],
-    sampling: SamplingConfig,
+    sampling: Annotated[SamplingConfig, without("stop")],
     loading: Annotated[ModelConfig, without("device_map")],
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,

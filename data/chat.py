@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hdtool.data.errors import PromptError
-from hdtool.data.prompts import Message
+from hdtool.data.prompts import Message, Prompt
 from hdtool.data.unicode import lone_surrogate
 
 if TYPE_CHECKING:
@@ -18,6 +19,14 @@ LINE_END = "\n"
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def with_system(prompt: Prompt, text: str) -> Prompt:
+    """A prompt with a system message before it."""
+    if prompt.messages[0]["role"] == "system":
+        named = f"prompt {prompt.id}" if prompt.id else "the prompt"
+        raise PromptError(f"{named} has a system message of its own: leave out --system, or remove that message")
+    return replace(prompt, messages=({"role": "system", "content": text}, *prompt.messages))
 
 
 def encode_conversation(

@@ -34,6 +34,14 @@ class PromptError(HdtoolError):
     """A prompt, or a file of prompts, cannot be used."""
 
 
+class ContextError(PromptError):
+    """A prompt leaves no room in the model's context."""
+
+    def __init__(self, found: str, advice: str) -> None:
+        super().__init__(f"{found}: {advice}")
+        self.found = found
+
+
 class ModelError(HdtoolError):
     """No such model, or none that can be loaded here."""
 

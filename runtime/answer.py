@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.decode import Finish, Step
@@ -10,6 +10,7 @@ from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stats import Stats
+from hdtool.runtime.stop_text import Piece, before_stop, cut
 from hdtool.runtime.text_stream import TextStream, text_of
 
 
@@ -43,7 +44,9 @@ class Answer:
         conversation: Conversation,
         prompt_tokens: int,
         steps: Iterable[Step] = (),
+        stop: Sequence[str] = (),
     ) -> None:
+        """``stop`` holds the stop strings; the text ends before the first of them."""
         self.question = conversation.messages[-1]["content"]
         self.prompt = conversation.prompt
         self.prompt_tokens = prompt_tokens
@@ -52,15 +55,23 @@ class Answer:
         self.drafter = drafter
         self._tokenizer = loaded.tokenizer
         self._steps = steps
+        self._stop = stop
 
     def __iter__(self) -> Iterator[str]:
+        for text, _ in before_stop(self._pieces(), self._stop):
+            yield text
+
+    def by_source(self) -> Iterator[Piece]:
+        """Generate the answer and yield the text of each token with the source that drafted it."""
+        return before_stop(self._pieces_by_source(), self._stop)
+
+    def _pieces(self) -> Iterator[Piece]:
         text = TextStream(self._tokenizer)
         for step in self._counted():
-            yield text.add(step.tokens)
-        yield text.end()
+            yield text.add(step.tokens), SourceName.NONE
+        yield text.end(), SourceName.NONE
 
-    def by_source(self) -> Iterator[tuple[str, SourceName]]:
-        """Generate the answer and yield the text of each token with the source that drafted it."""
+    def _pieces_by_source(self) -> Iterator[Piece]:
         text = TextStream(self._tokenizer)
         for step in self._counted():
             for token, source in zip(step.tokens, step.sources, strict=True):
@@ -82,14 +93,21 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return text_of(self._tokenizer, self.output_ids)
+        return cut(text_of(self._tokenizer, self.output_ids), self._stop)
 
 
 class CollectedAnswer(Answer):
     """An answer generated in a batch: the batch adds its steps, and iterating replays them."""
 
-    def __init__(self, loaded: Loaded, drafter: Drafter, conversation: Conversation, prompt_tokens: int) -> None:
-        super().__init__(loaded, drafter, conversation, prompt_tokens)
+    def __init__(
+        self,
+        loaded: Loaded,
+        drafter: Drafter,
+        conversation: Conversation,
+        prompt_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> None:
+        super().__init__(loaded, drafter, conversation, prompt_tokens, stop=stop)
         self._collected: list[Step] = []
         self._seconds_before = dict(drafter.seconds)
 

@@ -41,7 +41,7 @@ class Answerer:
         )
         self._drafters = drafters_for(decoding, self.loaded.target, self.store_set)
         self._decoding = decoding
-        self._sampling = sampling
+        self.sampling = sampling
         self._chat = chat
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -81,7 +81,7 @@ class Answerer:
     def _answer(self, conversation: Conversation) -> Answer:
         ids, drafter = self._encode(conversation.messages), self._drafters[0]
         most = self._decoding.max_new_tokens
-        sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=most)
+        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=most)
         steps = decode(
             self.loaded.target,
             ids,
@@ -90,13 +90,14 @@ class Answerer:
             stops=stops,
             drafter=drafter,
             prediction=self._prediction(conversation, drafter),
+            prefix_caching=self._decoding.prefix_caching,
         )
-        return Answer(self.loaded, drafter, conversation, len(ids), steps)
+        return Answer(self.loaded, drafter, conversation, len(ids), steps, self.sampling.stop)
 
     def _request(self, conversation: BatchedConversation, drafter: Drafter) -> Request[BatchKey]:
         ids = self._ids(conversation.messages)
-        answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids))
-        sampler, stops = self.loaded.sampler(self._sampling, ids, max_new_tokens=self._decoding.max_new_tokens)
+        answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids), self.sampling.stop)
+        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=self._decoding.max_new_tokens)
         return Request((conversation, answer), ids, sampler, drafter, stops, self._prediction(conversation, drafter))
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:

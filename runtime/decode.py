@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import torch
 
-from hdtool.data.errors import PromptError
+from hdtool.data.errors import ContextError, PromptError
 from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.model.target import Target
@@ -44,6 +45,8 @@ class Step:
     seconds: float
     """The whole step."""
     finish: Finish | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that were in the KV cache; in the first step."""
 
     @property
     def sources(self) -> list[SourceName]:
@@ -70,6 +73,7 @@ class DecodeState:
         self.room, self._finish_at_limit = room_for(target, prompt, max_new_tokens)
         self._sampler, self._stops, self._drafter = sampler, stops, drafter or NoDraft()
         self._tree = DraftTree.bare(prompt[-1])
+        self._is_first = True
         self._timer = _StepTimer(target)
         self._target, self._vocabulary = target, target.vocabulary
 
@@ -118,7 +122,8 @@ class DecodeState:
         self._drafter.observe(accepted, logits)
         self.room -= len(accepted.tokens)
         finish = Finish.STOP if accepted.stopped else self._finish_at_limit if not self.room else None
-        return Step(accepted.tokens, self._tree, accepted.path, *self._timer.lap(), finish)
+        cached, self._is_first = self._target.cached_tokens if self._is_first else 0, False
+        return Step(accepted.tokens, self._tree, accepted.path, *self._timer.lap(), finish, cached)
 
 
 def decode(
@@ -130,10 +135,12 @@ def decode(
     stops: Container[int] = (),
     drafter: Drafter | None = None,
     prediction: Sequence[int] = (),
+    prefix_caching: bool = True,
 ) -> Iterator[Step]:
     """Answer a prompt, one step after another.
 
-    A ``prediction`` is what the answer will probably look like: it is drafted from, and never read by the model.
+    A ``prediction`` is what the answer will probably look like: it is drafted from, and never read by the model. With
+    ``prefix_caching``, the model does not read again what the prompt shares with the start of the last conversation.
     """
     state = DecodeState(
         target,
@@ -144,11 +151,12 @@ def decode(
         drafter=drafter,
         prediction=prediction,
     )
+    read = partial(target.prefill, reuse=prefix_caching)
     is_first = True
     try:
         while True:
             with target.locked_for(state, is_first=is_first):
-                logits = target.prefill(state.begin(), state.room) if is_first else target.verify(state.draft())
+                logits = read(state.begin(), state.room) if is_first else target.verify(state.draft())
                 accepted, logits = state.accept(logits, target.recompute)
                 target.commit(accepted.path)
                 step = state.observe(accepted, logits)
@@ -167,9 +175,9 @@ def room_for(target: Target, prompt: Sequence[int], max_new_tokens: int) -> tupl
     if limit is None or len(prompt) + max_new_tokens <= limit:
         return max_new_tokens, Finish.LENGTH
     if len(prompt) >= limit:
-        raise PromptError(
-            f"the prompt is {len(prompt):,} tokens long, but the model's context holds {limit:,}, answer included: "
-            "shorten it, or take a model with a longer context"
+        raise ContextError(
+            f"the prompt is {len(prompt):,} tokens long, but the model's context holds {limit:,}, answer included",
+            "shorten it, or take a model with a longer context",
         )
     return limit - len(prompt), Finish.CONTEXT
 

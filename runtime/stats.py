@@ -23,6 +23,8 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     finish: Finish | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompts that were in the KV cache."""
     drafted: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
     """Draft nodes of each source."""
     accepted: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
@@ -38,6 +40,7 @@ class Stats:
         self.draft_seconds += step.draft_seconds
         self.verify_seconds += step.verify_seconds
         self.finish = step.finish
+        self.cached_tokens += step.cached_tokens
         if len(step.tree):
             drafted = np.bincount(step.tree.sources, minlength=len(SourceName))
             self.drafted += drafted
@@ -68,6 +71,7 @@ class Stats:
             whole.seconds += part.seconds
             whole.draft_seconds += part.draft_seconds
             whole.verify_seconds += part.verify_seconds
+            whole.cached_tokens += part.cached_tokens
             whole.drafted += part.drafted
             whole.accepted += part.accepted
             whole.hits += part.hits

@@ -72,6 +72,7 @@ def record(answer: Answer) -> dict[str, Any]:
         "text": answer.text,
         "output_ids": answer.output_ids,
         "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
         "tokens": stats.tokens,
         "steps": stats.steps,
         **rounded(stats, tokens_per_step=3, seconds=6, tokens_per_second=2),

@@ -14,7 +14,11 @@ from hdtool.runtime.config import ModelConfig
 INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
 
-Prompt = Annotated[str | None, option(INPUT, "Text to answer. Default: --prompts or standard input.")]
+PromptText = Annotated[
+    str | None, typer.Argument(metavar="PROMPT", help="Text to answer. Default: --prompts or standard input.")
+]
+Prompt = Annotated[str | None, option(INPUT, "The same as an option, for texts that begin with a dash.")]
+System = Annotated[str | None, option(INPUT, "System message before the conversation.")]
 Prompts = Annotated[Path | None, option(INPUT, "File of prompts, one per line: text, or JSON with prompt or messages.")]
 Prediction = Annotated[
     Path | None,

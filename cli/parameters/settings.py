@@ -26,6 +26,7 @@ PANELS = {
     "DecodeConfig": DRAFTING,
     "DecodeConfig.batch_size": SAMPLING,
     "DecodeConfig.max_new_tokens": SAMPLING,
+    "DecodeConfig.prefix_caching": SAMPLING,
     "HeadsConfig": HEADS,
     "ModelConfig": MODEL,
     "ModelConfig.generation_config": SAMPLING,

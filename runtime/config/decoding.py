@@ -52,6 +52,9 @@ class DecodeConfig(Settings):
     batch_size: int = setting(
         1, "Prompts answered in one batch (continuous batching); above 1 without streaming.", least=1
     )
+    prefix_caching: bool = setting(
+        True, "Keep the KV cache of the last answer: a prompt is read from where it differs from that conversation."
+    )
     heads: tuple[str, ...] = setting(
         (), "Folder of trained heads, repeatable for several kinds. Default: those of the demo model."
     )

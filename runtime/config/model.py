@@ -11,6 +11,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """How transformers spreads a model over the GPUs of a machine."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+ATTENTIONS = ("sdpa", "eager")
+"""Implementations of attention that take the masks of draft trees."""
 QUANTIZATIONS = ("int8", "nf4")
 """Weight-only quantizations on loading; activations are not quantized."""
 LOWEST_TEMPERATURE = 1e-5
@@ -23,10 +25,16 @@ class ModelConfig(Settings):
     model: str | None = setting(
         None, "Folder or hub name of a decoder-only transformers model, or a GGUF file. Default: the demo model."
     )
+    revision: str | None = setting(None, "Branch, tag or commit of the model on the hub. Default: its main branch.")
     gguf_file: str | None = setting(None, "GGUF file in the folder or the hub's repository that --model names.")
     device: str = setting("auto", f"Device: {', '.join(DEVICES)} or cuda:N.", values=DEVICES)
     dtype: str = setting(
         "auto", f"{', '.join(DTYPES)}. auto: float32 on CPUs, else that of the checkpoint.", values=DTYPES
+    )
+    attn_implementation: str | None = setting(
+        None,
+        f"Attention of transformers: {' or '.join(ATTENTIONS)}. Default: the model's own, if it takes tree masks.",
+        values=ATTENTIONS,
     )
     trust_remote_code: bool = setting(False, "Run code that comes with the model.")
     threads: int | None = setting(None, "CPU threads of torch. Default: the fastest number, as measured.", least=1)
@@ -51,6 +59,12 @@ class ModelConfig(Settings):
         alone = self.device_map is None or self.device == "auto"
         require(alone, "device", self.device, "left out with --device-map, which chooses the devices")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        attention = self.attn_implementation
+        usable = attention is None or attention in ATTENTIONS
+        expected = f"{' or '.join(ATTENTIONS)}, which take the masks of draft trees"
+        require(usable, "attn-implementation", attention, expected)
+        on_hub = self.revision is None or self.model is not None
+        require(on_hub, "revision", self.revision, "left out without --model, which names a model on the hub")
         named = self.gguf_file is None or self.model is not None
         require(named, "gguf-file", self.gguf_file, "left out without --model, which names its folder")
 
@@ -73,6 +87,7 @@ class SamplingConfig(Settings):
         None, "Penalty of tokens already seen; 1 is none. Default: the model's own."
     )
     seed: int = setting(0, "Seed of sampling; the answer is the same for every method.")
+    stop: tuple[str, ...] = setting((), "Text that ends an answer and is cut off, repeatable.")
 
     @property
     def is_greedy(self) -> bool:
@@ -85,4 +100,5 @@ class SamplingConfig(Settings):
         require(self.top_p is None or 0 < self.top_p <= 1, "top-p", self.top_p, "above 0 and at most 1")
         penalty = self.repetition_penalty
         require(penalty is None or penalty > 0, "repetition-penalty", penalty, "above 0 (1 changes nothing)")
+        require(all(self.stop), "stop", "an empty text", "some text")
         require(0 <= self.seed < 2**64, "seed", self.seed, "between 0 and 2**64 - 1")

@@ -73,9 +73,20 @@ class DraftingContender:
 def steps_of(
     loaded: Loaded, drafter: Drafter, sampling: SamplingConfig, most: int, prompt: list[int]
 ) -> Iterator[Step]:
-    """The steps of an answer of at most so many tokens."""
+    """The steps of an answer of at most so many tokens.
+
+    Without prefix caching: one contender would profit from a prompt that another one read before it.
+    """
     sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=most)
-    return decode(loaded.target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter)
+    return decode(
+        loaded.target,
+        prompt,
+        sampler,
+        max_new_tokens=most,
+        stops=stops,
+        drafter=drafter,
+        prefix_caching=False,
+    )
 
 
 class GenerateContender:

@@ -63,7 +63,10 @@ def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
     """hdtool's own loop."""
 
     def run(turn: RecordedTurn) -> Timing:
-        steps = decode(target, turn.prompt, RecordedSampler(turn), max_new_tokens=len(turn.answer), drafter=drafter)
+        sampler, most = RecordedSampler(turn), len(turn.answer)
+        steps = decode(
+            target, turn.prompt, sampler, max_new_tokens=most, drafter=drafter, prefix_caching=False
+        )  # a contender would profit from prompts that others read
         made, seconds = timed(target.device, lambda: list(steps))
         stats = _added(made)
         return Timing(stats.tokens, seconds, stats, _added(made[1:]))

@@ -63,14 +63,19 @@ class Generator:
     serialized; a nested call, as from a logits processor, needs its own generator.
     """
 
-    def __init__(self, drafter: Drafter | Maker | None = None, *, seed: int | None = None) -> None:
+    def __init__(
+        self, drafter: Drafter | Maker | None = None, *, seed: int | None = None, prefix_caching: bool = True
+    ) -> None:
         """``drafter`` is a drafter or a function that makes one for a target; None is plain decoding.
+
+        With ``prefix_caching``, a prompt that begins as the last conversation did is read from where it differs.
 
         Without a ``seed``, each sampled answer draws a seed from torch's generator, so ``torch.manual_seed`` makes a
         program reproducible.
         """
         self._make: Maker = drafter if callable(drafter) else lambda _: drafter or NoDraft()
         self._seed = seed
+        self._prefix_caching = prefix_caching
         self._calls = CallLock(NESTED)
         self._target: Target | None = None
         self._drafter: Drafter = NoDraft()
@@ -91,7 +96,7 @@ class Generator:
         stores = StoreSet.for_tokenizer(
             tokenizer, store_set or StoresConfig(), config.databases, identified=config.keeps_history
         )
-        return cls(lambda target: drafter_for(config, target, stores), seed=seed)
+        return cls(lambda target: drafter_for(config, target, stores), seed=seed, prefix_caching=config.prefix_caching)
 
     def __call__(
         self,
@@ -162,6 +167,7 @@ class Generator:
             stops=stops,
             drafter=self._drafter,
             prediction=prediction,
+            prefix_caching=self._prefix_caching,
         )
         for step in self.stats.counted(steps, self._drafter):
             yield step.tokens

@@ -100,6 +100,20 @@ def tree_mask(
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
+def continuation_mask(
+    rows: int, length: int, windows: list[AttentionWindow], dtype: torch.dtype, device: torch.device
+) -> Mask:
+    """The causal mask ``[1, 1, rows, length + rows]`` for ``rows`` tokens of a prompt after ``length`` kept ones."""
+    positions = torch.arange(length + rows).numpy()
+    new = positions[length:]
+    masks = {}
+    for window in windows:
+        hidden = torch.from_numpy(~(window.allows(new, positions) & (positions <= new[:, None]))).to(device)
+        mask = torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=device)
+        masks[window.kind] = mask.masked_fill_(hidden, torch.finfo(dtype).min)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
 def batch_mask(
     trees: Sequence[DraftTree],
     lengths: Sequence[int],

@@ -27,6 +27,7 @@ from hdtool.runtime.model.quantization import library_of, quantization, require_
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
 from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.stop_text import StopTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +52,10 @@ class Loaded:
         """The sampler and the stops of an answer, by the settings that ``generate`` would use."""
         room, _ = room_for(self.target, prompt, max_new_tokens)
         model = self.target.model
-        return sampler_as_generate(model, self.tokenizer, config, prompt, max_new_tokens=room, ends=self.stops)
+        sampler, stops = sampler_as_generate(
+            model, self.tokenizer, config, prompt, max_new_tokens=room, ends=self.stops
+        )
+        return sampler, StopTexts(self.tokenizer, config.stop, stops) if config.stop else stops
 
     @property
     def stops(self) -> frozenset[int]:
@@ -127,7 +131,9 @@ def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrain
     tokenizer: PreTrainedTokenizerBase = _attempt(
         place,
         "its tokenizer",
-        lambda: AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=config.trust_remote_code),
+        lambda: AutoTokenizer.from_pretrained(
+            place, revision=revision or config.revision, trust_remote_code=config.trust_remote_code
+        ),
     )
     return tokenizer
 
@@ -138,7 +144,7 @@ def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
     ends = None
     for kind in (AutoConfig, GenerationConfig):  # the second one takes precedence
         with suppress(OSError, ValueError):
-            settings = kind.from_pretrained(place, trust_remote_code=config.trust_remote_code)
+            settings = kind.from_pretrained(place, **_hub_options(config))
             found = getattr(settings, "eos_token_id", None)
             ends = ends if found is None else found
     return _stops(ends, tokenizer)
@@ -151,14 +157,20 @@ def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase)
 
 
 def _settings(config: ModelConfig) -> Any:
-    place, trust = _location(config), config.trust_remote_code
-    return _attempt(place, "its configuration", lambda: AutoConfig.from_pretrained(place, trust_remote_code=trust))
+    place = _location(config)
+    return _attempt(place, "its configuration", lambda: AutoConfig.from_pretrained(place, **_hub_options(config)))
+
+
+def _hub_options(config: ModelConfig) -> dict[str, Any]:
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
     use_planless_attention(device)
     name, dtype = config.name, pick_dtype(config.dtype, device)
-    options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    options = {**placement, "dtype": dtype, **_hub_options(config)}
+    if config.attn_implementation:
+        options["attn_implementation"] = config.attn_implementation
     quantized = bool(config.quantization or library_of(settings))
     if quantized:
         require_libraries(name, settings, config.quantization)

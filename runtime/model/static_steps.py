@@ -86,6 +86,10 @@ class StaticSteps:
                 cache.move(start, path)
         cache.length = start + len(path)
 
+    def settled(self, cache: StaticKVCache) -> int:
+        """The number of positions that no move is due for."""
+        return self._moves[0] if self._moves else cache.length
+
     def apply_moves(self, cache: StaticKVCache) -> None:
         """Move the positions of the accepted path now."""
         if self._moves:

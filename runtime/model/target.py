@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, reason_of
-from hdtool.runtime.model.attention_masks import Mask, MaskBuffer, tree_mask, windows_of
+from hdtool.runtime.model.attention_masks import Mask, MaskBuffer, continuation_mask, tree_mask, windows_of
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import (
     context_limit,
@@ -25,6 +25,7 @@ from hdtool.runtime.model.families import (
     refuse_by_logits,
 )
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
+from hdtool.runtime.model.kept_context import PIECE, KeptContext, differ, keys_values_at
 from hdtool.runtime.model.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
@@ -69,11 +70,16 @@ class Target:
         """The number of token embeddings; larger ids have none."""
         self._shapes: list[LayerShape] = []
         self._cache = self.new_cache(0)
+        self._kept = KeptContext(model)
+        self.cached_tokens = 0
+        """Tokens of the last prompt whose keys and values were in the cache."""
         self._overflow_noted = False
         self.windows = windows_of(self.config)
         self._mask_buffer = MaskBuffer()
         self._prefill_options = last_logits_only(model)
-        self._pending = 0
+        self._pending: list[int] = []
+        """Tokens of the last pass that are part of the context without being drafted."""
+        self._tree = DraftTree.bare(0)
         self._steps: StaticSteps | None = None
         self.hidden: torch.Tensor | None = None
         """Input of the output layer in the last pass, ``[tokens, width]``; set after ``watch_hidden``."""
@@ -124,20 +130,85 @@ class Target:
             self._busy.release()
 
     @torch.inference_mode()
-    def prefill(self, context: Sequence[int], room: int = 0) -> torch.Tensor:
-        """Prefill a whole context and return the logits ``[1, vocabulary]`` after it.
+    def prefill(self, context: Sequence[int], room: int = 0, *, reuse: bool = False) -> torch.Tensor:
+        """Prefill a context and return the logits ``[1, vocabulary]`` after it.
 
-        ``room`` is the number of tokens that may follow.
+        ``room`` is the number of tokens that may follow. With ``reuse``, the tokens with which the last context
+        begins, too, are not computed again (prefix caching).
         """
-        needed = capacity_needed(context, room)
-        if self._cache.capacity < needed:
+        limit = self.context_limit(len(context))
+        kept = self._kept.shared_with(context, limit) if reuse and self._is_reusable(limit) else 0
+        if not kept:
+            self._kept.restart(limit)
+        self._provide(context, room, kept)
+        logits = self._read_rest(context, kept) if kept else None
+        if logits is None:
+            self._kept.restart(limit)
+            logits = self.read(context, self._cache)
+            self._pending = list(context)
+        self._tree = DraftTree.bare(context[-1])
+        return logits
+
+    def _is_reusable(self, limit: int | None) -> bool:
+        """Whether a context may be read in several passes: not where a pass determines how its rows are computed.
+
+        That is so in LLM.int8() and in a LongRoPE model beyond its original length.
+        """
+        return not self._row_by_row.layers and limit == self.context_limit(1)
+
+    def _provide(self, context: Sequence[int], room: int, kept: int) -> None:
+        """Provide capacity for a context of which the cache holds the first ``kept`` tokens."""
+        needed, old = capacity_needed(context, room), self._cache
+        if self._steps and kept:
+            with self._kept.unfinished_from(self._settled):
+                self._steps.apply_moves(old)
+        if old.capacity < needed:
             if self._steps:
                 needed = self._steps.capacity_for(needed, self.context_limit(len(context)))
-            self._cache = self.new_cache(needed)
-        self._pending = len(context)
+            if not kept:
+                self._cache = old = self.new_cache(0)  # frees the memory of the old one
+            cache, old.length = self.new_cache(needed), kept
+            cache.copy_from(old)
+            self._cache = cache
         if self._steps:
             self._cache.clear_from(len(context))  # steps with fixed shapes read past the context
-        return self.read(context, self._cache)
+
+    def _read_rest(self, context: Sequence[int], kept: int) -> torch.Tensor | None:
+        """Prefill what follows the first ``kept`` tokens; None if the model is not the one that computed them.
+
+        The last of the kept tokens is computed again and compared, because adapters and assignments to ``data`` change
+        a model unseen by the counters of its weights.
+        """
+        start, cache = kept - 1, self._cache
+        self._kept.cut(start)
+        before = keys_values_at(cache, start)
+        for first in range(start, len(context), PIECE):
+            piece = list(context[first : first + PIECE])
+            cache.length, positions = first, range(first, first + len(piece))
+            mask = continuation_mask(len(piece), first, self.windows, self.dtype, self.device)
+            logits = self.forward([piece], [positions], mask, cache, **self._prefill_options)[0, -1:]
+            if first == start and differ(before, keys_values_at(cache, start)):
+                return None
+            self._pending = piece
+            if first + PIECE < len(context):
+                self._kept.append(piece, self._hidden_rows())
+        self.cached_tokens = start
+        self._join_hidden()
+        return logits
+
+    def _hidden_rows(self) -> torch.Tensor | None:
+        return self.hidden if self._watched else None
+
+    def _join_hidden(self) -> None:
+        """Set ``hidden`` to that of the whole prompt, as if it had been read in one pass."""
+        if self._watched and (before := self._kept.hidden()) is not None:
+            assert self.hidden is not None
+            self.hidden = torch.cat([before, self.hidden])
+
+    @property
+    def _settled(self) -> int:
+        """The positions of the cache that hold their own token; a captured step moves those of the last path."""
+        return self._steps.settled(self._cache) if self._steps else self.length
 
     @torch.inference_mode()
     def recompute(self, root: int) -> torch.Tensor:
@@ -163,27 +234,45 @@ class Target:
 
         The logits are valid until the next call.
         """
-        self._pending = 1
+        self._pending, self._tree = [tree.root], tree
         if self._steps:
-            try:
-                step = self._steps.prepared(tree, self._cache)
-            except Exception as error:  # model code that cannot be captured raises many kinds
-                self._disable_capture(reason_of(error))
-            else:
-                logits = self._counted(step)
-                if self._watched:
-                    self.hidden = self._steps.hidden(len(tree) + 1)
+            with self._kept.unfinished_from(self._settled):
+                logits = self._captured(tree)
+            if logits is not None:
                 return logits
         mask = tree_mask(tree, self.length, self.windows, self.dtype, self.device, self._mask_buffer)
         return self.forward([tree.all_tokens], [(self.length + tree.depths).tolist()], mask, self._cache)[0]
 
+    def _captured(self, tree: DraftTree) -> torch.Tensor | None:
+        """Verify a tree by a captured step; None if steps cannot be captured."""
+        assert self._steps
+        try:
+            step = self._steps.prepared(tree, self._cache)
+        except Exception as error:  # model code that cannot be captured raises many kinds
+            self._disable_capture(reason_of(error))
+            return None
+        logits = self._counted(step)
+        if self._watched:
+            self.hidden = self._steps.hidden(len(tree) + 1)
+        return logits
+
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Append the root and the nodes of ``path`` to the context; the rest of the tree is discarded."""
+        fixed = len(self._pending)
         if self._steps:
-            self._steps.commit(self._cache, self._pending, path)
+            self._steps.commit(self._cache, fixed, path)
         else:
-            self._cache.commit(self._pending, path)
+            self._cache.commit(fixed, path)
+        self._keep(fixed, path)
+
+    def _keep(self, fixed: int, path: Sequence[int]) -> None:
+        """Record the tokens at the positions that were just accepted."""
+        hidden = self._hidden_rows()
+        if hidden is not None:
+            end = len(hidden) - len(self._tree)
+            hidden = hidden[[*range(end - fixed, end), *(end + node for node in path)]]
+        self._kept.append([*self._pending, *self._tree.tokens[list(path)].tolist()], hidden)
 
     def watch_hidden(self) -> None:
         """Set ``hidden`` in each pass from now on, for drafters that use it."""
@@ -221,7 +310,7 @@ class Target:
     @torch.inference_mode()
     def read(self, context: Sequence[int], cache: StaticKVCache) -> torch.Tensor:
         """Prefill ``cache`` with a whole context and return the logits ``[1, vocabulary]`` after it."""
-        cache.length = 0
+        cache.length = self.cached_tokens = 0
         # No mask: the model makes its own or uses a causal kernel.
         return self.forward([list(context)], [range(len(context))], None, cache, **self._prefill_options)[0, -1:]
 

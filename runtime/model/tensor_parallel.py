@@ -141,7 +141,8 @@ class LeadingTarget(Target):
         super().__init__(model, never)
         self._group, self.processes = group, group.size
 
-    def prefill(self, context: Sequence[int], room: int = 0) -> torch.Tensor:
+    def prefill(self, context: Sequence[int], room: int = 0, *, reuse: bool = False) -> torch.Tensor:
+        """``reuse`` has no effect: rounding differs between processes, so their checks of kept tokens could, too."""
         self._broadcast("prefill", list(context), room)
         return super().prefill(context, room)
 

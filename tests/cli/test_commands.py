@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.errors import ModelError
 from hdtool.runtime.config import METHODS, ModelConfig
 from hdtool.runtime.model.load import load
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -458,3 +460,71 @@ def test_library_errors_of_the_device_are_told(broken_model: Path, monkeypatch: 
     monkeypatch.setattr("hdtool.runtime.model.load.Target", full)
     with pytest.raises(ModelError, match="does not fit into the memory"):
         load(ModelConfig(str(broken_model)))
+
+
+# Which prompt and which model -------------------------------------------------------------------
+
+
+def test_a_prompt_may_stand_by_itself_and_a_system_message_before_it(capfd: pytest.CaptureFixture[str]) -> None:
+    loaded = load(ModelConfig())
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a list?"}]
+    for given in (["What is a list?"], ["--prompt", "What is a list?"]):
+        assert run(["generate", *given, "--system", "Be brief.", *SHORT, "--json"]) == 0
+        ids: Any = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        record = json.loads(capfd.readouterr().out)
+        assert record["output_ids"] == generated(loaded.target.model, ids["input_ids"], 8)
+
+
+def test_one_prompt_is_given_in_one_way(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = complaint(capfd, ["generate", "a", "--prompt", "b"], code=2)
+    assert found == "error: a prompt and --prompt exclude each other: give one of them"
+    own = tmp_path / "prompts.jsonl"
+    own.write_text(json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}))
+    found = complaint(capfd, ["generate", "--prompts", str(own), "--system", "z"])
+    assert found == "error: prompt 1 has a system message of its own: leave out --system, or remove that message"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "problem"),
+    [
+        (["--attn-implementation", "flash_attention_2"], 2, "must be sdpa or eager, which take the masks of draft"),
+        (["--revision", "v1"], 2, "--revision must be left out without --model"),
+        (["--revision", "v1", "--model", str(demo.MODEL)], 2, "--revision names a version on the hub, and"),
+        (["--stop", ""], 2, "--stop must be some text, got an empty text"),
+        (["--raw", "--system", "x"], 1, "a conversation of 2 messages needs a chat template"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(
+    options: list[str], code: int, problem: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert problem in complaint(capfd, ["generate", "Hello", *options, *NO_STORES], code)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_chosen_attention_computes_the_answer(attention: str) -> None:
+    loaded = load(ModelConfig(attn_implementation=attention))
+    assert loaded.target.model.config._attn_implementation == attention
+
+
+def test_a_revision_goes_to_the_hub_with_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def recorded(kind: Any) -> None:
+        usual = kind.from_pretrained
+
+        def from_pretrained(name: str, **options: Any) -> Any:
+            if name != "owner/model":
+                return usual(name, **options)
+            asked.append((kind, options["revision"]))
+            if kind is AutoModelForCausalLM:
+                raise OSError("no network here")
+            return usual(demo.MODEL)
+
+        monkeypatch.setattr(kind, "from_pretrained", from_pretrained)
+
+    kinds = (AutoConfig, AutoTokenizer, AutoModelForCausalLM)
+    for kind in kinds:
+        recorded(kind)
+    with pytest.raises(ModelError):
+        load(ModelConfig("owner/model", revision="v1"))
+    assert asked == [(kind, "v1") for kind in kinds]

@@ -24,6 +24,8 @@ def gguf_file(config: ModelConfig) -> Path | None:
     if config.model is None:
         return None
     path = Path(config.model).expanduser()
+    if path.exists() and config.revision:
+        raise OptionError(f"--revision names a version on the hub, and {path} is here: leave it out")
     if path.is_dir():
         return _in_folder(path, config.gguf_file)
     if path.exists():
@@ -31,7 +33,7 @@ def gguf_file(config: ModelConfig) -> Path | None:
             raise OptionError(f"--gguf-file names a file of a folder, and {path} is a file itself: leave it out")
         return path
     if config.gguf_file and not _is_path(config.model):
-        return _from_hub(config.model, config.gguf_file)
+        return _from_hub(config.model, config.gguf_file, config.revision)
     if config.gguf_file or path.suffix.lower() == ENDING:
         raise ModelError(f"{config.model} does not exist: give the path of a GGUF file, or a folder and --gguf-file")
     return None
@@ -60,11 +62,11 @@ def _listed(files: list[Path]) -> str:
 
 
 @cache  # a look-up asks the hub for the newest version
-def _from_hub(repository: str, name: str) -> Path:
+def _from_hub(repository: str, name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repository, name))
+        return Path(hf_hub_download(repository, name, revision=revision))
     except Exception as error:
         raise ModelError(
             f"there is no folder {repository} here, and the hub has no file {name} of that model or cannot be reached: "

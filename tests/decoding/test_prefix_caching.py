@@ -1,0 +1,210 @@
+"""Prompts that begin as the last conversation did: answers as from an empty KV cache, with fewer tokens read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.model import target as target_module
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.support.decoding import said
+from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of
+from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
+from tests.support.rehearsed import Rehearsed
+from tests.support.trees import LyingDrafter
+
+MOST = 12
+CAPTURES: dict[str, CaptureMaker] = {"passes": never, "captured": lambda device: Rehearsed()}
+
+
+def answer(
+    target: Target, prompt: Sequence[int], drafter: Drafter | None = None, *, seed: int = 0, cached: bool = True
+) -> list[Step]:
+    sampler = Sampler(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
+    return list(
+        decode(target, prompt, sampler, max_new_tokens=MOST, drafter=drafter, prefix_caching=cached),
+    )
+
+
+TURN = st.tuples(
+    st.integers(0, 90),  # tokens of the last conversation that the prompt begins with
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40),
+    st.integers(0, 2),  # seed
+    st.booleans(),  # whether the answer is given up after its first step
+)
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(family: str, capture: str) -> None:
+    model = model_of(family)
+    kept, fresh = Target(model, CAPTURES[capture]), Target(model, never)
+
+    @settings(max_examples=5, deadline=None)
+    @given(turns=st.lists(TURN, min_size=2, max_size=4))
+    def check(turns: list[tuple[int, list[int], int, bool]]) -> None:
+        before: list[int] = []
+        for known, new, seed, given_up in turns:
+            prompt = [*before[:known], *new]
+            expected = said(answer(fresh, prompt, seed=seed, cached=False))
+            drafter = LyingDrafter(len(prompt), expected, VOCABULARY, seed)
+            sampler = Sampler(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
+            found: list[int] = []
+            for step in decode(kept, prompt, sampler, max_new_tokens=MOST, drafter=drafter):
+                found += step.tokens
+                if given_up and len(found) > 1:
+                    break
+            assert found == expected[: len(found)]
+            assert given_up or len(found) == MOST
+            before = [*prompt, *found]
+
+    check()
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "deepseek_v3"])
+def test_a_prompt_in_pieces_after_an_accepted_path_has_the_logits_of_the_model(
+    family: str, capture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_module, "PIECE", 7)
+    model = model_of(family)
+    target = Target(model, CAPTURES[capture])
+    context = prompt_of(50)
+    target.prefill(context, room=64)
+    target.commit([])
+    target.verify(DraftTree.of(5, [8, 9, 10, 11], [ROOT, ROOT, 1, 2]))
+    target.commit([1, 2, 3])  # these positions have to move
+    longer = [*context, 5, 9, 10, 11, *prompt_of(40)]
+    assert_same_logits(target.prefill(longer, reuse=True)[0], plain_logits(model, longer))
+    assert target.cached_tokens == len(context) + 4 - 1
+    target.commit([])
+    assert_same_logits(target.verify(DraftTree.bare(3))[0], plain_logits(model, [*longer, 3]))
+
+
+def test_only_what_follows_the_common_beginning_is_read_and_the_switch_reads_all() -> None:
+    target = Target(model_of("llama"))
+    prompt = prompt_of(60)
+    first = answer(target, prompt)
+    longer = [*prompt, *said(first), *prompt_of(9)]
+    assert [step.cached_tokens for step in first] == [0] * len(first)
+    # The last answered token was never read, and the one before it is read again.
+    assert answer(target, longer)[0].cached_tokens == len(prompt) + MOST - 2
+    assert answer(target, [*prompt[:30], 1, 2])[0].cached_tokens == 29
+    assert answer(target, longer, cached=False)[0].cached_tokens == 0
+    assert answer(target, longer)[0].cached_tokens == len(longer) - 2
+    assert answer(target, prompt_of(61))[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("passes", range(4))
+def test_after_an_interrupt_inside_a_pass_answers_are_right(capture: str, passes: int) -> None:
+    model = model_of("qwen2")
+    target, fresh = Target(model, CAPTURES[capture]), Target(model, never)
+    prompt = prompt_of(40)
+    expected = said(answer(fresh, prompt, cached=False))
+    answer(target, prompt)
+    longer = [*prompt, *expected[:5], *prompt_of(30)]
+    wanted = said(answer(fresh, longer, cached=False))
+    left = [passes]
+
+    def interrupt(module: torch.nn.Module, *_: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    # In the last layer, when the layers before it have written their keys and values.
+    hook = model.model.layers[-1].register_forward_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            answer(target, longer, LyingDrafter(len(longer), wanted, VOCABULARY, seed=passes))
+    finally:
+        hook.remove()
+    again = answer(target, [*longer, *wanted[:3]])
+    assert said(again) == said(answer(fresh, [*longer, *wanted[:3]], cached=False))
+    assert again[0].cached_tokens > 0
+
+
+def by_optimizer(model: torch.nn.Module) -> None:
+    """A step so small that no rounding error would show it."""
+    weight = next(model.model.layers.parameters())  # type: ignore[union-attr]
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1e-9).step()
+
+
+def by_data(model: torch.nn.Module) -> None:
+    next(model.model.layers.parameters()).data.mul_(1.5)  # type: ignore[union-attr]
+
+
+def by_replacement(model: torch.nn.Module) -> None:
+    layer: Any = model.model.layers[0].mlp  # type: ignore[union-attr, index]
+    layer.gate_proj.weight = torch.nn.Parameter(layer.gate_proj.weight.detach() * 2)
+
+
+@pytest.mark.parametrize("change", [by_optimizer, by_data, by_replacement])
+def test_a_model_that_changed_reads_the_prompt_again(change: Callable[[torch.nn.Module], None]) -> None:
+    torch.manual_seed(3)
+    model = FAMILIES["llama"]()
+    target = Target(model)
+    prompt = prompt_of(50)
+    answer(target, prompt)
+    change(model)
+    found = answer(target, prompt)
+    assert found[0].cached_tokens == 0
+    assert said(found) == said(answer(Target(model), prompt))
+    assert answer(target, prompt)[0].cached_tokens == len(prompt) - 2
+
+
+def test_watched_hidden_states_are_those_of_the_whole_prompt() -> None:
+    model = model_of("qwen3")
+    kept, fresh = Target(model), Target(model)
+    for target in (kept, fresh):
+        target.watch_hidden()
+    prompt = prompt_of(40)
+    drafter = LyingDrafter(len(prompt), said(answer(fresh, prompt, cached=False)), VOCABULARY, seed=5)
+    longer = [*prompt, *said(answer(kept, prompt, drafter)), *prompt_of(20)]
+    for target in (kept, fresh):
+        target.prefill(longer, reuse=target is kept)
+    assert kept.cached_tokens > len(prompt)
+    assert kept.hidden is not None and fresh.hidden is not None
+    assert torch.allclose(kept.hidden, fresh.hidden, atol=1e-4)
+
+
+def test_a_longrope_model_beyond_its_original_length_reads_prompts_as_a_whole() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    shape = {**SHAPE, "max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(transformers.Phi3Config(**shape, rope_parameters=rope))
+    target = Target(model)
+    for length in (30, 50, 80, 100, 40):
+        prompt = prompt_of(100)[:length]
+        found = answer(target, prompt)
+        assert said(found) == generated(model, prompt, MOST)
+        assert (found[0].cached_tokens > 0) is (length == 50)
+
+
+def test_a_generator_reads_the_second_turn_from_where_it_differs() -> None:
+    model: Any = model_of("llama")
+    kept, off = Generator(), Generator(prefix_caching=False)
+    prompt = prompt_of(60)
+    for generator, expected in ((kept, 60 - 2), (off, 0)):
+        for _ in range(2):
+            output = model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=MOST, custom_generate=generator
+            )
+            assert output[0, 60:].tolist() == generated(model, prompt, MOST)
+        assert generator.stats.cached_tokens == expected

@@ -1,0 +1,84 @@
+"""A command in a real pseudo-terminal, and the screen that a user would see."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import pexpect
+import pyte
+
+PASTE = "\x1b[200~{}\x1b[201~"
+"""Bracketed paste, as terminals send it."""
+
+
+class Terminal:
+    """An ``hdtool`` command with a keyboard and a screen."""
+
+    def __init__(self, arguments: Sequence[str], *, columns: int = 80, rows: int = 24, **environment: str) -> None:
+        self.screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
+        self._stream = pyte.Stream(self.screen)
+        self.process = pexpect.spawn(
+            sys.executable,
+            ["-m", "hdtool.cli", *arguments],
+            dimensions=(rows, columns),
+            env={**os.environ, "TERM": "xterm-256color", **environment},
+            encoding="utf-8",
+            timeout=60,
+        )
+        self.process.delaybeforesend = None
+        self.screen.write_process_input = self.send  # what a terminal answers, as to where its cursor is
+
+    def send(self, keys: str) -> None:
+        self.process.send(keys)
+
+    def paste(self, text: str) -> None:
+        self.send(PASTE.format(text))
+
+    def resize(self, columns: int, rows: int) -> None:
+        self.screen.resize(rows, columns)
+        self.process.setwinsize(rows, columns)
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines on the screen, without spaces at their ends."""
+        return [line.rstrip() for line in self.screen.display]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait(self, holds: Callable[[], object], seconds: float = 60) -> None:
+        """Update the screen until something holds on it."""
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, f"never seen; the screen:\n{self.text}"
+            self.update(0.05)
+
+    def update(self, seconds: float) -> None:
+        """Show what the command prints during this time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                printed = self.process.read_nonblocking(1 << 16, 0.05)
+            except pexpect.TIMEOUT:
+                continue
+            except pexpect.EOF:
+                return
+            self._stream.feed(printed)
+
+    def wait_for(self, text: str) -> None:
+        self.wait(lambda: text in self.text)
+
+    def wait_for_prompt(self) -> None:
+        """Wait until the line of the cursor is an empty prompt."""
+        self.wait(lambda: self.lines[self.screen.cursor.y] == ">" and self.screen.cursor.x == 2)
+
+    def close(self) -> int | None:
+        """End the command; its exit code."""
+        self.process.expect(pexpect.EOF)
+        self.process.close()
+        code: int | None = self.process.exitstatus
+        return code
