@@ -29,5 +29,10 @@ class BuildConfig(Settings):
         super().__post_init__()
         require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
         require(self.address is None or self.engine == "ray", "address", self.address, "left out without --engine ray")
-        require(0 <= self.max_bad_fraction <= 1, "max-bad-fraction", self.max_bad_fraction, "between 0 and 1")
+        require_fraction(self.max_bad_fraction)
         require(16 <= self.shard_bytes <= 1 << 30, "shard-bytes", self.shard_bytes, "between 16 and 2**30")
+
+
+def require_fraction(share: float) -> None:
+    """Refuse a share of unusable records that is none."""
+    require(0 <= share <= 1, "max-bad-fraction", share, "between 0 and 1")
