@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hdtool.data.conversations.conversation import Conversation
-from hdtool.data.conversations.reader import TOLERANCE, ConversationReader
+from hdtool.data.conversations.reader import ConversationReader
 from hdtool.data.errors import RecordError
-from hdtool.data.tally import Tally
+from hdtool.data.tally import TOLERANCE, Tally
 
 
 class Part(NamedTuple):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from hdtool.data.errors import RecordError
 
 BAD_SHOWN = 20
+TOLERANCE = 0.05
+"""The share of records that may be unusable, where no option sets it."""
 
 
 @dataclass

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hdtool.data.conversations.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, answered
-from hdtool.data.conversations.reader import TOLERANCE, ConversationReader, Found
+from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.formats.row import RowError
 from hdtool.data.prompts import Message
-from hdtool.data.tally import Tally
+from hdtool.data.tally import TOLERANCE, Tally
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def _question_of(answers: Conversation, questions: Mapping[str, Conversation]) -
     if not answers.key.startswith("question "):
         raise RowError("an answer of a batch without its request: name the file of the requests too")
     if not questions:
-        raise RowError("answers without their questions, as Spec-Bench writes them: name the questions with --questions FILE")
+        raise RowError(
+            "answers without their questions, as Spec-Bench writes them: name the questions with --questions FILE"
+        )
     if answers.key not in questions:
         raise RowError(f"it answers {answers.key}, which the file of questions lacks: name the file of these questions")
     return questions[answers.key]

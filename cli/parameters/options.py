@@ -15,7 +15,9 @@ INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
 
 Prompt = Annotated[str | None, option(INPUT, "Text to answer. Default: --prompts or standard input.")]
-Prompts = Annotated[Path | None, option(INPUT, "File of prompts, one per line: text, or JSON with prompt or messages.")]
+Prompts = Annotated[
+    Path | None, option(INPUT, "File of prompts: text with one per line, or conversations in any form.")
+]
 Prediction = Annotated[
     Path | None,
     option(INPUT, "File with what the answer will probably look like; it is drafted from and never read by the model."),
@@ -25,7 +27,10 @@ Chat = Annotated[
 ]
 Inputs = Annotated[
     list[str],
-    typer.Argument(help="Files, folders or globs: ShareGPT JSON, chat or plain JSONL, text, Parquet; also as .gz."),
+    typer.Argument(
+        help="Files, folders, globs or hf:OWNER/NAME: chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server or llm, "
+        "Parquet, text; also .gz and .zst."
+    ),
 ]
 StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store.")]
 StoreOut = Annotated[

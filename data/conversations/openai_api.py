@@ -22,7 +22,9 @@ DATA = "data:"
 
 
 def is_request(value: Any) -> bool:
-    return isinstance(value, dict) and ("messages" in value or "prompt" in value or isinstance(value.get("input"), str | list))
+    return isinstance(value, dict) and (
+        "messages" in value or "prompt" in value or isinstance(value.get("input"), str | list)
+    )
 
 
 def is_response(value: Any) -> bool:
@@ -62,7 +64,9 @@ def _asked(body: dict[str, Any]) -> list[Turn]:
         if isinstance(value, list) and value and isinstance(value[0], str | int | list):
             if len(value) == 1 and isinstance(value[0], str):
                 return [Turn(USER, value[0])]
-            raise RowError(f"`{key}` is a list of {'texts' if isinstance(value[0], str) else 'token ids'}: give one text")
+            raise RowError(
+                f"`{key}` is a list of {'texts' if isinstance(value[0], str) else 'token ids'}: give one text"
+            )
         if value is not None:
             return turns_in(value, key)
     raise RowError("a request without `messages`, `prompt` or `input`")

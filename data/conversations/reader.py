@@ -14,10 +14,7 @@ from hdtool.data.formats.row import CountedFile, Row
 from hdtool.data.formats.rows import rows_of
 from hdtool.data.inputs import faults_named
 from hdtool.data.stores.documents import Source
-from hdtool.data.tally import Tally
-
-TOLERANCE = 0.05
-"""The share of records that may be unusable, where no option sets it."""
+from hdtool.data.tally import TOLERANCE, Tally
 
 
 class Found(NamedTuple):

@@ -44,7 +44,20 @@ def packed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     elif ending == ".zst":
         from pyarrow import CompressedOutputStream, PythonFile
 
-        with CompressedOutputStream(PythonFile(stream, "w"), "zstd") as file:
+        with CompressedOutputStream(PythonFile(_LeftOpen(stream), "w"), "zstd") as file:
             yield file
     else:
         yield stream
+
+
+class _LeftOpen(io.RawIOBase):
+    """A stream that stays open when the one that compresses into it is closed."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._stream.write(data)

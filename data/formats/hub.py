@@ -24,7 +24,9 @@ def files_of(name: str) -> list[Path]:
     """The files of a split of a data set, downloaded if the cache lacks them."""
     found = NAME.fullmatch(name.removeprefix(START))
     if found is None:
-        raise RecordError(f"{name} is no name of a data set: write it as hf:OWNER/NAME, hf:OWNER/NAME/CONFIG or with :SPLIT")
+        raise RecordError(
+            f"{name} is no name of a data set: write it as hf:OWNER/NAME, hf:OWNER/NAME/CONFIG or with :SPLIT"
+        )
     from datasets import load_dataset
 
     try:

@@ -65,7 +65,9 @@ def json_rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int
 def is_conversation(value: Any) -> bool:
     """Whether a list holds the messages of one conversation, and not one record each."""
     messages = isinstance(value, list) and all(isinstance(one, dict) for one in value)
-    return messages and len(value) > 1 and all("role" in one and {"content", "tool_calls"} & one.keys() for one in value)
+    return (
+        messages and len(value) > 1 and all("role" in one and {"content", "tool_calls"} & one.keys() for one in value)
+    )
 
 
 def first_character(data: bytes) -> bytes:

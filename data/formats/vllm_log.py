@@ -18,7 +18,9 @@ TEXT = r"(?P<text>None|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
 PROMPT = re.compile(rf"(?:Received request (?P<id>\S+): |Request (?P<named>\S+) details: )prompt: {TEXT}, ")
 BODY = re.compile(r"Request (?P<id>\S+) JSON body: (?P<body>\{.*)")
 ANSWER = re.compile(rf"Generated response (?P<id>\S+?)(?P<stream> \(streaming \w+\))?: output: {TEXT}, ")
-BEGUN = re.compile(r"(?:Received request \S+: |Request \S+ details: )prompt: ['\"]|Generated response \S.*: output: ['\"]")
+BEGUN = re.compile(
+    r"(?:Received request \S+: |Request \S+ details: )prompt: ['\"]|Generated response \S.*: output: ['\"]"
+)
 DELTA = " (streaming delta)"
 
 
@@ -29,8 +31,11 @@ class VllmLog:
         self._requests: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def concerns(self, line: bytes) -> bool:
-        return b"Received request " in line or b"Generated response " in line or b" details: prompt" in line or (
-            b" JSON body: {" in line
+        return (
+            b"Received request " in line
+            or b"Generated response " in line
+            or b" details: prompt" in line
+            or (b" JSON body: {" in line)
         )
 
     def read(self, line: str, number: int) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hdtool.data.tally import TOLERANCE
 from hdtool.runtime.config.setting import Settings, require, setting
 
 ENGINES = ("local", "ray")
@@ -15,7 +16,7 @@ MAX_BAD_FRACTION = "Share of records that may be unusable; they are counted and 
 class BuildConfig(Settings):
     """How stores are built. Lookups in a corpus index take longer the more shards there are."""
 
-    max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION)
+    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION)
     shard_bytes: int = setting(1 << 29, "Bytes of tokens per shard; sorting a shard takes seven times as much memory.")
     workers: int | None = setting(
         None, "Shards sorted in parallel, and local workers of Ray. Default: one per core.", least=1
@@ -29,10 +30,5 @@ class BuildConfig(Settings):
         super().__post_init__()
         require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
         require(self.address is None or self.engine == "ray", "address", self.address, "left out without --engine ray")
-        require_fraction(self.max_bad_fraction)
+        require(0 <= self.max_bad_fraction <= 1, "max-bad-fraction", self.max_bad_fraction, "between 0 and 1")
         require(16 <= self.shard_bytes <= 1 << 30, "shard-bytes", self.shard_bytes, "between 16 and 2**30")
-
-
-def require_fraction(share: float) -> None:
-    """Refuse a share of unusable records that is none."""
-    require(0 <= share <= 1, "max-bad-fraction", share, "between 0 and 1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config.building import MAX_BAD_FRACTION, BuildConfig, require_fraction
 from hdtool.runtime.config.methods import (
     ALL_LETTERS,
     FIXED_BUDGET,
@@ -158,11 +157,9 @@ class ReplayConfig(Settings):
     )
     limit: int | None = setting(None, "Number of conversations, from the start of the recordings.", least=1)
     workers: int | None = setting(None, "Worker processes. Default: one per core for large recordings.", least=1)
-    max_bad_fraction: float = setting(BuildConfig.max_bad_fraction, MAX_BAD_FRACTION)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction(self.max_bad_fraction)
         for method in self.methods:
             if method in NEED_LOGITS:
                 raise OptionError(

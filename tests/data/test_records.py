@@ -51,7 +51,11 @@ def parquet(path: Path, rows: list[Any]) -> Path:
     ("row", "texts", "answers"),
     [
         (SHAREGPT, ("q", "a"), ("a",)),
-        ({"conversation": [{"role": "Assistant", "content": "a"}, {"role": "human", "content": "x"}]}, ("a", "x"), ("a",)),
+        (
+            {"conversation": [{"role": "Assistant", "content": "a"}, {"role": "human", "content": "x"}]},
+            ("a", "x"),
+            ("a",),
+        ),
         ({"messages": [{"role": role, "content": role} for role in TURNS]}, tuple(TURNS), ("assistant", "model")),
         ({"messages": [{"role": "model", "content": [{"text": "a"}, {"image": 1}, {"text": "b"}]}]}, ("a\nb",), None),
         ({"messages": [{"role": "user", "content": "q"}, {"role": "gpt", "content": None}]}, ("q",), ()),
