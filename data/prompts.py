@@ -1,8 +1,8 @@
 """Prompts from an option, a file or a pipe.
 
-A text file holds one prompt per line. Of the conversations in any other input, the prompt is all up to the last message
-that the model did not write; ``turns`` of Spec-Bench are answered one after another. The ``prediction`` of a JSON object
-is what the answer will probably look like.
+A text file holds one prompt per line. Of the conversations in any other input, the prompt is all up to the last
+message that the model did not write; ``turns`` of Spec-Bench are answered one after another. The ``prediction`` of a
+JSON object is what the answer will probably look like.
 """
 
 from __future__ import annotations

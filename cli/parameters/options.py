@@ -15,9 +15,7 @@ INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
 
 Prompt = Annotated[str | None, option(INPUT, "Text to answer. Default: --prompts or standard input.")]
-Prompts = Annotated[
-    Path | None, option(INPUT, "File of prompts: text with one per line, or conversations in any form.")
-]
+Prompts = Annotated[Path | None, option(INPUT, "File of prompts: text, one per line, or conversations in any form.")]
 Prediction = Annotated[
     Path | None,
     option(INPUT, "File with what the answer will probably look like; it is drafted from and never read by the model."),
@@ -28,8 +26,8 @@ Chat = Annotated[
 Inputs = Annotated[
     list[str],
     typer.Argument(
-        help="Files, folders, globs or hf:OWNER/NAME: chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server or llm, "
-        "Parquet, text; also .gz and .zst."
+        help="Files, folders, globs or hf:OWNER/NAME: chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server, "
+        "llm; Parquet, text; also as .gz and .zst."
     ),
 ]
 StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store.")]

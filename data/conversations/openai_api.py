@@ -59,7 +59,7 @@ def request_turns(body: dict[str, Any]) -> list[Turn]:
 def _asked(body: dict[str, Any]) -> list[Turn]:
     for key in ("messages", "input", "prompt"):
         value = body.get(key)
-        if isinstance(value, str) and not (key == "messages"):
+        if isinstance(value, str) and key != "messages":
             return [Turn(USER, value)]
         if isinstance(value, list) and value and isinstance(value[0], str | int | list):
             if len(value) == 1 and isinstance(value[0], str):

@@ -46,7 +46,7 @@ def _rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int, te
     elif form == "database":
         yield from database_rows(path, stream, size)
     elif form == "arrow":
-        yield from arrow_rows(path, stream, size)
+        yield from arrow_rows(path, stream, raw)
     elif b"\0" in head:
         # Such a file may be a single line of any length.
         raise RecordError(f"{path} holds binary data: give text, JSON, Parquet or a SQLite database of llm")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hdtool.data.errors import RecordError, reason_of
 from hdtool.data.formats.compression import is_packed
-from hdtool.data.formats.row import Row
+from hdtool.data.formats.row import CountedFile, Row
 
 PARQUET, ARROW = b"PAR1", b"\xff\xff\xff\xff"
 
@@ -48,7 +48,7 @@ def parquet_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[R
             raise RecordError(f"{path} cannot be read as Parquet ({reason_of(error)}): fetch it again") from None
 
 
-def arrow_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[Row]:
+def arrow_rows(path: Path, stream: io.BufferedReader, raw: CountedFile) -> Iterator[Row]:
     from pyarrow import ArrowException, ipc
 
     index = 0
@@ -56,7 +56,7 @@ def arrow_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[Row
         with ipc.open_stream(stream) as batches:
             for batch in batches:
                 for row in batch.to_pylist():
-                    yield Row(f"[{index}]", row, min(size, stream.tell()), index + 1)
+                    yield Row(f"[{index}]", row, raw.count, index + 1)
                     index += 1
     except (ArrowException, OSError) as error:
         raise RecordError(f"{path} cannot be read as Arrow ({reason_of(error)}): fetch it again") from None
