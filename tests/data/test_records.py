@@ -236,7 +236,8 @@ def test_too_many_bad_records_are_an_error_at_the_end(tmp_path: Path) -> None:
     records = iter(reading)
     assert [next(records).source for _ in range(30)][-1] == 1
     with pytest.raises(
-        RecordError, match=r"^30 of 60 records .* first at .*bad.json\[1\] \(no conv.*raise --max-bad-fraction$"
+        RecordError,
+        match=r"^30 of 60 records .* first at .*bad.json\[1\] \(no conv.*raise --max-bad-fraction; accepted forms: .*$",
     ):
         next(records)
 
