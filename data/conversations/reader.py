@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hdtool.data.conversations.conversation import Conversation
 from hdtool.data.conversations.interpret import conversation_of
@@ -13,8 +13,10 @@ from hdtool.data.conversations.two_halves import Halves
 from hdtool.data.formats.row import CountedFile, Row
 from hdtool.data.formats.rows import rows_of
 from hdtool.data.inputs import faults_named
-from hdtool.data.stores.documents import Source
 from hdtool.data.tally import TOLERANCE, Tally
+
+if TYPE_CHECKING:
+    from hdtool.data.stores.documents import Source
 
 
 class Found(NamedTuple):
@@ -53,6 +55,8 @@ class ConversationReader:
     @property
     def sources(self) -> list[Source]:
         """The inputs and their hashes; a file that was not read to its end is read again here."""
+        from hdtool.data.stores.documents import Source  # which imports numpy
+
         for number, path in enumerate(self.inputs):
             if number not in self.hashes:
                 with faults_named(path), path.open("rb") as file:
