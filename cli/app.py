@@ -18,6 +18,7 @@ from hdtool.cli import (
     bench_shape,
     build_stores,
     collect,
+    convert,
     demo,
     edit_store,
     generate,
@@ -69,6 +70,10 @@ COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
     collect.collect: (
         "hdtool collect --prompts prompts.jsonl --out answers.jsonl",
         "hdtool collect --model MODEL --prompts prompts.jsonl --out answers.jsonl --batch-size 8",
+    ),
+    convert.convert: (
+        "hdtool convert logs.db requests.jsonl.gz --out chats.jsonl",
+        "hdtool convert batch.jsonl batch_output.jsonl server.log --out chats.jsonl.zst",
     ),
     inspect.inspect: (
         "hdtool inspect stores/model --latency",

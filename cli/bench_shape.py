@@ -17,8 +17,9 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, completion, option
 from hdtool.cli.parameters.settings import only, without
 from hdtool.data.errors import RecordError
+from hdtool.data.tally import Tally
 from hdtool.data.traces import read_traces
-from hdtool.runtime.config import SHAPES, WARM, DecodeConfig, ModelConfig, ShapeConfig, StoresConfig
+from hdtool.runtime.config import SHAPES, WARM, BuildConfig, DecodeConfig, ModelConfig, ShapeConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.runtime.evaluation.recorded_model import ReplayRunner, Timing
@@ -38,6 +39,7 @@ def bench_shape(
     loading: Annotated[ModelConfig, LOADING],
     decoding: Annotated[DecodeConfig, only("draft_tokens", "max_new_tokens")],
     stores: Annotated[StoresConfig, without("namespace")],
+    reading: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> None:
@@ -46,9 +48,11 @@ def bench_shape(
     Every step runs a real forward pass of a model with random weights; the accepted tokens are those of the recorded
     answers. So the speed of a large model can be measured without its weights.
     """
-    recorded = read_traces([traces])[: config.limit]
+    tally = Tally()
+    recorded = read_traces([traces], tolerance=reading.max_bad_fraction, tally=tally)[: config.limit]
 
     from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.cli.output.store_output import print_left_out
     from hdtool.data.progress import bar
     from hdtool.runtime.evaluation.model_shapes import load_shape
     from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, fitting
@@ -60,7 +64,8 @@ def bench_shape(
     loaded = load_shape(config.shape, loading)
     choose_threads(loaded.target, loading.threads)
     reader = TurnReader.of_model(loading)
-    every = [turn for trace in recorded for turn in reader.turns(trace)]
+    every = [turn for _, turns in reader.usable(recorded, tally) for turn in turns]
+    print_left_out(tally, reading.max_bad_fraction)
     turns = fitting(every, loaded.target, decoding.max_new_tokens)
     if not turns:
         raise RecordError(f"no answer in {traces} ends within the context of {config.shape}: record shorter ones")

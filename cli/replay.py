@@ -12,7 +12,7 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, MEASUREMENT, OUTPUT, option
 from hdtool.cli.parameters.settings import only, without
 from hdtool.data.errors import OptionError, RecordError
-from hdtool.runtime.config import METHODS, ModelConfig, ReplayConfig, StoresConfig
+from hdtool.runtime.config import METHODS, BuildConfig, ModelConfig, ReplayConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.data.files.atomic_write import OutputFile
@@ -40,7 +40,8 @@ NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs t
 def replay(
     *,
     traces: Annotated[
-        list[Path], option(INPUT, "Recordings, repeatable: chat JSONL, output of collect, or Spec-Bench answers.")
+        list[Path],
+        option(INPUT, "Recordings, repeatable: output of collect, chats, or any other log with answers of the model."),
     ],
     questions: Annotated[Path | None, option(INPUT, "Questions of Spec-Bench answer files: question.jsonl.")] = None,
     warm: Annotated[
@@ -48,6 +49,7 @@ def replay(
         option(INPUT, "Recordings, repeatable, that are replayed before and not counted: they fill the history."),
     ] = None,
     config: ReplayConfig,
+    reading: Annotated[BuildConfig, only("max_bad_fraction")],
     chat: Annotated[
         bool | None,
         option(INPUT, "Rebuild contexts by the chat template or as text. Default: chat if any.", "--chat/--raw"),
@@ -79,8 +81,10 @@ def replay(
     """
     from hdtool.cli.output.replay_table import in_words, record, turn_record
     from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.cli.output.store_output import print_left_out
     from hdtool.cli.output.write_report import write_report
     from hdtool.data.progress import bar, over
+    from hdtool.data.tally import Tally
     from hdtool.data.traces import read_traces
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
@@ -96,8 +100,10 @@ def replay(
     curve = CostCurve.given(cost) if cost is not None else None
     if steps:
         _steps_file(steps).check()
-    recorded = _answered(read_traces(traces, questions)[: config.limit])
-    before = _answered(read_traces(warm)) if warm else []
+    counted = Tally(), Tally()
+    most_bad = reading.max_bad_fraction
+    recorded = _answered(read_traces(traces, questions, tolerance=most_bad, tally=counted[0])[: config.limit])
+    before = _answered(read_traces(warm, tolerance=most_bad, tally=counted[1])) if warm else []
     quiet_libraries()
     if report:
         prepare(report)
@@ -107,8 +113,11 @@ def replay(
     print(f"drafting from {store_set}", file=sys.stderr)
     if "hd-paper" in chosen:
         print(NO_LOOKAHEAD, file=sys.stderr)
-    conversations = [reader.turns(trace) for trace in over(recorded, "conversations", quiet=quiet)]
-    warming = [reader.turns(trace) for trace in before]
+    usable = list(reader.usable(over(recorded, "conversations", quiet=quiet), counted[0]))
+    conversations = [turns for _, turns in usable]
+    warming = [turns for _, turns in reader.usable(before, counted[1])]
+    for tally in counted:
+        print_left_out(tally, most_bad)
     contenders = [Contender(name, config.decoding(name), curve) for name in chosen]
     with bar(turns_in(contenders, conversations, warming), "turns", quiet=quiet) as shown:
         played = replayed(
@@ -122,7 +131,7 @@ def replay(
     if report:
         study = Study(conversations, store_set, config.draft_tokens, config.workers)
         page_of = partial(page_of_replay, study, played, curve, files)
-        write_report(report, study, recorded, reader.tokenizer, page_of, quiet=quiet)
+        write_report(report, study, [trace for trace, _ in usable], reader.tokenizer, page_of, quiet=quiet)
 
 
 def _refuse_repeated(traces: list[Path], warm: list[Path], config: ReplayConfig) -> None:

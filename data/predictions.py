@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import PromptError
-from hdtool.data.inputs import RowError, decoded, faults_named
+from hdtool.data.formats.row import RowError, decoded
+from hdtool.data.inputs import faults_named
 from hdtool.data.unicode import lone_surrogate
 
 CONTENT, PART = "content", "text"

@@ -1,26 +1,25 @@
 """Prompts from an option, a file or a pipe.
 
-A file holds one prompt per line, as plain text or as JSON. A JSON object has ``messages`` (chat), ``turns``
-(Spec-Bench: user turns that are answered one after another) or one of ``prompt``, ``question``, ``instruction``,
-``text``. Its ``prediction`` is what the answer will probably look like.
+A text file holds one prompt per line. Of the conversations in any other input, the prompt is all up to the last
+message that the model did not write; ``turns`` of Spec-Bench are answered one after another. The ``prediction`` of a
+JSON object is what the answer will probably look like.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
-from hdtool.data.errors import PromptError
-from hdtool.data.inputs import ENDINGS, RowError, decoded, faults_named, parsed
+from hdtool.data.conversations.conversation import QUESTIONS, TEXT, USER, Conversation
+from hdtool.data.conversations.reader import ConversationReader, Found
+from hdtool.data.errors import PromptError, RecordError
+from hdtool.data.formats.row import RowError
 from hdtool.data.predictions import prediction_of
+from hdtool.data.tally import Tally
 
 Message = dict[str, str]
-
-TEXT_KEYS = ("prompt", "question", "instruction", "text")
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,38 @@ class Prompt:
         return messages
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a file; raises at the first line that is none."""
-    text = _read_text(path)
-    if not text.strip():
-        raise PromptError(f"{path} is empty: put one prompt on each line, as text or as JSON")
-    if not _is_json(path, text):
-        return [Prompt.from_text(line, id=str(number)) for number, line in _lines(text)]
-    if text.lstrip().startswith("["):
-        rows: Iterable[tuple[int, Any]] = enumerate(_parse(text, f"{path}"), start=1)
-    else:
-        rows = ((number, _parse(line, f"{path}:{number}")) for number, line in _lines(text))
-    return [_prompt_of(row, f"{path}:{number}", str(number)) for number, row in rows]
+def read_prompts(path: Path, *, tolerance: float | None = None, tally: Tally | None = None) -> list[Prompt]:
+    """All prompts of a file.
+
+    Without a ``tolerance``, the first row that is none is an error. With one, such rows are counted in ``tally``.
+    """
+    try:
+        return _prompts(path, tolerance, tally)
+    except RecordError as error:
+        raise PromptError(str(error)) from None
+
+
+def _prompts(path: Path, tolerance: float | None, tally: Tally | None) -> list[Prompt]:
+    reader = ConversationReader([path], text_lines=True)
+    prompts: list[Prompt] = []
+    for found in reader.of_input(0):
+        try:
+            prompts.append(_prompt_of(found))
+        except RowError as fault:
+            reader.tally.refuse(found.where, fault)
+        if tolerance is None:
+            _refuse_bad(reader.tally)
+    if tolerance is None:
+        _refuse_bad(reader.tally)
+    if tally is not None:
+        tally.add(reader.tally)
+    reader.tally.check(tolerance or 0.0)
+    return prompts
+
+
+def _refuse_bad(tally: Tally) -> None:
+    if tally.bad:
+        raise PromptError(f"{tally.shown[0]}: correct or remove it")
 
 
 def of_all_categories(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
@@ -77,85 +96,28 @@ def alternating(groups: Iterable[Sequence[Prompt]]) -> list[Prompt]:
     return [prompt for row in zip_longest(*groups) for prompt in row if prompt is not None]
 
 
-def _read_text(path: Path) -> str:
-    with faults_named(path, PromptError):
-        data = path.read_bytes()
-    try:
-        return decoded(data)
-    except RowError as fault:
-        raise PromptError(f"{path} is {fault}: give UTF-8 text with a prompt on each line, or JSON") from None
+def _prompt_of(found: Found) -> Prompt:
+    conversation, where = found.conversation, found.where
+    messages, later = _asked(conversation)
+    row = found.row.value if isinstance(found.row.value, dict) else {}
+    return Prompt(
+        messages,
+        later,
+        id=conversation.id or str(found.row.number),
+        category=conversation.category,
+        prediction=prediction_of(row.get("prediction"), where),
+    )
 
 
-def _is_json(path: Path, text: str) -> bool:
-    """By the ending of its name; with another ending, by its first character."""
-    form = ENDINGS.get(path.suffix.lower())
-    return form != "text" if form else text.lstrip().startswith("{")
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    # str.splitlines would also split at separators that JSON strings may contain.
-    lines = (line.removesuffix("\r") for line in text.split("\n"))
-    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return parsed(text)
-    except RowError as fault:
-        raise PromptError(f"{where} is {fault}: correct the line, or name a file of plain prompts .txt") from None
-
-
-def _prompt_of(row: Any, where: str, number: str) -> Prompt:
-    if isinstance(row, str):
-        return Prompt.from_text(row, id=number, where=where)
-    if not isinstance(row, dict):
-        raise PromptError(f"{where} holds a JSON {_json_name(row)}: a prompt is an object with messages or a prompt")
-    messages, later = _asked(row, where)
-    name = next((row[key] for key in ("id", "question_id") if row.get(key) is not None), number)
-    prediction = prediction_of(row.get("prediction"), where)
-    return Prompt(messages, later, id=str(name), category=str(row.get("category", "")), prediction=prediction)
-
-
-def _asked(row: dict[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    if "messages" in row:
-        return _messages_of(row["messages"], where), ()
-    if "turns" in row:
-        turns = row["turns"]
-        texts = isinstance(turns, list) and all(isinstance(turn, str) and turn.strip() for turn in turns)
-        if not texts or not turns:
-            raise PromptError(f"{where}: `turns` must be a list of texts, none of them empty")
-        return ({"role": "user", "content": turns[0]},), tuple(turns[1:])
-    for key in TEXT_KEYS:
-        if key in row:
-            if not isinstance(row[key], str):
-                raise PromptError(f"{where}: `{key}` is a JSON {_json_name(row[key])}, it must be a text")
-            return Prompt.from_text(row[key], where=where).messages, ()
-    found = ", ".join(sorted(map(str, row))) or "nothing"
-    raise PromptError(f"{where} has no prompt (found: {found}): expected messages, turns, {', '.join(TEXT_KEYS)}")
-
-
-def _messages_of(value: Any, where: str) -> tuple[Message, ...]:
-    """The conversation up to its last question, without a recorded answer to it."""
-    asked = checked_messages(value, where)
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    if not asked:
-        raise PromptError(f"{where}: the conversation holds answers only: a user's message is needed")
-    return tuple(asked)
-
-
-def checked_messages(value: Any, where: str) -> list[Message]:
-    """The messages of a conversation; raises unless each has a known role and a text."""
-    if not isinstance(value, list) or not value:
-        raise PromptError(f"{where}: `messages` must be a list with at least one message")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise PromptError(f"{where}: every message needs a `role` and a text as `content`")
-        if message.get("role") not in ROLES:
-            raise PromptError(f"{where}: unknown role {message.get('role')!r}: expected one of {', '.join(ROLES)}")
-    return [{"role": message["role"], "content": message["content"]} for message in value]
-
-
-def _json_name(value: Any) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
+def _asked(conversation: Conversation) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """The conversation up to its last question, without a recorded answer to it, and the user's later turns."""
+    turns = list(conversation.turns)
+    if conversation.kind == TEXT:
+        return ({"role": USER, "content": turns[0].text},), ()
+    if conversation.kind == QUESTIONS:
+        return ({"role": USER, "content": turns[0].text},), tuple(turn.text for turn in turns[1:])
+    while turns and turns[-1].by_model:
+        turns.pop()
+    if not turns:
+        raise RowError("the conversation holds answers only: a user's message is needed")
+    return tuple({"role": turn.role, "content": turn.text} for turn in turns), ()

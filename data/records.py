@@ -1,38 +1,21 @@
 """Records: texts to draft from, read from conversations, generations and plain texts.
 
-The keys of a JSON object or a Parquet row determine its kind:
-
-- ``conversations`` (ShareGPT), ``messages`` (chat) or ``conversation``: turns with ``from`` or ``role``,
-  and ``value`` or ``content``;
-- ``choices`` (Spec-Bench answers): the ``turns`` of the first one;
-- ``output``, ``answer``, ``response`` or ``completion``, usually with ``prompt``, ``question`` or
-  ``instruction`` and ``input``;
-- ``text`` or ``content``: an answer if there is a prompt, else a plain text, like a bare JSON string.
-
-Records that cannot be used are counted and named; too many of them are an error.
+Each turn of a conversation is a text of its own. Of a request with its response, the turns since the model's last
+answer count: earlier requests held the others. Records that cannot be used are counted and named; too many of them are
+an error.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from hdtool.data.conversations.conversation import Conversation
+from hdtool.data.conversations.reader import ConversationReader
 from hdtool.data.errors import RecordError
-from hdtool.data.inputs import CountedFile, RowError, faults_named, rows_of
-from hdtool.data.spec_bench import turns_of
-from hdtool.data.stores.documents import Source
-from hdtool.data.tally import Tally
-from hdtool.data.unicode import lone_surrogate
-
-CONVERSATION_KEYS = ("conversations", "messages", "conversation")
-PROMPT_KEYS = ("instruction", "input", "prompt", "question")
-ANSWER_KEYS = ("output", "answer", "response", "completion")
-TEXT_KEYS = ("text", "content")
-TURN_KEYS = ("value", "content", "text")
-ANSWERERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model")
+from hdtool.data.tally import TOLERANCE, Tally
 
 
 class Part(NamedTuple):
@@ -72,54 +55,41 @@ class Portion:
         return replace(self, texts=(), held_text=bool(self.texts))
 
 
-class Reading:
+class Reading(ConversationReader):
     """Iterates over the records of inputs, and counts what it reads."""
 
-    def __init__(self, inputs: Sequence[Path], *, answers_only: bool = False, tolerance: float = 0.05) -> None:
-        self.inputs = list(inputs)
+    def __init__(self, inputs: Sequence[Path], *, answers_only: bool = False, tolerance: float = TOLERANCE) -> None:
         self.answers_only = answers_only
-        self._tolerance = tolerance
-        self.sizes: list[int] = []
-        for path in self.inputs:
-            with faults_named(path):
-                self.sizes.append(path.stat().st_size)
-        self.hashes: dict[int, str] = {}
-        self.restart()
+        super().__init__(inputs, tolerance=tolerance)
 
     def restart(self) -> None:
-        self.tally = Tally()
-        self.bytes_read = 0
+        super().restart()
         self._before = 0
         self._found = False
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def sources(self) -> list[Source]:
-        """The inputs and their hashes; a file that was not read to its end is read again here."""
-        for number, path in enumerate(self.inputs):
-            if number not in self.hashes:
-                with faults_named(path), path.open("rb") as file:
-                    self.hashes[number] = hashlib.file_digest(file, "sha256").hexdigest()
-        return [Source(str(path), self.hashes[number]) for number, path in enumerate(self.inputs)]
 
     def __iter__(self) -> Iterator[Record]:
         self.restart()
         for source in range(len(self.inputs)):
-            for parts in self._parts(source):
-                if texts := self._wanted(parts):
+            for found in self.of_input(source):
+                if texts := self._wanted(parts := _parts_of(found.conversation)):
                     self._found = True
                     yield Record(texts, source, parts)
+        self.finish()
+
+    def whole(self) -> Iterator[Record]:
+        """The records with all turns, those that other requests and rows held included."""
+        for found in self.conversations():
+            if texts := self._wanted(parts := _parts_of(found.conversation, whole=True)):
+                self._found = True
+                yield Record(texts, found.source, parts)
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
         """A single input in portions of at least so many texts; another process counts them with ``take``."""
         self.restart()
         held: list[str] = []
-        for parts in self._parts(0):
-            held += self._wanted(parts)
+        for found in self.of_input(0):
+            held += self._wanted(_parts_of(found.conversation))
             if len(held) >= texts:
                 yield Portion(held, self.tally, self.bytes_read)
                 held, self.tally = [], Tally()
@@ -143,24 +113,6 @@ class Reading:
     def _wanted(self, parts: Iterable[Part]) -> tuple[str, ...]:
         return tuple(part.text for part in parts if part.by_model or not self.answers_only)
 
-    def _parts(self, source: int) -> Iterator[tuple[Part, ...]]:
-        path, size = self.inputs[source], self.sizes[source]
-        before = self.bytes_read
-        with faults_named(path), CountedFile(path) as raw:
-            for row in rows_of(path, raw, size):
-                self.bytes_read = before + row.consumed
-                try:
-                    parts = _parts_of(row.value)
-                except ValueError as fault:
-                    self.tally.note(f"{path}{row.place}", fault)
-                    continue
-                self.tally.good += 1
-                yield parts
-            # Parquet is not read through the counted file: ``sources`` computes its hash.
-            if raw.count >= size:
-                self.hashes[source] = raw.sha256()
-        self.bytes_read = before + size
-
 
 def _names(paths: Sequence[Path]) -> str:
     if not paths:
@@ -168,80 +120,13 @@ def _names(paths: Sequence[Path]) -> str:
     return f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else str(paths[0])
 
 
-def _parts_of(value: Any) -> tuple[Part, ...]:
-    """The parts of a row in order; raises if there is none."""
-    parts = tuple(part for part in _raw_parts(value) if part.text and not part.text.isspace())
-    if not parts:
-        raise RowError("empty conversation" if isinstance(value, dict) else "empty text")
-    for part in parts:
-        if fault := lone_surrogate(part.text):
-            raise RowError(f"not valid Unicode ({fault})")
-    return parts
-
-
-def _raw_parts(value: Any) -> list[Part]:
-    if isinstance(value, RowError):
-        raise value
-    if isinstance(value, str):
-        return [Part(value, True)]
-    if not isinstance(value, dict):
-        raise RowError(f"a record is an object or a text (found: {type(value).__name__})")
-    # A Parquet row has all columns of its file, some of them null.
-    row = {key: held for key, held in value.items() if held is not None}
-    for key in CONVERSATION_KEYS:
-        if key in row:
-            if not isinstance(row[key], list):
-                raise RowError(f"`{key}` must be a list (found: {type(row[key]).__name__})")
-            parts = [_turn(turn) for turn in row[key]]
-            return _with_ids(parts, row["answers"]) if "answers" in row else parts
-    if "choices" in row:
-        return [Part(text, by_model=True) for text in turns_of(row["choices"])]
-    return _pair(row)
-
-
-def _with_ids(parts: list[Part], answers: Any) -> list[Part]:
-    """Add the tokens of the last answers, which ``collect`` records."""
-    rows = answers if isinstance(answers, list) else []
-    ids = [row.get("output_ids") for row in rows if isinstance(row, dict)]
-    places = [place for place, part in enumerate(parts) if part.by_model][-len(ids) :] if ids else []
-    for place, found in zip(places, ids, strict=False):
-        if isinstance(found, list) and found and all(type(token) is int and token >= 0 for token in found):
-            parts[place] = parts[place]._replace(ids=tuple(found))
-    return parts
-
-
-def _turn(turn: Any) -> Part:
-    held = [turn[key] for key in TURN_KEYS if key in turn] if isinstance(turn, dict) else []
-    if not held:
-        raise RowError("a turn needs a role and a text, as `from` and `value` or as `role` and `content`")
-    # The text of a message that calls a tool is null.
-    text = next((text for text in held if text is not None), "")
-    if isinstance(text, list):
-        text = "\n".join(_texts_of_parts(text))
-    role = turn.get("from") or turn.get("role")
-    name = str(role).lower()
-    return Part(_text(text, "a turn's text"), name in ANSWERERS, role="system" if name == "system" else "user")
-
-
-def _texts_of_parts(parts: list[Any]) -> Iterator[str]:
-    """The texts of a message in parts; images and sounds have none."""
-    for part in parts:
-        if not isinstance(part, dict):
-            raise RowError("a message in parts needs objects with a `text`")
-        if part.get("text") is not None:
-            yield _text(part["text"], "the `text` of a message's part")
-
-
-def _pair(row: dict[str, Any]) -> list[Part]:
-    asked = [key for key in PROMPT_KEYS if key in row]
-    # If there is an answer, `text` usually repeats prompt and answer.
-    answers = [key for key in ANSWER_KEYS if key in row] or [key for key in TEXT_KEYS if key in row][:1]
-    if not asked and not answers:
-        raise RowError(f"no conversation, answer or text in it (found: {', '.join(map(str, row)) or 'nothing'})")
-    return [Part(_text(row[key], f"`{key}`"), key in answers) for key in asked + answers]
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f"{name} must be a text (found: {type(value).__name__})")
-    return value
+def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[Part, ...]:
+    """The parts of a conversation with a text, in order; answers that a request repeats are not the model's."""
+    turns = conversation.turns if whole else conversation.new_turns
+    first_answer = conversation.prompted - (len(conversation.turns) - len(turns))
+    parts = ((turn, turn.by_model and place >= first_answer) for place, turn in enumerate(turns))
+    return tuple(
+        Part(turn.text, True, turn.ids) if by_model else Part(turn.text, False, None, turn.role)
+        for turn, by_model in parts
+        if turn.text and not turn.text.isspace()
+    )

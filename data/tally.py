@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from hdtool.data.errors import RecordError
 
 BAD_SHOWN = 20
+TOLERANCE = 0.05
+"""The share of records that may be unusable, where no option sets it."""
 
 
 @dataclass
@@ -18,20 +20,29 @@ class Tally:
     shown: list[str] = field(default_factory=list)
     """The first unusable records: place and reason."""
     first_bad: str = ""
+    advice: str = ""
+    """What else helps with the first unusable record."""
 
     def note(self, place: str, fault: Exception) -> None:
         # Names from the record itself may hold line breaks.
         reason = " ".join(str(fault).split())[:200]
         self.bad += 1
-        self.first_bad = self.first_bad or f"{place} ({reason})"
+        if not self.first_bad:
+            self.first_bad, self.advice = f"{place} ({reason})", str(getattr(fault, "advice", ""))
         if len(self.shown) < BAD_SHOWN:
             self.shown.append(f"{place}: {reason}")
+
+    def refuse(self, place: str, fault: Exception) -> None:
+        """Note a record that was counted as usable before."""
+        self.good -= 1
+        self.note(place, fault)
 
     def add(self, later: Tally) -> None:
         """Add the counts of a later part of the inputs."""
         self.good += later.good
         self.bad += later.bad
-        self.first_bad = self.first_bad or later.first_bad
+        if not self.first_bad:
+            self.first_bad, self.advice = later.first_bad, later.advice
         self.shown += later.shown[: BAD_SHOWN - len(self.shown)]
 
     def left_out(self) -> list[str]:
@@ -44,5 +55,5 @@ class Tally:
         if self.bad > tolerance * count:
             raise RecordError(
                 f"{self.bad} of {count} records cannot be used, the first at {self.first_bad}: "
-                "correct or remove them, or raise --max-bad-fraction"
+                f"correct or remove them, or raise --max-bad-fraction{self.advice}"
             )

@@ -32,7 +32,7 @@ def read_examples(reading: Reading, turns: TurnReader, window: int, shown: Bar) 
     """All examples of some inputs; raises if no text is long enough."""
     found: list[Example] = []
     longest = 0
-    for record in reading:
+    for record in reading.whole():
         for whole in _examples_of(record, turns):
             longest = max(longest, len(whole.ids))
             found += _cut(whole, window)

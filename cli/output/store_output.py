@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hdtool.data.records import Reading
     from hdtool.data.stores.documents import Document, Source
     from hdtool.data.stores.store import Manifest, TokenizerFingerprint
+    from hdtool.data.tally import Tally
     from hdtool.runtime.config import BuildConfig
 
 
@@ -71,7 +72,13 @@ def reading(
     with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         engine.prepare(source)
         yield BuildInputs(history, source), history.with_others(engine.documents(source, tokenizer, shown))
-    for line in source.tally.left_out():
+    print_left_out(source.tally)
+
+
+def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:
+    """Print the records that cannot be used; more than the tolerance allows are an error."""
+    tally.check(tolerance)
+    for line in tally.left_out():
         print(line, file=sys.stderr)
 
 

@@ -19,7 +19,7 @@ PromptText = Annotated[
 ]
 Prompt = Annotated[str | None, option(INPUT, "The same as an option, for texts that begin with a dash.")]
 System = Annotated[str | None, option(INPUT, "System message before the conversation.")]
-Prompts = Annotated[Path | None, option(INPUT, "File of prompts, one per line: text, or JSON with prompt or messages.")]
+Prompts = Annotated[Path | None, option(INPUT, "File of prompts: text, one per line, or conversations in any form.")]
 Prediction = Annotated[
     Path | None,
     option(INPUT, "File with what the answer will probably look like; it is drafted from and never read by the model."),
@@ -29,7 +29,10 @@ Chat = Annotated[
 ]
 Inputs = Annotated[
     list[str],
-    typer.Argument(help="Files, folders or globs: ShareGPT JSON, chat or plain JSONL, text, Parquet; also as .gz."),
+    typer.Argument(
+        help="Files, folders, globs or hf:OWNER/NAME: chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server, "
+        "llm; Parquet, text; also as .gz and .zst."
+    ),
 ]
 StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store.")]
 StoreOut = Annotated[

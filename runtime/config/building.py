@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hdtool.data.tally import TOLERANCE
 from hdtool.runtime.config.setting import Settings, require, setting
 
 ENGINES = ("local", "ray")
@@ -15,7 +16,7 @@ MAX_BAD_FRACTION = "Share of records that may be unusable; they are counted and 
 class BuildConfig(Settings):
     """How stores are built. Lookups in a corpus index take longer the more shards there are."""
 
-    max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION)
+    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION)
     shard_bytes: int = setting(1 << 29, "Bytes of tokens per shard; sorting a shard takes seven times as much memory.")
     workers: int | None = setting(
         None, "Shards sorted in parallel, and local workers of Ray. Default: one per core.", least=1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hdtool.data.tally import TOLERANCE
 from hdtool.runtime.config.building import MAX_BAD_FRACTION
 from hdtool.runtime.config.setting import Settings, require, setting
 
@@ -52,7 +53,7 @@ class TrainConfig(Settings):
     val_fraction: float = setting(0.05, "Share of the texts held out for evaluation and for the choice of the tree.")
     save_every: int = setting(50, "Steps between checkpoints.", least=1)
     seed: int = setting(0, "Seed of initial weights and of the order of texts.", least=0)
-    max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION)
+    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION)
 
     def __post_init__(self) -> None:
         super().__post_init__()

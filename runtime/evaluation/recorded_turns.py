@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hdtool.data.chat import conversation_text, encode_text, has_chat_template
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.prompts import Message
+from hdtool.data.tally import Tally
 from hdtool.data.traces import Recorded, Trace
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_stops, load_tokenizer
@@ -51,9 +52,20 @@ class TurnReader:
 
     def turns(self, trace: Trace) -> list[RecordedTurn]:
         try:
-            return [self._turn(trace, number, answer) for number, answer in enumerate(trace.answers)]
+            return self._turns(trace)
         except PromptError as error:
             raise RecordError(f"{trace.where}: {error}") from None
+
+    def usable(self, traces: Iterable[Trace], tally: Tally) -> Iterator[tuple[Trace, list[RecordedTurn]]]:
+        """The traces with their turns; those whose contexts cannot be rebuilt are counted in ``tally``."""
+        for trace in traces:
+            try:
+                yield trace, self._turns(trace)
+            except PromptError as error:
+                tally.refuse(trace.where, error)
+
+    def _turns(self, trace: Trace) -> list[RecordedTurn]:
+        return [self._turn(trace, number, answer) for number, answer in enumerate(trace.answers)]
 
     def _turn(self, trace: Trace, number: int, recorded: Recorded) -> RecordedTurn:
         asked = conversation_text(self.tokenizer, trace.messages[: recorded.place], chat=self._chat)

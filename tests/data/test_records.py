@@ -51,11 +51,15 @@ def parquet(path: Path, rows: list[Any]) -> Path:
     ("row", "texts", "answers"),
     [
         (SHAREGPT, ("q", "a"), ("a",)),
-        ({"conversation": [{"role": "Assistant", "content": "a"}, {"content": "x"}]}, ("a", "x"), ("a",)),
+        (
+            {"conversation": [{"role": "Assistant", "content": "a"}, {"role": "human", "content": "x"}]},
+            ("a", "x"),
+            ("a",),
+        ),
         ({"messages": [{"role": role, "content": role} for role in TURNS]}, tuple(TURNS), ("assistant", "model")),
         ({"messages": [{"role": "model", "content": [{"text": "a"}, {"image": 1}, {"text": "b"}]}]}, ("a\nb",), None),
         ({"messages": [{"role": "user", "content": "q"}, {"role": "gpt", "content": None}]}, ("q",), ()),
-        ({"conversations": [{"from": "king", "value": "k"}, {"from": "bing", "value": " "}]}, ("k",), ()),
+        ({"conversations": [{"from": "human", "value": "k"}, {"from": "bing", "value": " "}]}, ("k",), ()),
         ({"choices": [{"turns": ["a", "b"]}, {"turns": ["c"]}], "question_id": 1}, ("a", "b"), None),
         ({"output": "a", "prompt": "q"}, ("q", "a"), ("a",)),
         ({"prompt": "q", "text": "a", "tokens": 3}, ("q", "a"), ("a",)),
@@ -197,7 +201,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ('["t"]', "a record is an object or a text (found: list)"),
         ('""', "empty text"),
         (r'"\ud83d"', "not valid Unicode (U+D83D at character 0)"),
-        ('{"a\\nb": 1, "id": 2}', "no conversation, answer or text in it (found: a b, id)"),
+        ('{"a\\nb": 1, "id": 2}', "no conversation, answer or text in it (found: a b: 1, id: 2)"),
+        ('{"messages": [{"content": "x"}]}', "a turn needs a role and a text"),
+        ('{"conversations": [{"from": "king", "value": "x"}]}', "unknown role 'king': expected one of system, user"),
         ('{"text": 3}', "`text` must be a text (found: int)"),
         ('{"conversations": {}}', "`conversations` must be a list (found: dict)"),
         ('{"conversations": []}', "empty conversation"),
@@ -230,7 +236,8 @@ def test_too_many_bad_records_are_an_error_at_the_end(tmp_path: Path) -> None:
     records = iter(reading)
     assert [next(records).source for _ in range(30)][-1] == 1
     with pytest.raises(
-        RecordError, match=r"^30 of 60 records .* first at .*bad.json\[1\] \(no conv.*raise --max-bad-fraction$"
+        RecordError,
+        match=r"^30 of 60 records .* first at .*bad.json\[1\] \(no conv.*raise --max-bad-fraction; accepted forms: .*$",
     ):
         next(records)
 

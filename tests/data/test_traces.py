@@ -107,21 +107,22 @@ def test_several_files_make_one_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("{\n", ":2: not valid JSON"),
-        ("7\n", ":2: a recorded conversation is a JSON object (found: int)"),
-        ({"prompt": "hi", "output": "ho"}, ":2: no `messages` or `choices` in it (found: prompt, output)"),
-        ({"messages": "hi"}, ":2: `messages` must be a list"),
-        ({"messages": []}, ":2: `messages` must be a list with at least one"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, ":2: every message needs a `role` and a text"),
-        ({"messages": [USER, {"role": "robot", "content": "hi"}]}, ":2: unknown role 'robot'"),
-        (collected([], [USER, SAID]), ":2: `answers` must be a list with one entry for each of the model's messages"),
-        (collected([{}] * 2, [USER, SAID]), ":2: `answers` must be a list with one entry"),
-        (collected([{"output_ids": []}], [USER, SAID]), ":2: every entry of `answers` needs `output_ids`"),
-        (collected([{"output_ids": [-1]}], [USER, SAID]), ":2: every entry of `answers` needs `output_ids`"),
-        (collected([{"output_ids": [True]}], [USER, SAID]), ":2: every entry of `answers` needs `output_ids`"),
-        (collected([{"output_ids": [1]}], [USER, SAID], max_new_tokens="9"), ":2: `max_new_tokens` must be a number"),
-        (collected([{"output_ids": [1] * 10, "finish": "stop"}], [USER, SAID]), ":2: an answer is 10 tokens long"),
-        (ANSWERS, ":2 holds answers without their questions, as Spec-Bench writes them: name the questions with"),
+        ("{\n", ":2 (not valid JSON"),
+        ("7\n", ":2 (a record is an object or a text (found: int)"),
+        ({"name": "hi", "said": "ho"}, ':2 (no conversation, answer or text in it (found: name: "hi", said: "ho")'),
+        ({"messages": "hi"}, ":2 (`messages` must be a list"),
+        ({"messages": []}, ":2 (empty conversation"),
+        ({"messages": [USER, {"role": "assistant", "content": 3}]}, ":2 (a turn's text must be a text (found: int)"),
+        ({"messages": [USER, {"role": "assistant"}]}, ":2 (a turn needs a role and a text"),
+        ({"messages": [USER, {"role": "robot", "content": "hi"}]}, ":2 (unknown role 'robot'"),
+        (collected([], [USER, SAID]), ":2 (`answers` must be a list with one entry for each of the model's messages"),
+        (collected([{}] * 2, [USER, SAID]), ":2 (`answers` must be a list with one entry"),
+        (collected([{"output_ids": []}], [USER, SAID]), ":2 (every entry of `answers` needs `output_ids`"),
+        (collected([{"output_ids": [-1]}], [USER, SAID]), ":2 (every entry of `answers` needs `output_ids`"),
+        (collected([{"output_ids": [True]}], [USER, SAID]), ":2 (every entry of `answers` needs `output_ids`"),
+        (collected([{"output_ids": [1]}], [USER, SAID], max_new_tokens="9"), ":2 (`max_new_tokens` must be a number"),
+        (collected([{"output_ids": [1] * 10, "finish": "stop"}], [USER, SAID]), ":2 (an answer is 10 tokens long"),
+        (ANSWERS, ":2 (answers without their questions, as Spec-Bench writes them: name the questions with"),
     ],
 )
 def test_rows_that_are_none(tmp_path: Path, row: Any, said: str) -> None:
@@ -132,10 +133,10 @@ def test_rows_that_are_none(tmp_path: Path, row: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({**ANSWERS, "question_id": 82}, ":1 answers question 82, which the file of questions lacks"),
-        ({**ANSWERS, "choices": []}, ":1: `choices` must begin with an object that has `turns`, a list of texts"),
-        ({**ANSWERS, "choices": [{"turns": [None]}]}, ":1: `choices` must begin with"),
-        ({**ANSWERS, "choices": [{"turns": ["a", "b", "c"]}]}, ":1: 3 answers to a question of 2 turns"),
+        ({**ANSWERS, "question_id": 82}, ":1 (it answers question 82, which the file of questions lacks"),
+        ({**ANSWERS, "choices": []}, ":1 (`choices` must begin with an object that has `turns`, a list of texts"),
+        ({**ANSWERS, "choices": [{"turns": [None]}]}, ":1 (`choices` must begin with"),
+        ({**ANSWERS, "choices": [{"turns": ["a", "b", "c"]}]}, ":1 (3 answers to a question of 2 turns"),
     ],
 )
 def test_answer_files_that_do_not_fit(tmp_path: Path, row: Any, said: str) -> None:
@@ -244,7 +245,6 @@ def test_ids_of_another_tokenizer(tokenizer: Any, tmp_path: Path, ids: list[int]
         (None, True, [USER, SAID], "no chat template: leave out --chat"),
         ("{{ raise_exception('no system prompts') }}", None, [SYSTEM, USER, SAID], "no system prompts"),
         ("{{ '' }}", None, [USER, SAID], "there is nothing before the answer"),
-        (None, None, [{"role": "user", "content": "a\ud800"}, SAID], "not valid Unicode"),
     ],
 )
 def test_conversations_that_cannot_be_rebuilt(

@@ -1,0 +1,92 @@
+"""The rows of an input file: its format is known by the ending of its name or else by its first bytes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+from hdtool.data.errors import RecordError
+from hdtool.data.formats.compression import CHUNK, PACKED, unpacked
+from hdtool.data.formats.json_rows import first_character, json_rows, line_rows
+from hdtool.data.formats.llm_database import SQLITE, database_rows
+from hdtool.data.formats.row import CountedFile, Row, RowError, decoded
+from hdtool.data.formats.server_log import is_server_log, log_rows
+from hdtool.data.formats.tables import ARROW, PARQUET, arrow_rows, parquet_rows
+
+FORMATS = {
+    "json": (".json",),
+    "lines": (".jsonl", ".ndjson"),
+    "text": (".txt", ".text", ".md"),
+    "parquet": (".parquet",),
+}
+ENDINGS = {ending: form for form, endings in FORMATS.items() for ending in endings}
+MAGIC = {PARQUET: "parquet", SQLITE: "database", ARROW: "arrow"}
+
+
+def rows_of(path: Path, raw: CountedFile, size: int, *, text_lines: bool = False) -> Iterator[Row]:
+    """The rows of a file; raises if there is none. With ``text_lines``, each line of a text is a row."""
+    row = None
+    for row in _rows(path, unpacked(raw), raw, size, text_lines):
+        yield row
+    if row is None:
+        raise RecordError(f"{path} is empty: leave it out, or put text in it")
+
+
+def ending_of(path: Path) -> str:
+    """The ending of a name without that of its compression."""
+    return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
+
+
+def _rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int, text_lines: bool) -> Iterator[Row]:
+    head = stream.peek(CHUNK)
+    form = _format(path, head)
+    if form == "parquet":
+        yield from parquet_rows(path, stream, size)
+    elif form == "database":
+        yield from database_rows(path, stream, size)
+    elif form == "arrow":
+        yield from arrow_rows(path, stream, raw)
+    elif b"\0" in head:
+        # Such a file may be a single line of any length.
+        raise RecordError(f"{path} holds binary data: give text, JSON, Parquet or a SQLite database of llm")
+    elif form == "lines":
+        yield from line_rows(stream, raw)
+    elif form == "json":
+        yield from json_rows(path, stream, raw, size)
+    elif form == "log":
+        yield from log_rows(path, stream, raw)
+    elif text_lines:
+        yield from _text_lines(stream, raw)
+    else:
+        yield from _text_row(path, stream.read(), size)
+
+
+def _format(path: Path, head: bytes) -> str:
+    for magic, form in MAGIC.items():
+        if head.startswith(magic):
+            return form
+    if form := ENDINGS.get(ending_of(path)):
+        return form
+    first = first_character(head)
+    if first != b"{" and is_server_log(head):
+        return "log"
+    return "json" if first in (b"[", b"{") else "text"
+
+
+def _text_row(path: Path, data: bytes, size: int) -> Iterator[Row]:
+    try:
+        if (text := decoded(data)).strip():
+            yield Row("", text, size)
+    except RowError as fault:
+        raise RecordError(f"{path} is {fault}: convert it to UTF-8 text, or leave it out") from None
+
+
+def _text_lines(stream: io.BufferedReader, raw: CountedFile) -> Iterator[Row]:
+    for number, line in enumerate(stream, start=1):
+        try:
+            value: str | RowError = decoded(line).removesuffix("\n").removesuffix("\r")
+        except RowError as fault:
+            value = fault
+        if isinstance(value, RowError) or value.strip():
+            yield Row(f":{number}", value, raw.count, number)
