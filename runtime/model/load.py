@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
+from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import room_for
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.gguf.converted import converted
-from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.placement import require_accelerate
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.target import Target
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
-"""A folder with any of these can hold a tokenizer."""
+CONFIG_FILES = ("config.json",)
+"""A folder without it holds no model."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Loaded:
     name: str
     target: Target
     tokenizer: PreTrainedTokenizerBase
+    checkpoint: Checkpoint | None = None
+    """The files that the model was loaded from; model stores at home are found by it."""
 
     def sampler(
         self, config: SamplingConfig, prompt: Sequence[int], *, max_new_tokens: int
@@ -78,7 +80,7 @@ def load(config: ModelConfig | str) -> Loaded:
         if device.type == "cpu":
             use_small_batch_products(model)
         target = _attempt(name, f"on {device}", lambda: Target(model))
-    return Loaded(name, target, tokenizer)
+    return Loaded(name, target, tokenizer, checkpoint_of(config))
 
 
 def load_part(config: ModelConfig) -> Target:
@@ -123,18 +125,18 @@ def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
     """A model's tokenizer, without the model."""
-    place = _location(config, TOKENIZER_FILES)
+    place = place_of(config, revision=revision)
     tokenizer: PreTrainedTokenizerBase = _attempt(
-        place,
+        config.name,
         "its tokenizer",
-        lambda: AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=config.trust_remote_code),
+        lambda: AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code),
     )
     return tokenizer
 
 
 def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end a model's answers, from its configuration files."""
-    place = _location(config, TOKENIZER_FILES)
+    place = place_of(config)
     ends = None
     for kind in (AutoConfig, GenerationConfig):  # the second one takes precedence
         with suppress(OSError, ValueError):
@@ -151,8 +153,10 @@ def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase)
 
 
 def _settings(config: ModelConfig) -> Any:
-    place, trust = _location(config), config.trust_remote_code
-    return _attempt(place, "its configuration", lambda: AutoConfig.from_pretrained(place, trust_remote_code=trust))
+    place, trust = place_of(config, CONFIG_FILES), config.trust_remote_code
+    return _attempt(
+        config.name, "its configuration", lambda: AutoConfig.from_pretrained(place, trust_remote_code=trust)
+    )
 
 
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
@@ -164,8 +168,8 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
     if scheme := config.quantization:
         computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
         options["quantization_config"] = _attempt(name, "quantized", lambda: quantization(scheme, computed))
-    place = _location(config, weights=True)
-    model = _attempt(place, "its weights", lambda: _complete_model(place, **options))
+    place = place_of(config, CONFIG_FILES, weights=True)
+    model = _attempt(name, "its weights", lambda: _complete_model(place, name, **options))
     if config.generation_config:
         model.generation_config = generation_settings(config.generation_config, model.generation_config)
     if quantized and config.dtype != "auto" and model.dtype != dtype:
@@ -174,11 +178,11 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
     return model
 
 
-def _complete_model(name: str, **options: Any) -> Any:
+def _complete_model(place: Path, name: str, **options: Any) -> Any:
     """The model; raise if the checkpoint lacks weights, which the library would initialize at random."""
     model, report = cast(
         tuple[Any, dict[str, Any]],
-        AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options),
+        AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options),
     )
     if lacking := sorted(report["missing_keys"]):
         raise ModelError(
@@ -215,27 +219,6 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
     return dtype
 
 
-def _location(config: ModelConfig, needed: tuple[str, ...] = ("config.json",), *, weights: bool = False) -> str:
-    """The folder or hub name to load from; raise for paths that cannot hold a model.
-
-    A GGUF file is converted if need be. Without ``weights``, the folder may hold the configuration and tokenizer alone.
-    """
-    if config.model is None:
-        return str(demo.MODEL)
-    if file := gguf_file(config):
-        return str(_attempt(str(file), "as a GGUF file", lambda: converted(file, weights=weights)))
-    name, path = config.model, Path(config.model).expanduser()
-    if path.is_dir():
-        if not any((path / file).is_file() for file in needed):
-            raise ModelError(f"{name} is a folder without {needed[0]}: name a folder written by save_pretrained")
-        return str(path)
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelError(
-            f"{name} does not exist: give the folder of a model, a GGUF file, or a model's name on the hub"
-        )
-    return name
-
-
 def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
     """Run a loading step; convert errors of the libraries to a ModelError of one line."""
     try:
@@ -254,8 +237,9 @@ def _reason(error: Exception, name: str) -> str:
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"
     first = text.split(". ")[0][:300] or type(error).__name__
+    path = Path(name).expanduser()
     if isinstance(error, ImportError):
         return first
-    if Path(name).is_dir():
+    if path.is_dir():
         return f"{first}: check that the folder is whole"
-    return f"{first}: check the file" if Path(name).exists() else first
+    return f"{first}: check the file" if path.exists() else first
