@@ -16,7 +16,7 @@ from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import room_for
-from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
+from hdtool.runtime.generate_settings import sampler_as_generate
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import place_of
@@ -66,7 +66,7 @@ def load(config: ModelConfig | str) -> Loaded:
     config = ModelConfig(config) if isinstance(config, str) else config
     name = config.name
     device = pick_device(config.device)
-    settings = _settings(config)
+    settings = load_settings(config)
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
     if group := leader():
@@ -85,7 +85,7 @@ def load(config: ModelConfig | str) -> Loaded:
 
 def load_part(config: ModelConfig) -> Target:
     """The shard of a model for one of several processes; all processes load at the same time."""
-    return _attempt(config.name, "a part of it", lambda: Target(_sharded_weights(config, _settings(config)), never))
+    return _attempt(config.name, "a part of it", lambda: Target(_sharded_weights(config, load_settings(config)), never))
 
 
 def _leading_target(config: ModelConfig, settings: Any, group: ProcessGroup) -> Target:
@@ -110,7 +110,7 @@ def _sharded_weights(config: ModelConfig, settings: Any) -> Any:
 
 def load_stock(config: ModelConfig) -> PreTrainedModel:
     """The unmodified model, for comparisons."""
-    model: PreTrainedModel = _on_one_device(config, _settings(config), pick_device(config.device))
+    model: PreTrainedModel = _on_one_device(config, load_settings(config), pick_device(config.device))
     model.eval()
     return model
 
@@ -152,7 +152,8 @@ def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase)
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
-def _settings(config: ModelConfig) -> Any:
+def load_settings(config: ModelConfig) -> Any:
+    """A model's configuration, without the model."""
     place, trust = place_of(config, CONFIG_FILES), config.trust_remote_code
     return _attempt(
         config.name, "its configuration", lambda: AutoConfig.from_pretrained(place, trust_remote_code=trust)

@@ -51,10 +51,10 @@ def fake_hub(folder: Path) -> Iterator[FakeHub]:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self._answer(send=False)
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self._answer(send=True)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         if len(parts) < 4:
             self._refuse(404, "")
             return
-        owner, model, _, revision, *path = parts
+        owner, model, _, _, *path = parts
         file = self.server.folder.joinpath(owner, model, *path)
         if owner in REFUSED or not file.is_file():
             self._refuse(*REFUSED.get(owner, (404, "EntryNotFound")))
