@@ -20,12 +20,14 @@ from hdtool.cli import (
     collect,
     convert,
     demo,
+    doctor,
     edit_store,
     generate,
     inspect,
     replay,
     serve,
     setup,
+    stores,
     train_heads,
     verify,
 )
@@ -51,7 +53,7 @@ app = typer.Typer(
 
 COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
     generate.generate: (
-        'hdtool generate "Write a quick sort."',
+        'hdtool generate --model MODEL "Write a quick sort."',
         "hdtool generate --model MODEL --prompts prompts.jsonl --json > answers.jsonl",
     ),
     setup.setup: (
@@ -60,15 +62,15 @@ COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
     ),
     chat.chat: ("hdtool chat", "hdtool chat MODEL --system 'Answer in one sentence.' --temperature 0.7"),
     build_stores.build_model_db: (
-        "hdtool build-model-db --from generations.jsonl",
-        "hdtool build-model-db --model MODEL --from 'logs/*.jsonl.gz' --out stores/model",
+        "hdtool build-model-db --model MODEL --from generations.jsonl",
+        "hdtool build-model-db --model MODEL --from 'logs/*.jsonl.gz' --out stores/model --replace",
     ),
     build_stores.build_corpus_db: (
-        "hdtool build-corpus-db sharegpt.json",
+        "hdtool build-corpus-db --model MODEL sharegpt.json",
         "hdtool build-corpus-db --model MODEL docs/ code.parquet --out stores/corpus",
     ),
     collect.collect: (
-        "hdtool collect --prompts prompts.jsonl --out answers.jsonl",
+        "hdtool collect --model MODEL --prompts prompts.jsonl --out answers.jsonl",
         "hdtool collect --model MODEL --prompts prompts.jsonl --out answers.jsonl --batch-size 8",
     ),
     convert.convert: (
@@ -83,7 +85,11 @@ COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
         "hdtool merge stores/a stores/b --out stores/both",
         "hdtool merge stores/a stores/b --out stores/a --json",
     ),
-    edit_store.add: ("hdtool add stores/corpus new.jsonl", "hdtool add stores/model answers.jsonl --model MODEL"),
+    edit_store.add: (
+        "hdtool add stores/corpus new.jsonl --model MODEL",
+        "hdtool add stores/model answers.jsonl --model MODEL",
+    ),
+    stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
     edit_store.drop: ("hdtool drop stores/corpus --source sharegpt.json", "hdtool drop stores/model --source 1a2b3c4d"),
     train_heads.train_heads: (
         "hdtool train-heads --model MODEL --from answers.jsonl --out heads",
@@ -95,14 +101,14 @@ COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
     ),
     verify.verify: (
         "hdtool verify --model MODEL --dtype float32",
-        "hdtool verify --prompts prompts.jsonl --method hd+amphista --num-prompts 50",
+        "hdtool verify --model MODEL --prompts prompts.jsonl --method hd+amphista --num-prompts 50",
     ),
     serve.serve: (
         "hdtool serve MODEL --port 8000",
         "hdtool serve MODEL --served-model-name tenant-a --min-draft-prob 0.3 --dry-run",
     ),
     bench.bench: (
-        "hdtool bench --num-prompts 24 --threads 1",
+        "hdtool bench --model MODEL --num-prompts 24 --threads 1",
         "hdtool bench --model MODEL --methods ar,pld,hd --temperature 0.7 --report report",
     ),
     bench_cost.bench_cost: (
@@ -110,10 +116,11 @@ COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
         "hdtool bench-cost --shape llama-7b --dtype bfloat16 --contexts 128,1024",
     ),
     bench_shape.bench_shape: (
-        "hdtool bench-shape llama-7b --traces answers.jsonl",
-        "hdtool bench-shape config.json --traces answers.jsonl --methods generate,ar,hd",
+        "hdtool bench-shape llama-7b --model MODEL --traces answers.jsonl",
+        "hdtool bench-shape config.json --model MODEL --traces answers.jsonl --methods generate,ar,hd",
     ),
     demo.demo: ("hdtool demo", "hdtool demo --method pld --num-prompts 8"),
+    doctor.doctor: ("hdtool doctor", "hdtool doctor --model MODEL --json"),
 }
 """The commands in their order, each with two examples."""
 for function, examples in COMMANDS.items():

@@ -55,7 +55,7 @@ def bench(
     from hdtool.runtime.evaluation.report.write import prepare
     from hdtool.runtime.evaluation.scores import scores_of
 
-    quiet_libraries()
+    quiet_libraries(quiet=quiet)
     plan = Plan(asked, replace(settings, out=str(out)), loading, decoding, sampling, stores, chat, spare)
     plans = (plan, *map(plan.at, more_temperatures))
     # Files in the way are refused before anything is measured.

@@ -57,10 +57,11 @@ def bench_shape(
     from hdtool.runtime.evaluation.model_shapes import load_shape
     from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, fitting
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
+    from hdtool.runtime.model.checkpoint.identity import checkpoint_of
     from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.stores.store_set import StoreSet
 
-    quiet_libraries()
+    quiet_libraries(quiet=quiet)
     loaded = load_shape(config.shape, loading)
     choose_threads(loaded.target, loading.threads)
     reader = TurnReader.of_model(loading)
@@ -72,7 +73,7 @@ def bench_shape(
     if len(turns) < len(every):
         left_out = len(every) - len(turns)
         print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
-    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores)
+    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, model=checkpoint_of(loading))
     benchmark = PairedBenchmark(partial(_runners, config.methods, loaded, store_set, decoding))
     with bar(len(turns), "answers", quiet=quiet) as shown:
         for done in benchmark.run(turns):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, option
 from hdtool.cli.parameters.settings import without
+from hdtool.data.errors import ModelError
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from hdtool.data.stores.store import Manifest
+    from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint
 
 
 def build_model_db(
@@ -26,6 +28,7 @@ def build_model_db(
     loading: options.Tokenizer,
     out: options.StoreOut = None,
     namespace: options.Namespace = None,
+    replace: options.Replace = False,
     config: Annotated[BuildConfig, without("shard_bytes", "workers")],
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -33,12 +36,14 @@ def build_model_db(
     """Build a model store from a model's answers.
 
     Keeps the most frequent sequences, by their first 1 to 4 tokens. Of conversations, only the model's turns are read.
+    In hdtool's home, each model has a store of its own.
     """
     from hdtool.builders.stores.build_model_store import build_model_store
     from hdtool.runtime.stores.model_store import KIND
 
     how = {"top_k": config.top_k, "per_key": config.per_key}
-    _build(KIND, build_model_store, how, inputs, loading, out, namespace, config, quiet=quiet, as_json=as_json)
+    place = Destination(KIND, out, namespace, replace)
+    _build(place, build_model_store, how, inputs, loading, config, quiet=quiet, as_json=as_json)
 
 
 def build_corpus_db(
@@ -47,6 +52,7 @@ def build_corpus_db(
     loading: options.Tokenizer,
     out: options.StoreOut = None,
     namespace: options.Namespace = None,
+    replace: options.Replace = False,
     config: Annotated[BuildConfig, without("top_k", "per_key")],
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -59,17 +65,56 @@ def build_corpus_db(
     from hdtool.runtime.stores.corpus_index import KIND
 
     how = {"shard_bytes": config.shard_bytes}
-    _build(KIND, build_corpus_index, how, inputs, loading, out, namespace, config, quiet=quiet, as_json=as_json)
+    place = Destination(KIND, out, namespace, replace)
+    _build(place, build_corpus_index, how, inputs, loading, config, quiet=quiet, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a store goes."""
+
+    kind: str
+    out: Path | None
+    namespace: str | None
+    replace: bool
+
+    def check(self) -> None:
+        """Refuse a folder that was named, before the tokenizer is loaded."""
+        if self.out:
+            self._check(self.out)
+
+    def folder(self, model: Checkpoint | None, tokenizer: TokenizerFingerprint, name: str) -> Path:
+        from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
+        from hdtool.data.stores.store_files import MODEL
+
+        if self.out:
+            return self.out
+        if self.kind != MODEL:
+            folder = corpus_index_at_home(tokenizer, self.namespace)
+        elif model:
+            folder = model_store_at_home(model, tokenizer, self.namespace)
+        else:
+            raise ModelError(
+                f"{name} has no weights on this machine, and hdtool's home keeps model stores by the weights of their "
+                "models: name the folder with --out and draft from it with --model-db, or get the weights first"
+            )
+        self._check(folder)
+        return folder
+
+    def _check(self, folder: Path) -> None:
+        from hdtool.data.stores.store import check_destination, refuse_replacing
+
+        check_destination(folder)
+        if not self.replace:
+            refuse_replacing(folder)
 
 
 def _build(
-    kind: str,
+    place: Destination,
     build: Callable[..., Manifest],
     how: dict[str, Any],
     inputs: list[str],
     loading: ModelConfig,
-    out: Path | None,
-    namespace: str | None,
     config: BuildConfig,
     *,
     quiet: bool,
@@ -77,16 +122,20 @@ def _build(
 ) -> None:
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import engine_for, reading, report
-    from hdtool.data.stores.home import store_at_home
-    from hdtool.data.stores.store import TokenizerFingerprint, check_destination
+    from hdtool.data.stores.store import TokenizerFingerprint
+    from hdtool.data.stores.store_files import MODEL
+    from hdtool.runtime.model.checkpoint.identity import checkpoint_of
     from hdtool.runtime.model.load import load_tokenizer
 
-    if out:
-        check_destination(out)
-    quiet_libraries()
+    place.check()
+    quiet_libraries(quiet=quiet)
     tokenizer = load_tokenizer(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
-    folder = out or store_at_home(kind, fingerprint, namespace)
+    kind = place.kind
+    model = checkpoint_of(loading) if kind == MODEL else None
+    folder = place.folder(model, fingerprint, loading.name)
+    if kind == MODEL:
+        how = {**how, "model": model}
     with (
         engine_for(config, quiet=quiet) as engine,
         reading(inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet) as (

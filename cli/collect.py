@@ -40,7 +40,7 @@ def collect(
     from hdtool.data.progress import bar
     from hdtool.runtime.answerer import Answerer
 
-    quiet_libraries()
+    quiet_libraries(quiet=quiet)
     print_left_out(tally)
     # A file that cannot be resumed is refused before the model is loaded.
     file = GenerationFile(out, loading, decoding, sampling)

@@ -101,10 +101,9 @@ def _chosen(model: str | None, loading: ModelConfig) -> tuple[ModelConfig, Store
     if lacking:
         raise ModelError(f"SmolLM2 needs {' and '.join(lacking)}, not installed here: {_advice(lacking)}")
     from hdtool.builders.demo.real_model import stores_of_real_model
-    from hdtool.runtime.model.load import load_tokenizer
 
     loading = replace(loading, model=str(file))
-    return loading, stores_of_real_model(load_tokenizer(loading)), demo_files.QUESTIONS
+    return loading, stores_of_real_model(loading), demo_files.QUESTIONS
 
 
 def _advice(lacking: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,10 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import only
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config import BuildConfig
+from hdtool.runtime.config import BuildConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from hdtool.data.stores.store import Manifest
 
 LARGEST_AGE = 36_500
 """Days."""
@@ -23,6 +26,7 @@ LARGEST_AGE = 36_500
 def merge(
     stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="Stores of one kind and one tokenizer.")],
     out: Annotated[Path, option(OUTPUT, "Folder of the merged store; it may be one of the inputs.")],
+    replace: options.Replace = False,
     as_json: options.Json = False,
 ) -> None:
     """Merge stores of one kind.
@@ -31,7 +35,10 @@ def merge(
     """
     from hdtool.builders.stores import edit_store as rework
     from hdtool.cli.output.store_output import report
+    from hdtool.data.stores.store import refuse_replacing
 
+    if not replace and not any(out.exists() and store.exists() and out.samefile(store) for store in stores):
+        refuse_replacing(out)
     report(out, rework.merge(stores, out), as_json=as_json)
 
 
@@ -55,13 +62,25 @@ def add(
     from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
     from hdtool.runtime.model.load import load_tokenizer
 
-    quiet_libraries()
-    kind = read_manifest(store).kind
+    quiet_libraries(quiet=quiet)
+    before = read_manifest(store)
+    kind = before.kind
+    _note_another_model(store, before, loading)
     tokenizer = load_tokenizer(loading)
     mark, tolerance = TokenizerFingerprint.of(tokenizer), config.max_bad_fraction
     with reading(inputs, tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (read, documents):
         manifest = rework.add(store, documents, read.sources, mark, kind)
     report(store, manifest, as_json=as_json)
+
+
+def _note_another_model(store: Path, manifest: Manifest, loading: ModelConfig) -> None:
+    from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+
+    if manifest.model and (model := checkpoint_of(loading)) and model != manifest.model:
+        print(
+            f"note: {store} holds answers of {manifest.model.label}, and those of {model.label} are added",
+            file=sys.stderr,
+        )
 
 
 def drop(

@@ -157,6 +157,7 @@ def _in_words(shown: dict[str, Any]) -> str:
 
     lines = [
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
+        *_model_line(shown),
         f"tokenizer  {printable(shown['tokenizer'])}, {shown['vocab_size']:,} tokens",
         "holds      " + ", ".join(f"{count:,} {name}" for name, count in shown["counts"].items()),
         f"on disk    {shown['bytes']:,} bytes",
@@ -168,6 +169,12 @@ def _in_words(shown: dict[str, Any]) -> str:
     if "verified" in shown:
         lines.append(f"verified   all {shown['verified']} files are as they were written")
     return "\n".join(lines + _found(shown))
+
+
+def _model_line(shown: dict[str, Any]) -> list[str]:
+    from hdtool.data.stores.store import Checkpoint
+
+    return [f"model      {Checkpoint(**shown['model']).label}"] if shown["model"] else []
 
 
 def _found(shown: dict[str, Any]) -> list[str]:

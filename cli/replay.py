@@ -94,6 +94,7 @@ def replay(
     from hdtool.runtime.evaluation.report.write import prepare
     from hdtool.runtime.evaluation.worker_pool import replay as replayed
     from hdtool.runtime.evaluation.worker_pool import turns_in
+    from hdtool.runtime.model.checkpoint.identity import checkpoint_of
     from hdtool.runtime.stores.store_set import StoreSet
 
     _refuse_repeated(traces, warm or [], config)
@@ -104,11 +105,11 @@ def replay(
     most_bad = reading.max_bad_fraction
     recorded = _answered(read_traces(traces, questions, tolerance=most_bad, tally=counted[0])[: config.limit])
     before = _answered(read_traces(warm, tolerance=most_bad, tally=counted[1])) if warm else []
-    quiet_libraries()
+    quiet_libraries(quiet=quiet)
     if report:
         prepare(report)
     reader = TurnReader.of_model(loading, chat)
-    store_set = StoreSet.for_tokenizer(reader.tokenizer, stores)
+    store_set = StoreSet.for_tokenizer(reader.tokenizer, stores, model=checkpoint_of(loading))
     chosen = config.methods_with(corpus=store_set.corpus is not None)
     print(f"drafting from {store_set}", file=sys.stderr)
     if "hd-paper" in chosen:

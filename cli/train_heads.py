@@ -34,6 +34,6 @@ def train_heads(
     from hdtool.builders.heads.train import train
     from hdtool.cli.output.show_answers import quiet_libraries
 
-    quiet_libraries()
+    quiet_libraries(quiet=quiet)
     for line in train(inputs, out, loading, heads.plain if medusa else heads, config, chat=chat, quiet=quiet):
         print(line, file=sys.stderr)

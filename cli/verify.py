@@ -58,10 +58,16 @@ def verify(
     from hdtool.runtime.stores.store_set import StoreSet
 
     asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
-    quiet_libraries()
+    quiet_libraries(quiet=quiet)
     loaded = load(loading)
     choose_threads(loaded.target, loading.threads)
-    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, decoding.databases, identified=decoding.keeps_history)
+    store_set = StoreSet.for_tokenizer(
+        loaded.tokenizer,
+        stores,
+        decoding.databases,
+        model=loaded.checkpoint,
+        identified=decoding.keeps_history,
+    )
     # The answers of a check are no history of the user's.
     history = history_for(decoding, loaded.target, store_set, read_only=True)
     drafter = drafter_for(decoding, loaded.target, replace(store_set, history=history))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_hidden = False
 
 
 class Bar:
@@ -26,13 +27,21 @@ class Bar:
         self._shown.set_postfix_str(text, refresh=False)
 
 
+def show_bars(shown: bool) -> None:
+    """Whether bars of this process may be shown: not in a command with --quiet, whatever loads its model."""
+    global _hidden
+    _hidden = not shown
+
+
 @contextmanager
 def bar(total: int, what: str, *, unit: str = "", quiet: bool = False) -> Iterator[Bar]:
     """A bar that is shown only if standard error is a terminal, and not with ``quiet``."""
     from tqdm import tqdm
 
     scaled = {"unit": unit, "unit_scale": True, "unit_divisor": 1024} if unit else {"unit": " " + what}
-    with tqdm(total=total, desc=what, disable=True if quiet else None, dynamic_ncols=True, **scaled) as shown:
+    with tqdm(
+        total=total, desc=what, disable=True if quiet or _hidden else None, dynamic_ncols=True, **scaled
+    ) as shown:
         yield Bar(shown)
 
 

@@ -37,7 +37,11 @@ class Answerer:
         refuse_settings(self.loaded.target.model.generation_config)
         choose_threads(self.loaded.target, model.threads)
         self.store_set = StoreSet.for_tokenizer(
-            self.loaded.tokenizer, store_set or StoresConfig(), decoding.databases, identified=decoding.keeps_history
+            self.loaded.tokenizer,
+            store_set or StoresConfig(),
+            decoding.databases,
+            model=self.loaded.checkpoint,
+            identified=decoding.keeps_history,
         )
         self._drafters = drafters_for(decoding, self.loaded.target, self.store_set)
         self._decoding = decoding

@@ -13,7 +13,7 @@ from hdtool.cli.app import run
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "commands.md"
-STORES = ("build-model-db", "build-corpus-db", "collect", "convert", "inspect", "merge", "add", "drop")
+STORES = ("build-model-db", "build-corpus-db", "collect", "convert", "inspect", "merge", "add", "drop", "stores")
 COMMANDS = (
     "",
     "generate",
@@ -26,6 +26,7 @@ COMMANDS = (
     "bench-cost",
     "bench-shape",
     "demo",
+    "doctor",
 )
 
 INTRODUCTION = """\

@@ -21,8 +21,9 @@ from hdtool.data.progress import bar
 from hdtool.data.records import Reading
 from hdtool.data.stores.documents import Document, Source, stored_documents
 from hdtool.data.stores.home import home
-from hdtool.data.stores.store import Manifest, TokenizerFingerprint, checksum, read_manifest
+from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint, checksum, read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig
+from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 
@@ -33,18 +34,19 @@ SEQUENCES = 20_000
 """Sequences of each length in the model store."""
 
 
-def stores_of_real_model(tokenizer: PreTrainedTokenizerBase) -> StoresConfig:
+def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
     """The two stores, built if they are missing or were made from other texts."""
+    tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     folder = home() / "demo" / fingerprint.fingerprint
     answers = Source(demo.ANSWERS.name, checksum(demo.ANSWERS))
     corpus = CorpusIndex(demo.CORPUS_INDEX)
     texts = Source("corpus", corpus.manifest.files["documents"].sha256)
-    if not _is_current(folder / "model", fingerprint, answers):
+    if not _is_current(folder / "model", fingerprint, answers, model):
         reading = Reading([demo.ANSWERS], answers_only=True, tolerance=0)
         with bar(reading.total_bytes, "model store", unit="B") as shown:
             answered = list(tokenized(reading, tokenizer, shown))
-        build_model_store(folder / "model", answered, fingerprint, [answers], top_k=SEQUENCES)
+        build_model_store(folder / "model", answered, fingerprint, [answers], top_k=SEQUENCES, model=model)
     if not _is_current(folder / "corpus", fingerprint, texts):
         build_corpus_index(
             folder / "corpus", _converted(corpus, tokenizer), fingerprint, [texts], engine=LocalEngine(1)
@@ -52,12 +54,13 @@ def stores_of_real_model(tokenizer: PreTrainedTokenizerBase) -> StoresConfig:
     return StoresConfig(model_db=str(folder / "model"), corpus_db=str(folder / "corpus"))
 
 
-def _is_current(folder: Path, tokenizer: TokenizerFingerprint, source: Source) -> bool:
+def _is_current(folder: Path, tokenizer: TokenizerFingerprint, source: Source, model: Checkpoint | None = None) -> bool:
     try:
         found: Manifest = read_manifest(folder)
     except (StoreError, OSError):
         return False
-    return found.tokenizer == tokenizer and [share.sha256 for share in found.sources] == [source.sha256]
+    same = (found.tokenizer, found.model) == (tokenizer, model)
+    return same and [share.sha256 for share in found.sources] == [source.sha256]
 
 
 def _converted(corpus: CorpusIndex, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:

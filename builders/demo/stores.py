@@ -30,6 +30,7 @@ from hdtool.data.stores.documents import Source
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, check_destination
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.load import load_tokenizer
 
 QUESTIONS_OF_EACH = 300
@@ -70,9 +71,9 @@ def corpus(everything: Sequence[Document], tokenizer: Any, of_each: int = TOKENS
 
 def build(out: Path, answers: Path, chosen: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Path, Manifest]]:
     """Both stores; the names of the inputs in their manifests do not depend on paths."""
-    fingerprint = TokenizerFingerprint.of(tokenizer)
+    fingerprint, model = TokenizerFingerprint.of(tokenizer), checkpoint_of(ModelConfig())
     answered, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
-    yield out / "model", build_model_store(out / "model", answered, fingerprint, sources, top_k=SEQUENCES)
+    yield out / "model", build_model_store(out / "model", answered, fingerprint, sources, top_k=SEQUENCES, model=model)
     with TemporaryDirectory() as scratch:
         path = Path(scratch, "documents.jsonl")
         lines = (json.dumps({"text": document.answer}, ensure_ascii=False) + "\n" for document in chosen)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -66,7 +66,10 @@ class Dropped(NamedTuple):
 
 
 def merge(folders: Sequence[Path], out: Path) -> Manifest:
-    """Build one store of several; sources with the same content are taken once."""
+    """Build one store of several; sources with the same content are taken once.
+
+    Of model stores of different models, the result names no model.
+    """
     check_destination(out)
     parts = [Contents.of(folder) for folder in folders]
     first = parts[0].manifest
@@ -82,6 +85,8 @@ def merge(folders: Sequence[Path], out: Path) -> Manifest:
                 sources[source.sha256] = source
         chosen.append(_moved(part.documents(), places))
     replaced = next((part.manifest for part in parts if out.exists() and out.samefile(part.folder)), None)
+    if any(part.manifest.model != first.model for part in parts):
+        first = replace(first, model=None)
     return _build(out, first, chain.from_iterable(chosen), list(sources.values()), replaced)
 
 
@@ -153,4 +158,6 @@ def _build(
     """A store with the kind, the tokenizer and the options of another."""
     build, names = (build_corpus_index, CORPUS_OPTIONS) if like.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
     options = {name: like.options[name] for name in names if name in like.options}
+    if like.model:
+        options["model"] = like.model
     return build(folder, documents, like.tokenizer, sources, replaces=replaces, **options)

@@ -10,6 +10,7 @@ from logging import getLogger
 from typing import Any
 
 from hdtool.cli.output.tables import rounded
+from hdtool.data.progress import show_bars
 from hdtool.runtime.answer import Answer
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.source_names import SourceName, registered
@@ -117,11 +118,12 @@ def _contribution(stats: Stats, source: SourceName) -> str:
     )
 
 
-def quiet_libraries() -> None:
-    """Keep the libraries' own progress bars, notes and warnings off a command's output."""
+def quiet_libraries(*, quiet: bool = False) -> None:
+    """Keep the libraries' own progress bars, notes and warnings off a command's output; with ``quiet`` any bar."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    show_bars(not quiet)
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     hub_logging.set_verbosity_error()

@@ -88,7 +88,8 @@ def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
         print(json.dumps(description(folder, manifest), ensure_ascii=False))
         return
     counts = ", ".join(f"{count:,} {name}" for name, count in manifest.counts.items())
-    print(f"{folder}: {manifest.kind} store, {counts}, {manifest.bytes:,} bytes")
+    whose = f" of {manifest.model.label}" if manifest.model else ""
+    print(f"{folder}: {manifest.kind} store{whose}, {counts}, {manifest.bytes:,} bytes")
 
 
 def description(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -99,6 +100,7 @@ def description(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "format": manifest.format,
         "tokenizer": manifest.tokenizer.fingerprint,
         "vocab_size": manifest.tokenizer.vocab_size,
+        "model": asdict(manifest.model) if manifest.model else None,
         "tokens": manifest.counts["tokens"],
         "entries": manifest.counts.get("continuations", manifest.counts["tokens"]),
         "bytes": manifest.bytes,

@@ -46,13 +46,14 @@ def report_bench(folder: Path, plan: Plan, measured: Measured, *, quiet: bool) -
     from hdtool.runtime.evaluation.report.ablations import Study
     from hdtool.runtime.evaluation.report.pages import page_of_bench
     from hdtool.runtime.evaluation.report.recordings import traces_of
+    from hdtool.runtime.model.checkpoint.identity import checkpoint_of
     from hdtool.runtime.stores.store_set import StoreSet
 
     answers = measured.results.answers
     replayed = measured.scores.reference or next(iter(answers))
     reader = TurnReader.of_model(plan.model, plan.chat)
     traces = traces_of(plan.questions, answers[replayed])
-    store_set = StoreSet.for_tokenizer(reader.tokenizer, plan.store_set)
+    store_set = StoreSet.for_tokenizer(reader.tokenizer, plan.store_set, model=checkpoint_of(plan.model))
     study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
     page_of = partial(page_of_bench, measured, study, replayed)
     write_report(folder, study, traces, reader.tokenizer, page_of, quiet=quiet)

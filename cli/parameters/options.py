@@ -38,6 +38,7 @@ StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a 
 StoreOut = Annotated[
     Path | None, option(OUTPUT, "Folder of the store. Default: in hdtool's home, where generate finds it.", "--out")
 ]
+Replace = Annotated[bool, option(OUTPUT, "Replace the store that is there.", "--replace")]
 Namespace = Annotated[
     str | None, option(OUTPUT, "Tenant of the store: the served model name under which hdtool serve finds it.")
 ]
@@ -54,7 +55,7 @@ Quiet = Annotated[bool, option(OUTPUT, "Show no progress bar.", "--quiet")]
 Tokenizer = Annotated[
     ModelConfig,
     only("model", "gguf_file", "trust_remote_code").described(
-        model="Model that the store is for; only its tokenizer is read. Default: the demo model."
+        model="Model that the store is for; it is not loaded. Default: the demo model."
     ),
 ]
 THAT_ANSWERED = "Model that answered; only its tokenizer is read. Default: the demo model."

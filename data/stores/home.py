@@ -6,11 +6,12 @@ import errno
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from hdtool.data.errors import OptionError
-from hdtool.data.stores.store import TokenizerFingerprint
-from hdtool.data.stores.store_files import HISTORY
+from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.stores.store import MANIFEST, Checkpoint, TokenizerFingerprint, read_manifest
+from hdtool.data.stores.store_files import CORPUS, HISTORY, MODEL
 
 LONGEST_FOLDER = 200
 """Characters of a namespace's folder name: file systems allow 255, and some of them fewer."""
@@ -64,8 +65,30 @@ def _folder_name(name: str) -> str:
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """The folder of a tokenizer's store: models with the same tokenizer share it, tenants have their own."""
+    """The folder of a tokenizer's stores of a kind; tenants have their own."""
     return (home() / "stores" if namespace is None else _namespace(namespace)) / tokenizer.fingerprint / kind
+
+
+def corpus_index_at_home(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
+    """The folder of a corpus index: models with the same tokenizer share it."""
+    return store_at_home(CORPUS, tokenizer, namespace)
+
+
+def model_store_at_home(model: Checkpoint, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
+    """The folder of a model's store; a fine-tune has another one than its base, as it gives other answers."""
+    return store_at_home(MODEL, tokenizer, namespace) / model.fingerprint
+
+
+def model_stores_at_home(
+    tokenizer: TokenizerFingerprint, namespace: str | None = None
+) -> list[tuple[Path, Checkpoint | None]]:
+    """The model stores of a tokenizer with their models; a store of an earlier version names none."""
+    place = store_at_home(MODEL, tokenizer, namespace)
+    found = []
+    for path in sorted([place / MANIFEST, *place.glob(f"*/{MANIFEST}")]):
+        with suppress(StoreError):
+            found.append((path.parent, read_manifest(path.parent, check=False).model))
+    return found
 
 
 def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:

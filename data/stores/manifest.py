@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.stores.manifest_fields import check_name, flag_of, list_of, mapping_of, number_of, text_of
@@ -22,6 +23,7 @@ LARGEST_VOCABULARY = 2**31 - 1
 NUMBERS_AMONG_OPTIONS = ("token_bytes", "shard_bytes", "top_k", "per_key")
 SHOWN_DIGITS = 12
 """Digits of an input's hash that are shown."""
+_FINGERPRINT = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,20 @@ class TokenizerFingerprint:
         cut = tokenizer("Hello, world! 12345\n\tdéjà vu 世界", add_special_tokens=False)["input_ids"]
         words = json.dumps([vocabulary, cut], ensure_ascii=True).encode()
         return cls(hashlib.sha256(words).hexdigest()[:16], len(tokenizer))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The files of weights that a model is loaded from; equal for copies of them, whatever they are called."""
+
+    fingerprint: str
+    name: str = field(compare=False)
+    """The model as its user named it."""
+
+    @property
+    def label(self) -> str:
+        """The name and the fingerprint, in one line."""
+        return f"{printable(self.name)} ({printable(self.fingerprint)[:40]})"
 
 
 @dataclass(frozen=True)
@@ -82,10 +98,16 @@ class Manifest:
     files: dict[str, StoredFile] = field(default_factory=dict)
     """The files by part; their names change with every build."""
     format: int = FORMAT
+    model: Checkpoint | None = None
+    """Of a model store, the model whose answers it holds, if that is known."""
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        row = asdict(self)
+        return row if self.model else {name: value for name, value in row.items() if name != "model"}
 
     @classmethod
     def from_json(cls, row: Any) -> Manifest:
@@ -114,7 +136,16 @@ class Manifest:
             sources=sources,
             files=_files_of(row, PARTS[kind]),
             format=number_of(row, "format"),
+            model=_model_of(row) if row.get("model") is not None else None,
         )
+
+
+def _model_of(row: Any) -> Checkpoint:
+    model = mapping_of(row, "model")
+    fingerprint = text_of(model, "fingerprint")
+    if not _FINGERPRINT.fullmatch(fingerprint):
+        raise ValueError("the fingerprint of its model is none")
+    return Checkpoint(fingerprint, text_of(model, "name"))
 
 
 def _options_of(row: Any) -> dict[str, Any]:

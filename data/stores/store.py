@@ -17,14 +17,22 @@ import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from hdtool.data.errors import StoreError
 from hdtool.data.files.atomic_write import to_disk
 from hdtool.data.files.locking import exclusive
-from hdtool.data.stores.manifest import FORMAT, InputShare, Manifest, StoredFile, TokenizerFingerprint, shares_of
+from hdtool.data.stores.manifest import (
+    FORMAT,
+    Checkpoint,
+    InputShare,
+    Manifest,
+    StoredFile,
+    TokenizerFingerprint,
+    shares_of,
+)
 from hdtool.data.stores.store_files import (
     HISTORY,
     LOCK,
@@ -39,6 +47,7 @@ from hdtool.data.stores.store_files import (
 
 __all__ = [
     "MANIFEST",
+    "Checkpoint",
     "InputShare",
     "Manifest",
     "StoreBuild",
@@ -51,6 +60,7 @@ __all__ = [
     "read_manifest",
     "read_store",
     "recorded_name",
+    "refuse_replacing",
     "require",
     "shares_of",
     "sweep",
@@ -88,8 +98,9 @@ class StoreBuild:
         found = zip(self._parts.items(), hashes, strict=True)
         files = {part: StoredFile(path.name, path.stat().st_size, digest) for (part, path), digest in found}
         sources = tuple(replace(share, name=recorded_name(share.name)) for share in manifest.sources)
-        whole = replace(manifest, files=files, sources=sources)
-        text = json.dumps(asdict(whole), indent=1, ensure_ascii=False) + "\n"
+        model = manifest.model and replace(manifest.model, name=recorded_name(manifest.model.name))
+        whole = replace(manifest, files=files, sources=sources, model=model)
+        text = json.dumps(whole.to_json(), indent=1, ensure_ascii=False) + "\n"
         _parsed(self.folder, text.encode(), check=False)  # check that it can be read
         new = self.folder / f"{MANIFEST}-{self._digits}"
         with open(new, "x", encoding="utf-8", newline="\n") as stream:
@@ -134,6 +145,21 @@ def building(folder: Path, replaces: Manifest | None = None) -> Iterator[StoreBu
             f"{folder} cannot be written ({error.strerror or error}{room}): the store there, if any, is unchanged; "
             "make room, correct the permissions or choose another place"
         ) from error
+
+
+def refuse_replacing(folder: Path) -> None:
+    """Raise if a store is there, whether it can be read or not."""
+    if not holds_manifest(folder):
+        return
+    try:
+        found = read_manifest(folder, check=False)
+        content = f"of {found.counts['tokens']:,} tokens" + (f" of {found.model.label}" if found.model else "")
+    except StoreError:
+        content = "that cannot be read"
+    raise StoreError(
+        f"{folder} holds a store {content}: add to it with hdtool add, merge with hdtool merge, build it anew with "
+        "--replace, or choose another --out"
+    )
 
 
 def sweep(folder: Path) -> None:

@@ -19,11 +19,13 @@ from hdtool.data.files.locking import foreign_lock
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+MODEL, CORPUS = "model", "corpus"
+"""The kinds of stores that are built."""
 HISTORY = "history"
 """The kind of a history store, whose files no build names or replaces; see ``history_manifest.py``."""
 PARTS = {
-    "corpus": {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
-    "model": {
+    CORPUS: {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
+    MODEL: {
         "documents": "bin",
         "entries": "mdb",
         "slots": "bin",

@@ -110,10 +110,10 @@ class DecodeConfig(Settings):
 
 @dataclass(frozen=True)
 class StoresConfig(Settings):
-    """Stores to draft from: a folder, ``none``, or None for those in hdtool's home that fit the tokenizer."""
+    """Stores to draft from: a folder, ``none``, or None for those in hdtool's home that fit the model."""
 
     model_db: str | None = setting(
-        None, "Folder of a model store, or none. Default: that of this tokenizer in hdtool's home."
+        None, "Folder of a model store, or none. Default: that of this model in hdtool's home."
     )
     corpus_db: str | None = setting(
         None, "Folder of a corpus index, or none. Default: that of this tokenizer in hdtool's home."

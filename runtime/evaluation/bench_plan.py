@@ -90,7 +90,7 @@ class Plan:
         compute_with(self.bench.threads)
         loaded = load(self.model)
         letters = {one for name in self.bench.methods or METHODS if name in METHODS for one in METHODS[name].databases}
-        store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, "".join(letters))
+        store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, "".join(letters), model=loaded.checkpoint)
         heads = methods_with_heads(self.decoding.heads, loaded.target.model)
         has_corpus = store_set.corpus is not None
         methods = self.bench.chosen(has_corpus=has_corpus, heads=heads, llama_cpp=not no_llama_cpp)

@@ -25,12 +25,13 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.integrations.call_lock import CallLock
 from hdtool.runtime.integrations.generate_request import GenerateRequest, predicted_ids
+from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, use_masked_attention
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
-from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.stores.store_set import NONE, StoreSet
 
 if TYPE_CHECKING:
     from transformers import (
@@ -91,12 +92,21 @@ class Generator:
         *,
         seed: int | None = None,
     ) -> Generator:
-        """A generator that drafts as ``hdtool generate`` does: by a method, from the stores of the tokenizer."""
+        """A generator that drafts as ``hdtool generate`` does: by a method, from the stores of the model."""
         config = decoding or DecodeConfig()
-        stores = StoreSet.for_tokenizer(
-            tokenizer, store_set or StoresConfig(), config.databases, identified=config.keeps_history
-        )
-        return cls(lambda target: drafter_for(config, target, stores), seed=seed, prefix_caching=config.prefix_caching)
+        chosen = store_set or StoresConfig()
+        # Faults of stores that were named are raised here, and not by the first answer.
+        named = StoresConfig(chosen.model_db or NONE, chosen.corpus_db or NONE)
+        StoreSet.for_tokenizer(tokenizer, named, config.databases)
+
+        def make(target: Target) -> Drafter:
+            model = checkpoint_in_memory(target.model)
+            stores = StoreSet.for_tokenizer(
+                tokenizer, chosen, config.databases, model=model, identified=config.keeps_history
+            )
+            return drafter_for(config, target, stores)
+
+        return cls(make, seed=seed, prefix_caching=config.prefix_caching)
 
     def __call__(
         self,

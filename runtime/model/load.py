@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
+from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import room_for
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.gguf.converted import converted
-from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.target import Target
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
-"""A folder with any of these can hold a tokenizer."""
+CONFIG_FILES = ("config.json",)
+"""A folder without it holds no model."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Loaded:
     name: str
     target: Target
     tokenizer: PreTrainedTokenizerBase
+    checkpoint: Checkpoint | None = None
+    """The files that the model was loaded from; model stores at home are found by it."""
 
     def sampler(
         self, config: SamplingConfig, prompt: Sequence[int], *, max_new_tokens: int
@@ -68,7 +70,7 @@ def load(config: ModelConfig | str) -> Loaded:
     config = ModelConfig(config) if isinstance(config, str) else config
     name = config.name
     device = pick_device(config.device)
-    settings = _settings(config)
+    settings = load_settings(config)
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
     if group := leader():
@@ -82,12 +84,12 @@ def load(config: ModelConfig | str) -> Loaded:
         if device.type == "cpu":
             use_small_batch_products(model)
         target = _attempt(name, f"on {device}", lambda: Target(model))
-    return Loaded(name, target, tokenizer)
+    return Loaded(name, target, tokenizer, checkpoint_of(config))
 
 
 def load_part(config: ModelConfig) -> Target:
     """The shard of a model for one of several processes; all processes load at the same time."""
-    return _attempt(config.name, "a part of it", lambda: Target(_sharded_weights(config, _settings(config)), never))
+    return _attempt(config.name, "a part of it", lambda: Target(_sharded_weights(config, load_settings(config)), never))
 
 
 def _leading_target(config: ModelConfig, settings: Any, group: ProcessGroup) -> Target:
@@ -112,7 +114,7 @@ def _sharded_weights(config: ModelConfig, settings: Any) -> Any:
 
 def load_stock(config: ModelConfig) -> PreTrainedModel:
     """The unmodified model, for comparisons."""
-    model: PreTrainedModel = _on_one_device(config, _settings(config), pick_device(config.device))
+    model: PreTrainedModel = _on_one_device(config, load_settings(config), pick_device(config.device))
     model.eval()
     return model
 
@@ -127,24 +129,22 @@ def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
     """A model's tokenizer, without the model."""
-    place = _location(config, TOKENIZER_FILES)
+    place = place_of(config, revision=revision)
     tokenizer: PreTrainedTokenizerBase = _attempt(
-        place,
+        config.name,
         "its tokenizer",
-        lambda: AutoTokenizer.from_pretrained(
-            place, revision=revision or config.revision, trust_remote_code=config.trust_remote_code
-        ),
+        lambda: AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code),
     )
     return tokenizer
 
 
 def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end a model's answers, from its configuration files."""
-    place = _location(config, TOKENIZER_FILES)
+    place = place_of(config)
     ends = None
     for kind in (AutoConfig, GenerationConfig):  # the second one takes precedence
         with suppress(OSError, ValueError):
-            settings = kind.from_pretrained(place, **_hub_options(config))
+            settings = kind.from_pretrained(place, trust_remote_code=config.trust_remote_code)
             found = getattr(settings, "eos_token_id", None)
             ends = ends if found is None else found
     return _stops(ends, tokenizer)
@@ -156,19 +156,18 @@ def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase)
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
-def _settings(config: ModelConfig) -> Any:
-    place = _location(config)
-    return _attempt(place, "its configuration", lambda: AutoConfig.from_pretrained(place, **_hub_options(config)))
-
-
-def _hub_options(config: ModelConfig) -> dict[str, Any]:
-    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+def load_settings(config: ModelConfig) -> Any:
+    """A model's configuration, without the model."""
+    place, trust = place_of(config, CONFIG_FILES), config.trust_remote_code
+    return _attempt(
+        config.name, "its configuration", lambda: AutoConfig.from_pretrained(place, trust_remote_code=trust)
+    )
 
 
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
     use_planless_attention(device)
     name, dtype = config.name, pick_dtype(config.dtype, device)
-    options = {**placement, "dtype": dtype, **_hub_options(config)}
+    options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
     quantized = bool(config.quantization or library_of(settings))
@@ -177,8 +176,8 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
     if scheme := config.quantization:
         computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
         options["quantization_config"] = _attempt(name, "quantized", lambda: quantization(scheme, computed))
-    place = _location(config, weights=True)
-    model = _attempt(place, "its weights", lambda: _complete_model(place, **options))
+    place = place_of(config, CONFIG_FILES, weights=True)
+    model = _attempt(name, "its weights", lambda: _complete_model(place, name, **options))
     if config.generation_config:
         model.generation_config = generation_settings(config.generation_config, model.generation_config)
     if quantized and config.dtype != "auto" and model.dtype != dtype:
@@ -187,11 +186,11 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
     return model
 
 
-def _complete_model(name: str, **options: Any) -> Any:
+def _complete_model(place: Path, name: str, **options: Any) -> Any:
     """The model; raise if the checkpoint lacks weights, which the library would initialize at random."""
     model, report = cast(
         tuple[Any, dict[str, Any]],
-        AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options),
+        AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options),
     )
     if lacking := sorted(report["missing_keys"]):
         raise ModelError(
@@ -228,27 +227,6 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
     return dtype
 
 
-def _location(config: ModelConfig, needed: tuple[str, ...] = ("config.json",), *, weights: bool = False) -> str:
-    """The folder or hub name to load from; raise for paths that cannot hold a model.
-
-    A GGUF file is converted if need be. Without ``weights``, the folder may hold the configuration and tokenizer alone.
-    """
-    if config.model is None:
-        return str(demo.MODEL)
-    if file := gguf_file(config):
-        return str(_attempt(str(file), "as a GGUF file", lambda: converted(file, weights=weights)))
-    name, path = config.model, Path(config.model).expanduser()
-    if path.is_dir():
-        if not any((path / file).is_file() for file in needed):
-            raise ModelError(f"{name} is a folder without {needed[0]}: name a folder written by save_pretrained")
-        return str(path)
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelError(
-            f"{name} does not exist: give the folder of a model, a GGUF file, or a model's name on the hub"
-        )
-    return name
-
-
 def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
     """Run a loading step; convert errors of the libraries to a ModelError of one line."""
     try:
@@ -267,8 +245,9 @@ def _reason(error: Exception, name: str) -> str:
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"
     first = text.split(". ")[0][:300] or type(error).__name__
+    path = Path(name).expanduser()
     if isinstance(error, ImportError):
         return first
-    if Path(name).is_dir():
+    if path.is_dir():
         return f"{first}: check that the folder is whole"
-    return f"{first}: check the file" if Path(name).exists() else first
+    return f"{first}: check the file" if path.exists() else first

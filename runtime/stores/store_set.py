@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hdtool.data import demo
-from hdtool.data.stores.home import store_at_home
-from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manifest
+from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home, model_stores_at_home
+from hdtool.data.stores.store import MANIFEST, Checkpoint, TokenizerFingerprint, read_manifest
 from hdtool.runtime.config import SOURCE_LETTERS, StoresConfig
-from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
-from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import ModelStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NONE = "none"
-EMBEDDED = {MODEL: demo.MODEL_STORE, CORPUS: demo.CORPUS_INDEX}
 
 Place = tuple[Path, TokenizerFingerprint]
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
@@ -47,20 +45,23 @@ class StoreSet:
         config: StoresConfig,
         databases: str = SOURCE_LETTERS,
         *,
+        model: Checkpoint | None = None,
         identified: bool = False,
     ) -> StoreSet:
-        """The stores that ``config`` names; a store of another tokenizer is refused.
+        """The stores that ``config`` names, else those at home; a store of another tokenizer is refused.
 
-        With ``identified``, the fingerprint of the tokenizer is computed even if no store is opened.
+        ``model`` is that of the loaded model: only its own model store is taken from home. With ``identified``, the
+        fingerprint of the tokenizer is computed even if no store is opened.
         """
         model_db = config.model_db if "M" in databases else NONE
         corpus_db = config.corpus_db if "S" in databases else NONE
         if model_db == corpus_db == NONE and not identified:
             return cls(databases=databases)
         fingerprint = TokenizerFingerprint.of(tokenizer)
-        model = _open(model_db or _fitting(MODEL, fingerprint, config.namespace), ModelStore, fingerprint)
-        corpus = _open(corpus_db or _fitting(CORPUS, fingerprint, config.namespace), CorpusIndex, fingerprint)
-        return cls(model, corpus, databases, tokenizer=fingerprint)
+        own = _open(model_db or model_store_for(model, fingerprint, config.namespace), ModelStore, fingerprint)
+        corpus = _open(corpus_db or corpus_index_for(fingerprint, config.namespace), CorpusIndex, fingerprint)
+        _note_other_models(own, model_db, model, fingerprint, config.namespace)
+        return cls(own, corpus, databases, tokenizer=fingerprint)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
         """Sent to another process, it opens its stores anew: they are mapped, not copied."""
@@ -92,14 +93,51 @@ def _open(
     return opened(Path(place).expanduser(), fingerprint) if place and place != NONE else None
 
 
-def _fitting(kind: str, fingerprint: TokenizerFingerprint, namespace: str | None) -> Path | None:
-    """The store at home that is filed under this tokenizer, else the embedded one if it is the demo's."""
-    if namespace:
-        own = store_at_home(kind, fingerprint, namespace)
-        if kind == MODEL or (own / MANIFEST).exists():
-            # Answers to one tenant are never mixed with answers to others.
-            return own if (own / MANIFEST).exists() else None
-    at_home = store_at_home(kind, fingerprint)
-    if (at_home / MANIFEST).exists():
-        return at_home
-    return EMBEDDED[kind] if read_manifest(EMBEDDED[kind], check=False).tokenizer == fingerprint else None
+def model_store_for(
+    model: Checkpoint | None, tokenizer: TokenizerFingerprint, namespace: str | None = None
+) -> Path | None:
+    """The model store at home of a model, else the embedded one if it is the demo's.
+
+    Answers to one tenant are never mixed with answers to others.
+    """
+    if model is None:
+        return None
+    own = model_store_at_home(model, tokenizer, namespace)
+    if (own / MANIFEST).exists():
+        return own
+    embedded = read_manifest(demo.MODEL_STORE, check=False)
+    fits = (embedded.model, embedded.tokenizer) == (model, tokenizer)
+    return demo.MODEL_STORE if fits and not namespace else None
+
+
+def corpus_index_for(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path | None:
+    """The corpus index at home of a tokenizer, a tenant's before the common one, else the embedded one."""
+    for owner in {namespace: None, None: None}:
+        if ((own := corpus_index_at_home(tokenizer, owner)) / MANIFEST).exists():
+            return own
+    embedded = read_manifest(demo.CORPUS_INDEX, check=False)
+    return demo.CORPUS_INDEX if embedded.tokenizer == tokenizer else None
+
+
+def _note_other_models(
+    opened: ModelStore | None,
+    named: str | None,
+    model: Checkpoint | None,
+    tokenizer: TokenizerFingerprint,
+    namespace: str | None,
+) -> None:
+    """Print that the model store is of another model, or that those at home are."""
+    if opened:
+        found = opened.manifest.model
+        if named and found and model and found != model:
+            print(f"note: {opened.folder} holds answers of {found.label}, not of {model.label}", file=sys.stderr)
+    elif not named and (others := model_stores_at_home(tokenizer, namespace)):
+        folder, found = others[0]
+        more = f", and {len(others) - 1} more" if len(others) > 1 else ""
+        whose = f"of {found.label}" if found else "of a model that it does not name"
+        of = model.label if model else "this model, whose files are not known"
+        print(
+            f"note: there is no model store of {of}; {folder} holds answers {whose}{more}: hdtool build-model-db makes "
+            f"its own, --model-db {folder} drafts from that one, --model-db none from none",
+            file=sys.stderr,
+        )

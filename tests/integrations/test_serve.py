@@ -16,8 +16,8 @@ import torch
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError
-from hdtool.data.stores.home import store_at_home
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
+from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
 from hdtool.runtime.config import ModelConfig, ServeConfig, StoresConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer
 from hdtool.runtime.integrations.vllm import cpu_fixes as repair
@@ -26,6 +26,7 @@ from hdtool.runtime.integrations.vllm.settings import Settings
 from hdtool.runtime.model.load import load_tokenizer
 
 MODEL = str(demo.MODEL)
+DEMO = read_manifest(demo.MODEL_STORE).model or pytest.fail("the demo's store names no model")
 MODEL_STORE, CORPUS_INDEX = str(demo.MODEL_STORE.resolve()), str(demo.CORPUS_INDEX.resolve())
 
 
@@ -55,7 +56,7 @@ def worker(additional: Any = None, tokenizer: str = MODEL, served: str = "name")
     """A proposer as one of vLLM's workers makes it."""
     model = SimpleNamespace(
         tokenizer=tokenizer, tokenizer_revision=None, trust_remote_code=False, served_model_name=served, model=MODEL,
-        max_model_len=256, get_vocab_size=lambda: 4096,
+        revision=None, max_model_len=256, get_vocab_size=lambda: 4096,
     )  # fmt: skip
     config = SimpleNamespace(
         model_config=model,
@@ -164,23 +165,23 @@ def test_a_worker_without_a_store_names_its_host(tmp_path: Path) -> None:
 
 def test_tenants_have_their_own_model_stores_and_never_anothers(mark: TokenizerFingerprint) -> None:
     for namespace in ("acme", "models/beta"):
-        shutil.copytree(demo.MODEL_STORE, store_at_home("model", mark, namespace))
-    shutil.copytree(demo.CORPUS_INDEX, store_at_home("corpus", mark, "empty"))
+        shutil.copytree(demo.MODEL_STORE, model_store_at_home(DEMO, mark, namespace))
+    shutil.copytree(demo.CORPUS_INDEX, corpus_index_at_home(mark, "empty"))
 
     def of(*options: str, **stores: str) -> list[Path | None]:
         store_set = launch(*options, **stores).store_set
         return [store.folder if store else None for store in (store_set.model, store_set.corpus)]
 
-    own = [store_at_home("model", mark, "acme"), demo.CORPUS_INDEX]
+    own = [model_store_at_home(DEMO, mark, "acme"), demo.CORPUS_INDEX]
     assert of("--served-model-name", "acme") == own
     assert of("--served_model_name=acme") == own
     assert of(namespace="acme") == own
-    assert of("--served-model-name", "models/beta")[0] == store_at_home("model", mark, "models/beta")
+    assert of("--served-model-name", "models/beta")[0] == model_store_at_home(DEMO, mark, "models/beta")
     assert of("--served-model-name", "unknown") == of() == [demo.MODEL_STORE, demo.CORPUS_INDEX]
-    assert of("--served-model-name", "empty") == [None, store_at_home("corpus", mark, "empty")]
+    assert of("--served-model-name", "empty") == [None, corpus_index_at_home(mark, "empty")]
     assert worker(served="acme").drafter.store_set.model.folder == own[0]  # type: ignore[union-attr]
-    shutil.copytree(demo.MODEL_STORE, store_at_home("model", mark, MODEL))
-    assert of()[0] == store_at_home("model", mark, MODEL), "known by its path"
+    shutil.copytree(demo.MODEL_STORE, model_store_at_home(DEMO, mark, MODEL))
+    assert of()[0] == model_store_at_home(DEMO, mark, MODEL), "known by its path"
     with pytest.raises(ServeError, match="build-model-db --namespace nobody"):
         launch(namespace="nobody")
 
@@ -218,7 +219,8 @@ def test_a_tenants_stores_are_built_where_the_server_finds_them(
     monkeypatch.setattr("hdtool.builders.stores.build_model_store.build_model_store", build)
     monkeypatch.setattr("hdtool.builders.stores.build_corpus_index.build_corpus_index", build)
     run([*command.split(), str(demo.PROMPTS), "--namespace", "acme", "--quiet"])
-    assert capsys.readouterr().err == f"error: would be built at {store_at_home(kind, mark, 'acme')}\n"
+    place = model_store_at_home(DEMO, mark, "acme") if kind == "model" else corpus_index_at_home(mark, "acme")
+    assert capsys.readouterr().err == f"error: would be built at {place}\n"
 
 
 def test_the_command_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from hdtool.runtime.integrations.vllm.endpoint import Endpoint
 from hdtool.runtime.integrations.vllm.options import read_options
 from hdtool.runtime.integrations.vllm.secrets import without_secrets
 from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.model.checkpoint.identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 
@@ -34,7 +35,12 @@ class Launch:
         tokenizer = load_tokenizer(named, self._known.tokenizer_revision or self._known.revision)
         self.endpoint = Endpoint.of(self._known, os.environ)
         namespace = self._namespace(stores, model)
-        self.store_set = StoreSet.for_tokenizer(tokenizer, StoresConfig(stores.model_db, stores.corpus_db, namespace))
+        weights = ModelConfig(model, trust_remote_code=self._known.trust_remote_code)
+        self.store_set = StoreSet.for_tokenizer(
+            tokenizer,
+            StoresConfig(stores.model_db, stores.corpus_db, namespace),
+            model=served_checkpoint(weights, self._known.revision),
+        )
 
     def _namespace(self, stores: StoresConfig, model: str) -> str | None:
         if stores.namespace is None:

@@ -15,6 +15,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.cpu_fixes import repair_sampling
 from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.model.checkpoint.identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -31,7 +32,12 @@ class HierarchyProposer:
             settings = Settings.of(vllm_config.additional_config, speculation.num_speculative_tokens)
             named = ModelConfig(model.tokenizer, trust_remote_code=model.trust_remote_code)
             tokenizer = load_tokenizer(named, model.tokenizer_revision)
-            store_set = StoreSet.for_tokenizer(tokenizer, settings.store_set([model.served_model_name, model.model]))
+            named_model = ModelConfig(model.model, trust_remote_code=model.trust_remote_code)
+            store_set = StoreSet.for_tokenizer(
+                tokenizer,
+                settings.store_set([model.served_model_name, model.model]),
+                model=served_checkpoint(named_model, model.revision),
+            )
         except HdtoolError as error:
             # A store of the user's machine may be missing on the machine of a worker.
             raise type(error)(f"{error} (on {socket.gethostname()})") from None

@@ -49,6 +49,13 @@ def converted(file: Path, *, weights: bool) -> Path:
     return folder
 
 
+def remove_converted(folder: Path, manifest: Manifest) -> None:
+    """Delete a converted model; it is converted again when it is needed."""
+    with exclusive(_lock_of(folder), ModelError(f"another process converts to {folder}: wait for it")):
+        remove(folder, manifest)
+    _lock_of(folder).unlink(missing_ok=True)
+
+
 def _fingerprint(digest: str) -> str:
     words = f"{FORMAT} {metadata.version('transformers')} {digest}"
     return hashlib.sha256(words.encode()).hexdigest()[:FINGERPRINT_DIGITS]

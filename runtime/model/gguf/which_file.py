@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdtool.data.errors import ModelError, OptionError
+from hdtool.runtime.model.checkpoint.hub import file_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.config import ModelConfig
@@ -33,7 +33,7 @@ def gguf_file(config: ModelConfig) -> Path | None:
             raise OptionError(f"--gguf-file names a file of a folder, and {path} is a file itself: leave it out")
         return path
     if config.gguf_file and not _is_path(config.model):
-        return _from_hub(config.model, config.gguf_file, config.revision)
+        return file_of(config.model, config.gguf_file, config.revision)
     if config.gguf_file or path.suffix.lower() == ENDING:
         raise ModelError(f"{config.model} does not exist: give the path of a GGUF file, or a folder and --gguf-file")
     return None
@@ -59,16 +59,3 @@ def _in_folder(folder: Path, name: str | None) -> Path | None:
 def _listed(files: list[Path]) -> str:
     names = [path.name for path in files[:MOST_LISTED]] + ["…"] * (len(files) > MOST_LISTED)
     return ", ".join(names) or "no GGUF file"
-
-
-@cache  # a look-up asks the hub for the newest version
-def _from_hub(repository: str, name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repository, name, revision=revision))
-    except Exception as error:
-        raise ModelError(
-            f"there is no folder {repository} here, and the hub has no file {name} of that model or cannot be reached: "
-            "check both names"
-        ) from error
