@@ -59,7 +59,7 @@ def setup(
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.data.inputs import find_inputs
 
-    quiet_libraries()
+    quiet_libraries(quiet=quiet)
     named = replace(loading, model=model)
     plan = SetupPlan(
         find_inputs([*logs, *(more_logs or ())]), find_inputs(corpus or ()), named, settings, chat, quiet=quiet
@@ -97,9 +97,12 @@ def _options(model: ModelConfig) -> tuple[str, ...]:
 
 def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
     """What would be done, without doing it."""
-    parts = stages.split_logs()
-    total, held_out = len(parts.learned) + len(parts.held_out), len(parts.held_out)
-    print(f"logs      {total:,} conversations in {len(plan.logs)} files, {held_out:,} held out")
+    from hdtool.builders.setup.held_out import held_out
+
+    openings = stages.openings()
+    chosen = held_out(openings, plan.config.held_out)
+    count = sum(opening in chosen for opening in openings)
+    print(f"logs      {len(openings):,} conversations in {len(plan.logs)} files, {count:,} held out")
     for kind, place in stages.store_folders.items():
         state = "replaces the store in" if (place / MANIFEST).exists() else "goes to"
         print(f"{kind:<9} {state} {place}")

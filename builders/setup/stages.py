@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hdtool.builders.setup.answers import answer, number_of_prompts
-from hdtool.builders.setup.held_out import Split, split
+from hdtool.builders.setup.held_out import held_out, opening_of
 from hdtool.builders.setup.overhead import Overhead
 from hdtool.builders.setup.work_folder import WorkFolder
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.tokenize import tokenized
-from hdtool.data.errors import StoreError
+from hdtool.data.conversations.canonical import canonical, canonical_file
+from hdtool.data.conversations.reader import ConversationReader, Found
+from hdtool.data.errors import ModelError, RecordError, StoreError
 from hdtool.data.progress import bar
 from hdtool.data.prompts import read_prompts
 from hdtool.data.records import Reading
-from hdtool.data.stores.home import store_at_home
-from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerFingerprint, checksum, read_manifest
-from hdtool.data.traces import Trace, read_traces
+from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
+from hdtool.data.stores.store import MANIFEST, Checkpoint, Manifest, TokenizerFingerprint, checksum, read_manifest
+from hdtool.data.traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
 from hdtool.runtime.config import CostConfig, DecodeConfig, ModelConfig, StoresConfig
@@ -36,8 +39,10 @@ from hdtool.runtime.environment import device_name, dtype_name
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
 from hdtool.runtime.evaluation.replay import Contender
 from hdtool.runtime.evaluation.worker_pool import replay, turns_in
+from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.cpu_threads import choose_threads
-from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.load import CONFIG_FILES, Loaded, load
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.store_set import StoreSet
@@ -117,8 +122,24 @@ class Stages:
     @cached_property
     def store_folders(self) -> dict[str, Path]:
         """The folders in which this set-up builds stores, by kind."""
-        kinds = (MODEL, CORPUS) if self._plan.corpus else (MODEL,)
-        return {kind: store_at_home(kind, self._fingerprint) for kind in kinds}
+        folders = {MODEL: model_store_at_home(self._checkpoint, self._fingerprint)}
+        if self._plan.corpus:
+            folders[CORPUS] = corpus_index_at_home(self._fingerprint)
+        return folders
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        place_of(self._plan.model, CONFIG_FILES, weights=True)  # downloads what the hub's cache lacks
+        checkpoint = checkpoint_of(self._plan.model)
+        if checkpoint is None:
+            raise ModelError(
+                f"{self._plan.model.name} has no weights that can be read: get the checkpoint again, whole"
+            )
+        return checkpoint
+
+    @cached_property
+    def _reader(self) -> ConversationReader:
+        return ConversationReader(self._plan.logs, tolerance=self._plan.config.max_bad_fraction)
 
     @cached_property
     def _turns(self) -> TurnReader:
@@ -141,26 +162,49 @@ class Stages:
     @cached_property
     def _store_set(self) -> StoreSet:
         named = {f"{kind}_db": str(folder) for kind, folder in self.store_folders.items()}
-        return StoreSet.for_tokenizer(self._tokenizer, StoresConfig(**named))
+        return StoreSet.for_tokenizer(self._tokenizer, StoresConfig(**named), model=self._checkpoint)
 
     @cached_property
     def _held_out(self) -> list[list[RecordedTurn]]:
-        return [self._turns.turns(trace) for trace in read_traces([self._folder.held_out])]
+        found = []
+        for trace in read_traces([self._folder.held_out]):
+            try:
+                found.append(self._turns.turns(trace))
+            except RecordError as error:  # a template may refuse roles that others take
+                print(f"left out: {error}", file=sys.stderr)
+        if not found:
+            raise RecordError("no held-out conversation can be rebuilt with this model's chat template: try --raw")
+        return found
 
-    def split_logs(self) -> Split:
-        """The logged conversations in two parts, read anew."""
-        conversations = [trace for trace in read_traces(self._plan.logs) if trace.answers]
-        return split(conversations, self._plan.config.held_out)
+    def openings(self) -> list[bytes]:
+        """The hash of the first question of each logged conversation that holds an answer."""
+        found = self._logged("reading")
+        openings = [opening_of(one.conversation) for one in found if one.conversation.answers]
+        for line in self._reader.tally.left_out():
+            print(line, file=sys.stderr)
+        return openings
+
+    def _logged(self, title: str) -> Iterator[Found]:
+        with bar(self._reader.total_bytes, title, unit="B", quiet=self._plan.quiet) as shown:
+            for found in self._reader.conversations():
+                yield found
+                shown.to(self._reader.bytes_read)
 
     def _read(self) -> Result:
-        parts = self.split_logs()
-        self._folder.write_conversations(self._folder.learned, [_row(one) for one in parts.learned])
-        self._folder.write_conversations(self._folder.held_out, [_row(one) for one in parts.held_out])
-        return {"conversations": len(parts.learned) + len(parts.held_out), "held_out": len(parts.held_out)}
+        openings = self.openings()
+        chosen = held_out(openings, self._plan.config.held_out)
+        both = canonical_file(self._folder.learned), canonical_file(self._folder.held_out)
+        with both[0].replaced() as learned, both[1].replaced() as measured:
+            for found in self._logged("splitting"):
+                if found.conversation.answers:
+                    part = measured if opening_of(found.conversation) in chosen else learned
+                    part.write((json.dumps(canonical(found), ensure_ascii=False) + "\n").encode())
+        return {"conversations": len(openings), "held_out": sum(opening in chosen for opening in openings)}
 
     def _build_model_store(self) -> Result:
         reading = Reading([self._folder.learned], answers_only=True)
-        return self._built(self.store_folders[MODEL], reading, build_model_store)
+        build = partial(build_model_store, model=self._checkpoint)
+        return self._built(self.store_folders[MODEL], reading, build)
 
     def _build_corpus_index(self) -> Result:
         reading = Reading(self._plan.corpus, tolerance=self._plan.config.max_bad_fraction)
@@ -231,7 +275,3 @@ class Stages:
                     shown.to,
                 )
             )
-
-
-def _row(conversation: Trace) -> dict[str, Any]:
-    return {"id": conversation.id, "category": conversation.category, "messages": list(conversation.messages)}

@@ -6,19 +6,18 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import ResultError, worded
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.locking import exclusive
-from hdtool.data.files.ownership import json_lines_with, json_object, json_with
+from hdtool.data.files.ownership import json_object, json_with
 from hdtool.data.stores.home import setups
 
 FORMAT = 1
 RESULTS, LEARNED, HELD_OUT, COST = "setup.json", "learned.jsonl", "held-out.jsonl", "cost.json"
 LOCK = "lock"
-CONVERSATION_KEYS = ("id", "category", "messages")
+ADVICE = "make room, or set HDTOOL_HOME to another folder"
 
 
 class WorkFolder:
@@ -51,11 +50,3 @@ class WorkFolder:
         """Record that a stage is done, with what later stages and the verdict need of it."""
         self.stages[stage] = result
         self._file.write(json.dumps({"format": FORMAT, "stages": self.stages}, indent=1, ensure_ascii=False) + "\n")
-
-    def write_conversations(self, path: Path, rows: Sequence[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        is_ours = json_lines_with(CONVERSATION_KEYS)
-        OutputFile(path, "a part of the logs of a set-up", is_ours, ResultError, ADVICE).write(text)
-
-
-ADVICE = "make room, or set HDTOOL_HOME to another folder"

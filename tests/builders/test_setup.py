@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.builders.setup.held_out import split
+from hdtool.builders.setup.held_out import held_out, opening_of
 from hdtool.builders.setup.overhead import Overhead
 from hdtool.builders.setup.stages import Stages
 from hdtool.builders.setup.verdict import Verdict
 from hdtool.builders.setup.work_folder import RESULTS, WorkFolder
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.conversations.conversation import Conversation, Turn
 from hdtool.data.errors import RecordError, ResultError
-from hdtool.data.traces import Recorded, Trace
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.setup import MOST_HELD_OUT
@@ -36,39 +36,37 @@ COMMAND = ["setup", str(demo.MODEL), "--logs", str(LOGS), "--threads", "1", "--n
 ALL_STAGES = ("read", "model_store", "passes", "replay", "answers")
 
 
-def conversation(asked: str, answer: str = "Yes.") -> Trace:
-    messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
-    return Trace("", "", messages, (Recorded(1),), "a test")
+def conversation(asked: str) -> Conversation:
+    return Conversation((Turn("system", "Be brief."), Turn("user", asked), Turn("assistant", "Yes.")))
 
 
 class TestSplit:
     @given(st.lists(st.integers(0, 40), min_size=2, max_size=60), st.floats(0.01, 0.9), st.randoms())
-    def test_every_conversation_is_on_one_side_and_equal_questions_on_the_same(
+    def test_a_part_is_held_out_whatever_the_order(
         self, numbers: list[int], share: float, shuffler: random.Random
     ) -> None:
-        logs = [conversation(f"Question  {number}") for number in numbers]
+        openings = [opening_of(conversation(f"Question {number}")) for number in numbers]
         if len(set(numbers)) == 1:
-            with pytest.raises(RecordError, match="different first questions"):
-                split(logs, share)
+            with pytest.raises(RecordError, match="begin with the same question"):
+                held_out(openings, share)
             return
-        learned, held_out = split(logs, share)
-        assert len(learned) + len(held_out) == len(logs) and learned and held_out
-        openings = [{part.messages[0]["content"] for part in side} for side in (learned, held_out)]
-        assert not openings[0] & openings[1]
-        shuffled = logs.copy()
-        shuffler.shuffle(shuffled)
-        assert {id(one) for one in split(shuffled, share).held_out} == {id(one) for one in held_out}
+        chosen = held_out(openings, share)
+        assert chosen and chosen < set(openings)
+        shuffler.shuffle(openings)
+        assert held_out(openings, share) == chosen
 
     def test_the_share_is_kept_and_bounded(self) -> None:
-        logs = [conversation(f"Question {number}") for number in range(5000)]
-        assert len(split(logs[:300], 0.1).held_out) == 30
-        assert len(split(logs, 0.1).held_out) == MOST_HELD_OUT
+        openings = [opening_of(conversation(f"Question {number}")) for number in range(5000)]
+        assert len(held_out(openings[:300], 0.1)) == 30
+        assert len(held_out(openings, 0.1)) == MOST_HELD_OUT
 
     def test_case_and_spaces_make_no_other_question(self) -> None:
-        alike = [conversation("What is DNA?"), conversation(" what  is dna?\n")]
-        learned, held_out = split([*alike, conversation("Who was Plato?")], 0.3)
-        assert [one in learned for one in alike] in ([True, True], [False, False])
-        assert held_out
+        assert opening_of(conversation("What is DNA?")) == opening_of(conversation(" what  is dna?\n"))
+        assert opening_of(conversation("What is DNA?")) != opening_of(conversation("What is RNA?"))
+
+    def test_logs_without_answers_are_refused(self) -> None:
+        with pytest.raises(RecordError, match="hdtool collect"):
+            held_out([], 0.1)
 
 
 class TestWorkFolder:
