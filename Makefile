@@ -23,7 +23,7 @@ kernels: .venv/installed-dev .compiled
 
 # What is exhaustive or slow: all families of models, all combinations of parameters, the wheel, kills, the script of
 # GPU checks.
-test-long: .venv/installed-dev .compiled
+test-long: .venv/installed-dev .venv/smollm2 .compiled
 	$(BIN)/pytest -n logical --dist worksteal -m long
 
 # vLLM brings its own torch and transformers, so it has an environment of its own.

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hdtool.builders.setup.stages import SetupPlan, Stages
     from hdtool.builders.setup.work_folder import WorkFolder
 
+UNKNOWN_PLACE = "hdtool's home, which names its folder after the weights once they are downloaded"
+
 
 def setup(
     *,
@@ -58,13 +60,14 @@ def setup(
     from hdtool.builders.setup.work_folder import WorkFolder
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.data.inputs import find_inputs
+    from hdtool.runtime.model.checkpoint.identity import name_in_words
 
     quiet_libraries(quiet=quiet)
     named = replace(loading, model=model)
     plan = SetupPlan(
         find_inputs([*logs, *(more_logs or ())]), find_inputs(corpus or ()), named, settings, chat, quiet=quiet
     )
-    folder = WorkFolder(named.name, plan.identity)
+    folder = WorkFolder(name_in_words(named.name), plan.identity)
     stages = Stages(plan, folder)
     if dry_run:
         _show_plan(plan, stages, folder)
@@ -103,9 +106,9 @@ def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
     chosen = held_out(openings, plan.config.held_out)
     count = sum(opening in chosen for opening in openings)
     print(f"logs      {len(openings):,} conversations in {len(plan.logs)} files, {count:,} held out")
-    for kind, place in stages.store_folders.items():
-        state = "replaces the store in" if (place / MANIFEST).exists() else "goes to"
-        print(f"{kind:<9} {state} {place}")
+    for kind, place in stages.planned_folders().items():
+        state = "replaces the store in" if place and (place / MANIFEST).exists() else "goes to"
+        print(f"{kind:<9} {state} {place or UNKNOWN_PLACE}")
     print(f"work      {folder.path}")
     for number, (name, title) in enumerate(stages.titles().items(), start=1):
         done = ", done before" if name in folder.stages else ""

@@ -16,7 +16,9 @@ PAGE = ROOT / "docs" / "reference" / "commands.md"
 STORES = ("build-model-db", "build-corpus-db", "collect", "convert", "inspect", "merge", "add", "drop", "stores")
 COMMANDS = (
     "",
+    "setup",
     "generate",
+    "chat",
     *STORES,
     "train-heads",
     "serve",

@@ -15,6 +15,7 @@ import torch
 from hdtool.builders.setup.answers import answer, number_of_prompts
 from hdtool.builders.setup.held_out import held_out, opening_of
 from hdtool.builders.setup.overhead import Overhead
+from hdtool.builders.setup.replayed import replayed
 from hdtool.builders.setup.work_folder import WorkFolder
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
@@ -31,14 +32,10 @@ from hdtool.data.stores.store import MANIFEST, Checkpoint, Manifest, TokenizerFi
 from hdtool.data.traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
-from hdtool.runtime.config import CostConfig, DecodeConfig, ModelConfig, StoresConfig
-from hdtool.runtime.config.decoding import NO_HISTORY
-from hdtool.runtime.config.methods import SOURCE_NAMES
+from hdtool.runtime.config import CostConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.setup import SetupConfig
 from hdtool.runtime.environment import device_name, dtype_name
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.replay import Contender
-from hdtool.runtime.evaluation.worker_pool import replay, turns_in
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.cpu_threads import choose_threads
@@ -54,8 +51,6 @@ Result = dict[str, Any]
 MEASURED = ("passes", "replay", "answers")
 """The stages after those that read and build."""
 STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
-COLD = "CMS"
-"""Letters of the sources that a conversation has from its start, in the order in which they are added."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +118,14 @@ class Stages:
     def store_folders(self) -> dict[str, Path]:
         """The folders in which this set-up builds stores, by kind."""
         folders = {MODEL: model_store_at_home(self._checkpoint, self._fingerprint)}
+        if self._plan.corpus:
+            folders[CORPUS] = corpus_index_at_home(self._fingerprint)
+        return folders
+
+    def planned_folders(self) -> dict[str, Path | None]:
+        """The same without downloading weights; None for a folder that depends on them."""
+        model = checkpoint_of(self._plan.model)
+        folders = {MODEL: model_store_at_home(model, self._fingerprint) if model else None}
         if self._plan.corpus:
             folders[CORPUS] = corpus_index_at_home(self._fingerprint)
         return folders
@@ -236,26 +239,10 @@ class Stages:
         }
 
     def _replay(self) -> Result:
-        curve = CostCurve.read(self._folder.cost)
         passes = self._folder.stages["passes"]
         overhead = Overhead(tuple(passes["lengths"]), tuple(passes["prefill_seconds"]), passes["host_seconds"])
-        found = [letter for letter in COLD if letter != "S" or self._store_set.corpus]
-        cold = {SOURCE_NAMES[letter]: "".join(found[: place + 1]) for place, letter in enumerate(found)}
-        contenders = [
-            Contender(name, DecodeConfig(sources=letters, history=NO_HISTORY), curve) for name, letters in cold.items()
-        ]
-        contenders.append(Contender(SOURCE_NAMES["H"], DecodeConfig(sources="H" + "".join(found)), curve))
-        with bar(turns_in(contenders, self._held_out, ()), "turns", quiet=self._plan.quiet) as shown:
-            played = replay(contenders, self._held_out, self._store_set, on_progress=shown.to)
-        last = played[contenders[-2].name]
-        predicted = overhead.predict(last, curve)
-        return {
-            "tokens_per_step": {name: round(result.tokens_per_step, 3) for name, result in played.items()},
-            "accepted": {str(source): share.accepted for source, share in last.by_source().items()},
-            "draft_tokens_per_step": round(last.nodes_per_step, 1),
-            "tokens_per_second": predicted.tokens_per_second,
-            "plain_tokens_per_second": predicted.plain_tokens_per_second,
-        }
+        curve = CostCurve.read(self._folder.cost)
+        return replayed(self._held_out, self._store_set, curve, overhead, quiet=self._plan.quiet)
 
     def _answer(self) -> Result:
         config = self._plan.config

@@ -45,7 +45,7 @@ class Verdict:
     def next_command(self) -> str:
         """What to type next; stores at home are found without being named."""
         method = () if self.pays else ("--method", "ar")
-        return shlex.join(["hdtool", "generate", "--model", self.model, *self.options, *method, "--prompt", "..."])
+        return shlex.join(["hdtool", "generate", "--model", self.model, *self.options, *method]) + ' "..."'
 
     def lines(self) -> list[str]:
         """Five lines for people."""

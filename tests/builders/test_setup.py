@@ -145,7 +145,7 @@ class TestVerdict:
         assert "44.0 tokens/s with hd, 22.0 without drafts: 2.00 times" in lines[0]
         assert "39.0 tokens/s with hd, 20.0 without drafts: 1.95 times" in lines[1]
         assert "1.50 tokens per step from the conversation alone, 2.00 with the model store" in lines[2]
-        assert lines[4].endswith("hdtool generate --model 'my model' --threads 2 --prompt ...")
+        assert lines[4].endswith("hdtool generate --model 'my model' --threads 2 \"...\"")
 
     def test_where_it_does_not_pay_the_verdict_gives_the_reason(self) -> None:
         verdict = self.verdict(tokens_per_second={"generate": 15.0, "ar": 20.0, "hd": 20.5})
