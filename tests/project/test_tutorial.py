@@ -58,7 +58,6 @@ def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
     steps = list(steps_of(PAGE.read_text(encoding="utf-8")))
     assert len(steps) > 5
     script = "".join(f"{command}\necho; echo '{END}'\n" for command, _ in steps)
-    (tmp_path / "hdtool").symlink_to(ROOT)
     environment = os.environ | {
         "HDTOOL_HOME": str(tmp_path / "home"),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
