@@ -17,6 +17,7 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, completion, option
 from hdtool.cli.parameters.settings import only, without
 from hdtool.data.errors import RecordError
+from hdtool.data.inputs import find_inputs
 from hdtool.data.tally import Tally
 from hdtool.data.traces import read_traces
 from hdtool.runtime.config import SHAPES, WARM, BuildConfig, DecodeConfig, ModelConfig, ShapeConfig, StoresConfig
@@ -49,7 +50,7 @@ def bench_shape(
     answers. So the speed of a large model can be measured without its weights.
     """
     tally = Tally()
-    recorded = read_traces([traces], tolerance=reading.max_bad_fraction, tally=tally)[: config.limit]
+    recorded = read_traces(find_inputs([traces]), tolerance=reading.max_bad_fraction, tally=tally)[: config.limit]
 
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import print_left_out

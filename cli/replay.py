@@ -97,14 +97,16 @@ def replay(
     from hdtool.runtime.model.checkpoint.identity import checkpoint_of
     from hdtool.runtime.stores.store_set import StoreSet
 
-    _refuse_repeated(traces, warm or [], config)
+    _refuse_useless(warm, config)
+    paths, paths_before = _files(traces), _files(warm or [])
+    _refuse_repeated(paths, paths_before, config)
     curve = CostCurve.given(cost) if cost is not None else None
     if steps:
         _steps_file(steps).check()
     counted = Tally(), Tally()
     most_bad = reading.max_bad_fraction
-    recorded = _answered(read_traces(traces, questions, tolerance=most_bad, tally=counted[0])[: config.limit])
-    before = _answered(read_traces(warm, tolerance=most_bad, tally=counted[1])) if warm else []
+    recorded = _answered(read_traces(paths, questions, tolerance=most_bad, tally=counted[0])[: config.limit])
+    before = _answered(read_traces(paths_before, tolerance=most_bad, tally=counted[1])) if warm else []
     quiet_libraries(quiet=quiet)
     if report:
         prepare(report)
@@ -119,6 +121,10 @@ def replay(
     warming = [turns for _, turns in reader.usable(before, counted[1])]
     for tally in counted:
         print_left_out(tally, most_bad)
+    if not conversations:
+        raise RecordError(
+            f"no conversation of {', '.join(map(str, traces))} can be replayed: name others, or use --raw"
+        )
     contenders = [Contender(name, config.decoding(name), curve) for name in chosen]
     with bar(turns_in(contenders, conversations, warming), "turns", quiet=quiet) as shown:
         played = replayed(
@@ -135,6 +141,13 @@ def replay(
         write_report(report, study, [trace for trace, _ in usable], reader.tokenizer, page_of, quiet=quiet)
 
 
+def _files(given: list[Path]) -> list[Path]:
+    """The files that names, folders, patterns and data sets stand for; a file given twice is in it twice."""
+    from hdtool.data.inputs import find_inputs
+
+    return [path for name in given for path in find_inputs([name])]
+
+
 def _refuse_repeated(traces: list[Path], warm: list[Path], config: ReplayConfig) -> None:
     """Refuse files that would be replayed after themselves: the history and the weights would know their answers."""
     for number, path in enumerate(traces):
@@ -142,6 +155,9 @@ def _refuse_repeated(traces: list[Path], warm: list[Path], config: ReplayConfig)
             raise OptionError(f"{path} is in --traces and in --warm, and its figures would be too high: name another")
         if config.history and any(_same(path, other) for other in traces[:number]):
             raise OptionError(f"{path} is given twice, and the history would hold its answers: name it once")
+
+
+def _refuse_useless(warm: list[Path] | None, config: ReplayConfig) -> None:
     if warm and not any(METHODS[name].history for name in config.methods_with(corpus=True)):
         raise OptionError(
             f"--warm has no effect with method {', '.join(config.methods)}, which keeps nothing between conversations: "

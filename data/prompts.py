@@ -15,6 +15,7 @@ from pathlib import Path
 from hdtool.data.conversations.conversation import QUESTIONS, TEXT, USER, Conversation
 from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import PromptError, RecordError
+from hdtool.data.formats.hub import files_of, is_hub_name
 from hdtool.data.formats.row import RowError
 from hdtool.data.predictions import prediction_of
 from hdtool.data.tally import Tally
@@ -61,9 +62,10 @@ def read_prompts(path: Path, *, tolerance: float | None = None, tally: Tally | N
 
 
 def _prompts(path: Path, tolerance: float | None, tally: Tally | None) -> list[Prompt]:
-    reader = ConversationReader([path], text_lines=True)
+    paths = files_of(str(path)) if is_hub_name(str(path)) else [path]
+    reader = ConversationReader(paths, text_lines=True)
     prompts: list[Prompt] = []
-    for found in reader.of_input(0):
+    for found in (found for source in range(len(paths)) for found in reader.of_input(source)):
         try:
             prompts.append(_prompt_of(found))
         except RowError as fault:

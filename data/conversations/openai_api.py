@@ -129,7 +129,7 @@ def _streamed(text: str) -> str:
 
 def _joined(chunks: Iterable[Any]) -> str:
     """The text of streamed chunks, of the first choice."""
-    texts = []
+    texts: list[Any] = []
     for chunk in chunks:
         if not isinstance(chunk, dict):
             raise RowError("a streamed response must be a list of objects")

@@ -66,8 +66,8 @@ def _format(path: Path, head: bytes) -> str:
     for magic, form in MAGIC.items():
         if head.startswith(magic):
             return form
-    if form := ENDINGS.get(ending_of(path)):
-        return form
+    if known := ENDINGS.get(ending_of(path)):
+        return known
     first = first_character(head)
     if first != b"{" and is_server_log(head):
         return "log"

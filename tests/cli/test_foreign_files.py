@@ -88,6 +88,7 @@ COMMANDS = {
     "add": Command(commands.add, begin_with="one"),
     "drop": Command(commands.drop, begin_with="both"),
     "collect": Command(commands.collect, into_file=True),
+    "convert": Command(commands.convert, into_file=True, input="answers.jsonl"),
     "train-heads": Command(commands.train_heads),
     "bench": Command(commands.bench),
     "bench-cost": Command(commands.bench_cost),

@@ -100,6 +100,8 @@ def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in ("hf:owner/name", "hf:owner/name:train", "hf:owner/name/part:train"):
         (row,) = converted(tmp_path, name)
         assert row["messages"] == [ASKED, ANSWER]
+    assert [prompt.messages for prompt in read_prompts(Path("hf:owner/name"))] == [(ASKED,)]
+    assert asked.pop() == ("owner/name", None, "train")
     assert asked == [("owner/name", None, "train")] * 2 + [("owner/name", "part", "train")]
     assert converted(tmp_path, *(tmp_path / "cache").rglob("*.arrow"))[0]["id"] == "a1"
 

@@ -534,3 +534,18 @@ def test_ctrl_c_ends_it(workers: str, many: Path, tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "error: interrupted"
+
+
+def test_rows_that_cannot_be_replayed_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Requests of a server, one of which was cut off, in a folder of logs."""
+    asked = {"role": "user", "content": "What is a list?"}
+    row = {"request": {"messages": [asked]}, "response": {"choices": [{"message": {"content": "A sequence."}}]}}
+    path = tmp_path / "log.jsonl"
+    path.write_text((json.dumps(row) + "\n") * 3 + json.dumps(row)[:50])
+    arguments = ["replay", "--traces", str(tmp_path), "--methods", "pld", "--json", "--quiet"]
+    assert run([*arguments, "--max-bad-fraction", "0.3"]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["methods"]["pld"]["turns"] == 3
+    assert f"left out: {path}:4: not valid JSON" in printed.err
+    assert run(arguments) == 1
+    assert f"error: 1 of 4 records cannot be used, the first at {path}:4 (not valid" in capfd.readouterr().err

@@ -139,6 +139,10 @@ def collect(scratch: Scratch, out: Path) -> list[str]:
     return ["collect", *asked, *TINY, *QUIET]
 
 
+def convert(scratch: Scratch, out: Path) -> list[str]:
+    return ["convert", str(scratch.answers), "--out", str(out), *QUIET]
+
+
 def train_heads(scratch: Scratch, out: Path) -> list[str]:
     small = [
         "--num-heads",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hdtool.data.conversations.conversation import STOPPED
 from hdtool.data.progress import bar
 from hdtool.data.prompts import Prompt
 from hdtool.data.spec_bench import AnsweredQuestion
-from hdtool.data.traces import STOPPED, Recorded, Trace
+from hdtool.data.traces import Recorded, Trace
 from hdtool.runtime.evaluation.report.ablations import Study
 from hdtool.runtime.evaluation.report.cases import case_of
 from hdtool.runtime.evaluation.report.corpus_sizes import PARTS, BuildIndex, sizes
