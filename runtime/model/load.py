@@ -16,7 +16,7 @@ from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import room_for
-from hdtool.runtime.generate_settings import sampler_as_generate
+from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import place_of
