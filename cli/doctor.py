@@ -21,7 +21,7 @@ def doctor(
     ],
     as_json: options.JsonObject = False,
 ) -> int:
-    """Check this installation, its folders and stores, and a model.
+    """Check the installation, the stores and a model.
 
     Prints what was found, and for what is missing or wrong the command that mends it. The exit code is 1 if something
     does not work.
