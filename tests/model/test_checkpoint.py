@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hdtool.data import demo
 from hdtool.data.stores.store import read_manifest
@@ -94,8 +94,8 @@ def test_a_model_in_memory_is_recognised_by_its_files_in_any_dtype(dtype: torch.
 
 
 def test_a_model_that_came_from_no_file_has_none(copy: Path) -> None:
-    model = LlamaForCausalLM(AutoModelForCausalLM.from_pretrained(copy).config)
-    assert checkpoint_in_memory(model) is None
-    model = AutoModelForCausalLM.from_pretrained(copy)
+    random = LlamaForCausalLM(LlamaConfig.from_pretrained(copy))
+    assert checkpoint_in_memory(random) is None
+    loaded = AutoModelForCausalLM.from_pretrained(copy)
     shutil.rmtree(copy)
-    assert checkpoint_in_memory(model) is None
+    assert checkpoint_in_memory(loaded) is None

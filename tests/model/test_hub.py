@@ -111,7 +111,7 @@ def test_a_repository_without_weights(server: FakeHub) -> None:
 def test_a_full_disk_is_noticed_before_the_download(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     load_tokenizer(TINY)
     server.sent.clear()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
     with pytest.raises(ModelError, match=r"needs 13,906,320 bytes in .*HF_HOME"):
         place_of(TINY, weights=True)
     assert not server.sent
