@@ -15,13 +15,13 @@ def doctor(
     *,
     loading: Annotated[
         ModelConfig,
-        only("model", "gguf_file", "trust_remote_code").described(
+        only("model", "gguf_file", "revision", "trust_remote_code").described(
             model="Check this model too: whether it would load, and what it would draft from. It is not loaded."
         ),
     ],
     as_json: options.JsonObject = False,
 ) -> int:
-    """Check this installation, its folders and stores, and a model.
+    """Check the installation, the stores and a model.
 
     Prints what was found, and for what is missing or wrong the command that mends it. The exit code is 1 if something
     does not work.

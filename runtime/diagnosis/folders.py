@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numba
-
 import hdtool
 from hdtool.data.stores.home import home
 from hdtool.data.stores.inventory import StoredItem, stored_items
@@ -44,7 +42,7 @@ def _writable(name: str, folder: Path, variable: str) -> Finding:
 
 def _compiled() -> Finding:
     """numba keeps compiled functions beside their files, or in a folder of the user where those are read-only."""
-    chosen = numba.config.CACHE_DIR
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
     places = [Path(chosen)] if chosen else [Path(place) for place in hdtool.__path__]
     kept = sum(1 for place in places for part in _parts(place) for _ in part.rglob("*.nbi"))
     if kept:

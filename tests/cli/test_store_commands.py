@@ -117,7 +117,9 @@ def test_bad_records_are_named_and_too_many_stop_the_build(capfd: pytest.Capture
     Path("mixed.jsonl").write_text("\n".join([*good[:15], "{broken", *good[15:]]))
     assert run(["build-corpus-db", "mixed.jsonl", "--out", "mixed"]) == 0
     assert "left out: mixed.jsonl:16: not valid JSON" in capfd.readouterr().err
-    said = complaint(capfd, "build-corpus-db", "mixed.jsonl", "--out", "store", "--max-bad-fraction", "0.01")
+    said = complaint(
+        capfd, "build-corpus-db", "mixed.jsonl", "--out", "store", "--replace", "--max-bad-fraction", "0.01"
+    )
     assert "1 of 31 records cannot be used, the first at mixed.jsonl:16" in said
     assert read_manifest(Path("store")).counts == before["counts"], "the old store stays"
 

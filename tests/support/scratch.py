@@ -106,11 +106,11 @@ INPUTS = {"model": ("answers.jsonl", "more.jsonl"), "corpus": ("corpus.txt", "mo
 
 def build_model_db(scratch: Scratch, out: Path, inputs: list[str]) -> list[str]:
     given = [part for path in inputs for part in ("--from", path)]
-    return ["build-model-db", *given, "--model", str(scratch.model), "--out", str(out), *QUIET]
+    return ["build-model-db", *given, "--model", str(scratch.model), "--out", str(out), "--replace", *QUIET]
 
 
 def build_corpus_db(scratch: Scratch, out: Path, inputs: list[str]) -> list[str]:
-    return ["build-corpus-db", *inputs, "--model", str(scratch.model), "--out", str(out), *QUIET]
+    return ["build-corpus-db", *inputs, "--model", str(scratch.model), "--out", str(out), "--replace", *QUIET]
 
 
 BUILDS: dict[str, Callable[[Scratch, Path, list[str]], list[str]]] = {
@@ -120,7 +120,7 @@ BUILDS: dict[str, Callable[[Scratch, Path, list[str]], list[str]]] = {
 
 
 def merge(scratch: Scratch, out: Path, kind: str = "corpus") -> list[str]:
-    return ["merge", str(scratch.store(kind, "one")), str(scratch.store(kind, "two")), "--out", str(out)]
+    return ["merge", str(scratch.store(kind, "one")), str(scratch.store(kind, "two")), "--out", str(out), "--replace"]
 
 
 def add(scratch: Scratch, out: Path, kind: str = "corpus") -> list[str]:

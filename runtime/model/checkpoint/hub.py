@@ -115,7 +115,7 @@ def _check_room(name: str, needed: int, folder: Path) -> None:
         )
 
 
-class _Silent(tqdm):  # type: ignore[type-arg]
+class _Silent(tqdm):  # type: ignore[misc]
     """A bar that is not shown, for downloads of a few kilobytes."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

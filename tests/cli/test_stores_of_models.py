@@ -1,0 +1,255 @@
+"""A model store belongs to a model: built, found, listed, replaced and removed by its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.data.errors import StoreError
+from hdtool.data.files.locking import exclusive
+from hdtool.data.stores.home import home, model_store_at_home, store_at_home
+from hdtool.data.stores.inventory import stored_items
+from hdtool.data.stores.store import MANIFEST, Manifest, read_manifest
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+
+QUICK = ("--max-new-tokens", "4", "--method", "hd", "--draft-tokens", "2", "--history", "none")
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "Hi?", "output": f"I am a language model, and I say {word}."} for word in ("yes", "no", "yes")]
+    Path("answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> str:
+    """A fine-tune of the demo model with the same tokenizer."""
+    folder = Path(shutil.copytree(demo.MODEL, tmp_path / "tuned"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 0.1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def made(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run([*arguments, "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def complaint(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 1) -> str:
+    assert run(list(arguments)) == code
+    printed = capfd.readouterr()
+    (line,) = printed.err.splitlines()
+    return line
+
+
+def noted(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["generate", "--prompt", "Hi", *QUICK, *arguments]) == 0
+    return capfd.readouterr().err
+
+
+def test_a_fine_tune_and_its_base_have_stores_of_their_own(tuned: str, capfd: pytest.CaptureFixture[str]) -> None:
+    base = made(capfd, "build-model-db", "--from", "answers.jsonl")
+    own = made(capfd, "build-model-db", "--from", "answers.jsonl", "--model", tuned)
+    assert base["tokenizer"] == own["tokenizer"] and base["store"] != own["store"]
+    assert (base["model"]["name"], own["model"]["name"]) == ("hdtool-demo", "tuned")
+    for store, model in ((base, ()), (own, ("--model", tuned))):
+        said = noted(capfd, *model)
+        assert f"drafting from {store['store']} (" in said and "note:" not in said
+
+
+def test_another_models_store_is_never_opened_silently(tuned: str, capfd: pytest.CaptureFixture[str]) -> None:
+    base = made(capfd, "build-model-db", "--from", "answers.jsonl")
+    said = noted(capfd, "--model", tuned, "--corpus-db", "none")
+    assert "note: there is no model store of tuned (" in said
+    assert f"{base['store']} holds answers of hdtool-demo (" in said
+    assert "drafting from no stores" in said
+    said = noted(capfd, "--model", tuned, "--model-db", base["store"])
+    assert f"note: {base['store']} holds answers of hdtool-demo (" in said and "not of tuned (" in said
+    assert f"drafting from {base['store']} (" in said
+    assert "note:" not in noted(capfd, "--model", tuned, "--model-db", "none")
+
+
+@pytest.mark.parametrize("command", ["build-model-db --from", "build-corpus-db"])
+@pytest.mark.parametrize("out", [(), ("--out", "store")])
+def test_a_build_replaces_a_store_only_if_asked(
+    command: str, out: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command.split(), "answers.jsonl", *out]
+    first = made(capfd, *words)
+    before = read_manifest(Path(first["store"]))
+    said = complaint(capfd, *words)
+    assert "holds a store of " in said and "hdtool add" in said and "--replace" in said
+    assert read_manifest(Path(first["store"])) == before
+    again = made(capfd, *words, "--replace")
+    assert again["store"] == first["store"] and again["files"] != first["files"]
+
+
+def test_a_damaged_store_is_replaced_only_if_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    made(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
+    row = json.loads(Path("store", MANIFEST).read_text())
+    Path("store", MANIFEST).write_text(json.dumps({**row, "counts": None}))
+    assert "holds a store that cannot be read" in complaint(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
+    made(capfd, "build-corpus-db", "answers.jsonl", "--out", "store", "--replace")
+
+
+def test_merge_replaces_one_of_its_inputs_but_no_other_store(capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        made(capfd, "build-corpus-db", "answers.jsonl", "--out", name)
+    assert "--replace" in complaint(capfd, "merge", "one", "--out", "two")
+    made(capfd, "merge", "one", "two", "--out", "two")
+    made(capfd, "merge", "one", "--out", "two", "--replace")
+
+
+def test_stores_made_from_stores_keep_their_model(tuned: str, capfd: pytest.CaptureFixture[str]) -> None:
+    made(capfd, "build-model-db", "--from", "answers.jsonl", "--out", "base")
+    made(capfd, "build-model-db", "--from", "answers.jsonl", "--out", "own", "--model", tuned)
+    Path("more.jsonl").write_text(json.dumps({"prompt": "?", "output": "One more answer of some length."}) + "\n")
+    assert made(capfd, "merge", "base", "--out", "copy")["model"]["name"] == "hdtool-demo"
+    assert made(capfd, "merge", "base", "own", "--out", "both")["model"] is None
+    assert run(["add", "own", "more.jsonl"]) == 0
+    assert "answers of tuned (" in capfd.readouterr().err
+    assert run(["add", "base", "more.jsonl", "--json"]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["model"]["name"] == "hdtool-demo" and not printed.err
+    assert run(["inspect", "base"]) == 0
+    assert "model      hdtool-demo (" in capfd.readouterr().out
+
+
+def test_a_model_without_weights_needs_a_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(demo.MODEL, "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    said = complaint(capfd, "build-model-db", "--from", "answers.jsonl", "--model", "bare")
+    assert "bare has no weights on this machine" in said and "--out" in said and "--model-db" in said
+    assert not home().exists()
+    built = made(capfd, "build-model-db", "--from", "answers.jsonl", "--model", "bare", "--out", "store")
+    assert built["model"] is None
+    assert "note:" not in noted(capfd, "--model-db", "store")
+    made(capfd, "build-corpus-db", "answers.jsonl", "--model", "bare")
+
+
+@pytest.fixture
+def unnamed(capfd: pytest.CaptureFixture[str]) -> Path:
+    """A store of an earlier version: filed by its tokenizer alone, without a model in its manifest."""
+    made(capfd, "build-model-db", "--from", "answers.jsonl", "--out", "old")
+    row = json.loads(Path("old", MANIFEST).read_text())
+    del row["model"]
+    Path("old", MANIFEST).write_text(json.dumps(row))
+    folder = store_at_home("model", Manifest.from_json(row).tokenizer)
+    folder.parent.mkdir(parents=True)
+    Path("old").rename(folder)
+    return folder
+
+
+def test_a_store_that_names_no_model_is_mentioned_opened_and_taken_over(
+    unnamed: Path, tuned: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = noted(capfd, "--model", tuned)
+    assert f"{unnamed} holds answers of a model that it does not name" in said
+    assert f"drafting from {unnamed} (" in noted(capfd, "--model", tuned, "--model-db", str(unnamed))
+    assert run(["stores"]) == 0
+    assert f"hdtool build-model-db --model MODEL --from {unnamed}" in capfd.readouterr().out
+    adopted = made(capfd, "build-model-db", "--model", tuned, "--from", str(unnamed))
+    assert adopted["model"]["name"] == "tuned"
+    assert adopted["counts"] == read_manifest(unnamed).counts and adopted["sources"][0]["name"] == "answers.jsonl"
+    assert f"drafting from {adopted['store']} (" in noted(capfd, "--model", tuned)
+    assert run(["stores", "remove", next(item.name for item in stored_items() if item.folder == unnamed), "--yes"]) == 0
+    assert read_manifest(Path(adopted["store"])), "in a folder of the removed one"
+
+
+def test_stores_are_listed_and_removed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["stores"]) == 0
+    assert "holds no stores: hdtool build-model-db" in capfd.readouterr().out
+    model = made(capfd, "build-model-db", "--from", "answers.jsonl")
+    tenant = made(capfd, "build-model-db", "--from", "answers.jsonl", "--namespace", "acme/é")
+    corpus = made(capfd, "build-corpus-db", "answers.jsonl")
+    noted(capfd, "--history", "home")
+    listed = made(capfd, "stores")
+    rows = {row["name"]: row for row in listed["stores"]}
+    assert listed["home"] == str(home())
+    names = [f"model-{model['model']['fingerprint'][:8]}", f"acme/é/model-{model['model']['fingerprint'][:8]}"]
+    names.append(f"corpus-{corpus['tokenizer'][:8]}")
+    assert [rows[name]["folder"] for name in names] == [model["store"], tenant["store"], corpus["store"]]
+    assert rows[names[0]]["sources"][0]["name"] == "answers.jsonl" and rows[names[0]]["bytes"] == model["bytes"]
+    (history,) = {*rows} - {*names}
+    assert history.startswith("history-")
+    assert run(["stores", "list"]) == 0
+    shown = capfd.readouterr().out
+    assert all(name in shown for name in rows) and "hdtool-demo" in shown and "4 in " in shown
+    assert run(["stores", "remove", *rows, "--yes"]) == 0
+    assert capfd.readouterr().err.count("removed ") == 4
+    assert made(capfd, "stores")["stores"] == []
+    assert not [path for path in home().rglob("*") if path.is_file() and "costs" not in path.parts]
+    assert not (home() / "stores").exists()
+
+
+def test_other_files_stay_and_a_running_build_is_not_disturbed(capfd: pytest.CaptureFixture[str]) -> None:
+    folder = Path(made(capfd, "build-corpus-db", "answers.jsonl")["store"])
+    (name,) = (item.name for item in stored_items())
+    for other in ("notes.txt", "documents-old.bin"):
+        (folder / other).write_text("mine")
+    with exclusive(folder / ".lock", StoreError("busy")):
+        assert "a build of " in complaint(capfd, "stores", "remove", name, "--yes")
+    assert read_manifest(folder)
+    assert run(["stores", "remove", str(folder), "--yes"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["documents-old.bin", "notes.txt"]
+
+
+def test_folders_that_only_look_like_stores_are_neither_listed_nor_removed(capfd: pytest.CaptureFixture[str]) -> None:
+    folder = home() / "stores" / "0123456789abcdef" / "corpus"
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text('{"name": "a web application"}')
+    assert made(capfd, "stores")["stores"] == []
+    assert "there is no store" in complaint(capfd, "stores", "remove", str(folder), "--yes")
+    assert (folder / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        (["remove"], "nothing to remove", 2),
+        (["remove", "nothing", "--yes"], "there is no store nothing", 1),
+        (["burn"], "can list and remove, got burn", 2),
+        (["list", "model"], "takes no names", 2),
+        (["--yes"], "--yes has no effect", 2),
+    ],
+)
+def test_stores_is_used_wrongly(words: list[str], said: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert said in complaint(capfd, "stores", *words, code=code)
+
+
+@pytest.mark.parametrize(("answer", "stays"), [("n\n", True), ("y\n", False)])
+def test_it_asks_before_it_removes(
+    answer: str, stays: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(made(capfd, "build-corpus-db", "answers.jsonl")["store"])
+    words = ["stores", "remove", str(folder)]
+    monkeypatch.setattr("sys.stdin", StringIO())
+    assert "give --yes" in complaint(capfd, *words, code=2)
+    terminal = StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert run(words) == (130 if stays else 0)
+    assert "corpus, " in capfd.readouterr().err
+    assert folder.exists() is stays
+
+
+def test_the_home_is_the_key_of_a_store_and_may_move(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = made(capfd, "build-model-db", "--from", "answers.jsonl")
+    model = checkpoint_of(ModelConfig())
+    assert model and Path(built["store"]) == model_store_at_home(model, read_manifest(Path(built["store"])).tokenizer)
+    home().rename("elsewhere")
+    monkeypatch.setenv("HDTOOL_HOME", str(Path("elsewhere").resolve()))
+    assert f"drafting from {Path('elsewhere').resolve()}" in noted(capfd)
