@@ -17,6 +17,7 @@ STORES = ("build-model-db", "build-corpus-db", "collect", "inspect", "merge", "a
 COMMANDS = (
     "",
     "generate",
+    "chat",
     *STORES,
     "train-heads",
     "serve",

@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, reason_of
 from hdtool.runtime.model.attention_masks import Mask, MaskBuffer, continuation_mask, tree_mask, windows_of
+from hdtool.runtime.model.cache.kept_context import PIECE, KeptContext, differ, keys_values_at
+from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import (
     context_limit,
@@ -25,8 +27,6 @@ from hdtool.runtime.model.families import (
     refuse_by_logits,
 )
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
-from hdtool.runtime.model.kept_context import PIECE, KeptContext, differ, keys_values_at
-from hdtool.runtime.model.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
 from hdtool.runtime.model.precision import last_logits_only

@@ -14,11 +14,21 @@ PASTE = "\x1b[200~{}\x1b[201~"
 """Bracketed paste, as terminals send it."""
 
 
+class _Screen(pyte.Screen):
+    """A screen that answers where its cursor is, as terminals do."""
+
+    answer: Callable[[str], None]
+
+    def write_process_input(self, data: str) -> None:
+        self.answer(data)
+
+
 class Terminal:
     """An ``hdtool`` command with a keyboard and a screen."""
 
     def __init__(self, arguments: Sequence[str], *, columns: int = 80, rows: int = 24, **environment: str) -> None:
-        self.screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
+        self.screen = _Screen(columns, rows)
+        self.screen.answer = self.send
         self._stream = pyte.Stream(self.screen)
         self.process = pexpect.spawn(
             sys.executable,
@@ -29,7 +39,6 @@ class Terminal:
             timeout=60,
         )
         self.process.delaybeforesend = None
-        self.screen.write_process_input = self.send  # what a terminal answers, as to where its cursor is
 
     def send(self, keys: str) -> None:
         self.process.send(keys)

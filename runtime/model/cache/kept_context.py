@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE, is_low_precision
-from hdtool.runtime.model.kv_cache import StaticKVCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
