@@ -160,7 +160,7 @@ def test_a_file_is_named_by_itself_or_by_its_folder(
 def test_a_file_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def download(repository: str, name: str) -> str:
+    def download(repository: str, name: str, revision: str | None) -> str:
         if (repository, name) != ("someone/tiny-GGUF", "tiny.gguf"):
             raise FileNotFoundError(name)
         return str(file)
