@@ -13,6 +13,8 @@ import pyte
 
 PASTE = "\x1b[200~{}\x1b[201~"
 """Bracketed paste, as terminals send it."""
+PATIENCE = 180
+"""Seconds until a wait fails; a busy machine takes a minute to start a command."""
 BRACKETED_PASTE = 2004
 """The mode of a terminal that marks pastes."""
 
@@ -45,7 +47,7 @@ class Terminal:
             dimensions=(rows, columns),
             env={**os.environ, "TERM": "xterm-256color", **environment},
             encoding="utf-8",
-            timeout=60,
+            timeout=PATIENCE,
         )
         self.process.delaybeforesend = None
 
@@ -68,7 +70,7 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(self.lines)
 
-    def wait(self, holds: Callable[[], object], seconds: float = 60) -> None:
+    def wait(self, holds: Callable[[], object], seconds: float = PATIENCE) -> None:
         """Update the screen until something holds on it."""
         end = time.monotonic() + seconds
         while not holds():
