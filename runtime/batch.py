@@ -12,7 +12,7 @@ import torch
 from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.model.attention_masks import batch_mask, tree_mask
-from hdtool.runtime.model.kv_cache import SlotKVCache, StaticKVCache
+from hdtool.runtime.model.cache.kv_cache import SlotKVCache, StaticKVCache
 from hdtool.runtime.model.target import Target, capacity_needed
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.tree import DraftTree

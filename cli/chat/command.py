@@ -55,14 +55,18 @@ def chat(
 
 def _converse(session: Session, read: ReadMessage) -> None:
     """Read and answer messages until the input ends."""
+    from hdtool.cli.chat.line_editor import is_interactive
+
     while not session.is_over:
         try:
             message = read()
         except EOFError:
             return
-        except KeyboardInterrupt:
-            continue
         try:
             session.take(message)
         except HdtoolError as error:
             print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            session.is_interrupted = True
+        if session.is_interrupted and not is_interactive():
+            raise KeyboardInterrupt  # Ctrl-C ends a script as a whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from hdtool.data.errors import PromptError
 
@@ -12,11 +13,14 @@ ReadMessage = Callable[[], str]
 PROMPT = "> "
 
 
+def is_interactive() -> bool:
+    """Whether both ends are a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def message_reader() -> ReadMessage:
-    """The line editor if both ends are a terminal, else lines of standard input."""
-    if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
-        return _line_editor()
-    return _next_line
+    """The line editor in a terminal, else lines of standard input."""
+    return _line_editor() if is_interactive() else _next_line
 
 
 def _line_editor() -> ReadMessage:
@@ -38,7 +42,13 @@ def _line_editor() -> ReadMessage:
         event.current_buffer.insert_text("\n")
 
     session: PromptSession[str] = PromptSession(PROMPT, multiline=True, key_bindings=keys)
-    return session.prompt
+
+    def read() -> str:
+        while True:
+            with suppress(KeyboardInterrupt):  # Ctrl-C discards the line
+                return session.prompt()
+
+    return read
 
 
 def _next_line() -> str:

@@ -30,6 +30,8 @@ class Session:
     def __init__(self, answerer: Answerer, system: str | None = None, *, stats: bool = False, color: bool = False):
         self.messages: list[Message] = []
         self.is_over = False
+        self.is_interrupted = False
+        """Whether Ctrl-C ended the last answer."""
         self._answerer = answerer
         self._shows_stats = stats
         self._colored = False
@@ -77,13 +79,13 @@ class Session:
 
     def _ask(self, messages: list[Message]) -> None:
         """Answer the last of these messages; they are the conversation from then on, unless nothing was answered."""
+        self.is_interrupted = False
         try:
             answer = next(self._answerer.answers(Prompt(tuple(messages))))
             stream(answer, color=self._colored)
         except ContextError as error:
             raise PromptError(f"the conversation is full ({error.found}): {ADVICE}") from None
-        except KeyboardInterrupt:  # before the answer began
-            return _note("interrupted: the message is not part of the conversation")
+        self.is_interrupted = answer.interrupted
         self._stats.append(answer.stats)
         if answer.interrupted and not answer.text:
             return _note("interrupted: the message is not part of the conversation")

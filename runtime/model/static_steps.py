@@ -16,8 +16,8 @@ import torch
 from hdtool.runtime.budget.node_budget import PASS_SIZES
 from hdtool.runtime.kernels.topk import Logits
 from hdtool.runtime.model.attention_masks import AttentionWindow, device_mask
+from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, StaticKVCache, must_move
 from hdtool.runtime.model.cuda_graphs import Capture, Run
-from hdtool.runtime.model.kv_cache import IndexedKVCache, KVTensors, StaticKVCache, must_move
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree

@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, reason_of
 from hdtool.runtime.model.attention_masks import Mask, MaskBuffer, continuation_mask, tree_mask, windows_of
+from hdtool.runtime.model.cache.kept_context import KeptContext
+from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import (
     context_limit,
@@ -25,8 +27,6 @@ from hdtool.runtime.model.families import (
     refuse_by_logits,
 )
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
-from hdtool.runtime.model.kept_context import PIECE, KeptContext, differ, keys_values_at
-from hdtool.runtime.model.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
 from hdtool.runtime.model.precision import last_logits_only
@@ -174,36 +174,26 @@ class Target:
             self._cache.clear_from(len(context))  # steps with fixed shapes read past the context
 
     def _read_rest(self, context: Sequence[int], kept: int) -> torch.Tensor | None:
-        """Prefill what follows the first ``kept`` tokens; None if the model is not the one that computed them.
+        """Prefill what follows the first ``kept`` tokens; None if the model is not the one that computed them."""
+        logits = torch.empty(0)
 
-        The last of the kept tokens is computed again and compared, because adapters and assignments to ``data`` change
-        a model unseen by the counters of its weights.
-        """
-        start, cache = kept - 1, self._cache
-        self._kept.cut(start)
-        before = keys_values_at(cache, start)
-        for first in range(start, len(context), PIECE):
-            piece = list(context[first : first + PIECE])
-            cache.length, positions = first, range(first, first + len(piece))
+        def read(piece: list[int], first: int) -> torch.Tensor | None:
+            nonlocal logits
+            positions = range(first, first + len(piece))
             mask = continuation_mask(len(piece), first, self.windows, self.dtype, self.device)
-            logits = self.forward([piece], [positions], mask, cache, **self._prefill_options)[0, -1:]
-            if first == start and differ(before, keys_values_at(cache, start)):
-                return None
+            logits = self.forward([piece], [positions], mask, self._cache, **self._prefill_options)[0, -1:]
             self._pending = piece
-            if first + PIECE < len(context):
-                self._kept.append(piece, self._hidden_rows())
-        self.cached_tokens = start
-        self._join_hidden()
+            return self._hidden_rows()
+
+        if not self._kept.read_rest(context, kept, self._cache, read):
+            return None
+        self.cached_tokens = kept - 1
+        if (before := self._kept.hidden()) is not None and self.hidden is not None:
+            self.hidden = torch.cat([before, self.hidden])  # as if the prompt had been read in one pass
         return logits
 
     def _hidden_rows(self) -> torch.Tensor | None:
         return self.hidden if self._watched else None
-
-    def _join_hidden(self) -> None:
-        """Set ``hidden`` to that of the whole prompt, as if it had been read in one pass."""
-        if self._watched and (before := self._kept.hidden()) is not None:
-            assert self.hidden is not None
-            self.hidden = torch.cat([before, self.hidden])
 
     @property
     def _settled(self) -> int:

@@ -182,3 +182,13 @@ def test_an_interrupted_answer_is_kept_and_an_empty_one_is_not(
         "note: interrupted: the answer so far is part of the conversation",
         "note: interrupted: the message is not part of the conversation",
     ]
+
+
+def test_ctrl_c_ends_a_script_as_a_whole(monkeypatch: pytest.MonkeyPatch, typed: Any) -> None:
+    def interrupted(answer: Any, **_: Any) -> None:
+        answer.interrupt()
+
+    monkeypatch.setattr("hdtool.cli.chat.session.stream", interrupted)
+    code, out, err = typed("What is a list?", "/help")
+    assert (code, out) == (130, "")
+    assert err == ["note: interrupted: the message is not part of the conversation", "error: interrupted"]

@@ -25,28 +25,25 @@ UNICODE = "日本語 cafe\u0301 👩‍👩‍👧 🇩🇪 naïve"
 @pytest.fixture(scope="module")
 def terminal() -> Iterator[Terminal]:
     """One conversation for all tests, as each process takes seconds to start; ``/clear`` separates them."""
-    made = Terminal([*CHAT, "--max-new-tokens", "300"])
+    made = Terminal([*CHAT, "--max-new-tokens", "120"])
     made.wait_for("Ctrl-D leaves")
-    made.wait_for_prompt()
+    made.wait(made.is_at_prompt)
     yield made
-    if made.process.isalive():
-        made.process.close(force=True)
+    made.ended_by("\x03")
+    made.send("\x04")
+    assert made.close() == 0
 
 
 @pytest.fixture(autouse=True)
 def cleared(terminal: Terminal) -> None:
     terminal.resize(80, 24)
-    terminal.send("/clear\r")
-    terminal.wait_for_prompt()
-    terminal.screen.reset()
-    terminal.send("\f")  # Ctrl-L: the editor draws the screen again
-    terminal.wait_for_prompt()
+    terminal.enter("/clear")
+    terminal.send("\f")  # Ctrl-L clears the screen
+    terminal.wait(lambda: terminal.text.strip() == ">")
 
 
 def saved(terminal: Terminal, path: Path) -> list[dict[str, str]]:
-    terminal.send(f"/save {path}\r")
-    terminal.wait(path.exists)
-    terminal.wait_for_prompt()
+    terminal.enter(f"/save {path}")
     messages: list[dict[str, str]] = json.loads(path.read_text())["messages"]
     return messages
 
@@ -54,9 +51,8 @@ def saved(terminal: Terminal, path: Path) -> list[dict[str, str]]:
 def test_ctrl_c_ends_an_answer_and_keeps_the_conversation(terminal: Terminal, tmp_path: Path) -> None:
     terminal.send("What is a list in Python?\r")
     terminal.wait(lambda: terminal.screen.cursor.y >= 2)  # the answer has begun
-    terminal.send("\x03")
-    terminal.wait_for("note: interrupted: the answer so far is part of the conversation")
-    terminal.wait_for_prompt()
+    terminal.ended_by("\x03")
+    assert "note: interrupted: the answer so far is part of the conversation" in terminal.text
     question, answer = saved(terminal, tmp_path / "chat.jsonl")
     assert question["content"] == "What is a list in Python?"
     assert answer["content"].splitlines()[0] in terminal.text
@@ -65,10 +61,8 @@ def test_ctrl_c_ends_an_answer_and_keeps_the_conversation(terminal: Terminal, tm
 def test_ctrl_c_at_the_prompt_discards_the_line_alone(terminal: Terminal, tmp_path: Path) -> None:
     terminal.send("half a mess")
     terminal.wait_for("> half a mess")
-    terminal.send("\x03")
-    terminal.wait_for_prompt()
-    terminal.send("Name a colour.\r")
-    terminal.wait_for_prompt()
+    terminal.ended_by("\x03")
+    terminal.enter("Name a colour.")
     assert saved(terminal, tmp_path / "chat.jsonl")[0]["content"] == "Name a colour."
 
 
@@ -77,9 +71,7 @@ def test_a_paste_of_2000_lines_is_one_message_and_the_screen_shows_its_end(termi
     terminal.paste("\n".join(lines))
     terminal.wait_for(lines[-1])
     assert [line.strip() for line in terminal.lines] == lines[-24:]
-    terminal.send("\r")
-    terminal.wait_for("error: the conversation is full")
-    terminal.wait_for_prompt()
+    terminal.enter()
     shown = " ".join(terminal.text.split())
     assert "/clear begins a new conversation" in shown and shown.count("error:") == 1
 
@@ -88,17 +80,13 @@ def test_a_pasted_message_keeps_its_lines_and_alt_enter_adds_one(terminal: Termi
     terminal.paste("def add(a, b):\n    return a + b")
     terminal.send("\x1b\rExplain it.")
     terminal.wait_for("Explain it.")
-    terminal.send("\r")
-    terminal.wait_for_prompt()
+    terminal.enter()
     question = saved(terminal, tmp_path / "chat.jsonl")[0]["content"]
     assert question == "def add(a, b):\n    return a + b\nExplain it."
 
 
 def test_wide_and_combining_characters_reach_the_model_unchanged(terminal: Terminal, tmp_path: Path) -> None:
-    terminal.send(UNICODE)
-    terminal.wait_for("日 本 語" if "日 本 語" in terminal.text else "日")
-    terminal.send("\r")
-    terminal.wait_for_prompt()
+    terminal.enter(UNICODE)
     assert saved(terminal, tmp_path / "chat.jsonl")[0]["content"] == UNICODE
 
 
@@ -112,34 +100,32 @@ def test_a_window_of_20_columns_wraps_a_message_and_no_letter_is_lost(terminal: 
     assert max(map(len, terminal.lines)) <= 20
     terminal.resize(60, 24)
     terminal.wait(lambda: f"> {text}" in terminal.text)
-    terminal.send("\x03")
-    terminal.wait_for_prompt()
+    terminal.ended_by("\x03")
 
 
 def test_the_window_may_change_its_size_during_an_answer(terminal: Terminal, tmp_path: Path) -> None:
+    prompts = terminal.screen.prompts
     terminal.send("What is a list in Python?\r")
     terminal.wait(lambda: terminal.screen.cursor.y >= 2)
     for columns in (20, 132, 40):
         terminal.resize(columns, 24)
         terminal.update(0.1)
-    terminal.wait_for_prompt()
+    terminal.wait(lambda: terminal.screen.prompts > prompts and terminal.is_at_prompt())
     assert len(saved(terminal, tmp_path / "chat.jsonl")) == 2
 
 
 def test_the_arrow_brings_back_an_earlier_message(terminal: Terminal) -> None:
-    terminal.send("/undo\r")
-    terminal.wait_for("error: the conversation has no message yet")
-    terminal.wait_for_prompt()
+    terminal.enter("/undo")
+    assert "error: the conversation has no message yet" in terminal.text
     terminal.send("\x1b[A")
     terminal.wait(lambda: terminal.lines[terminal.screen.cursor.y] == "> /undo")
-    terminal.send("\x03")
-    terminal.wait_for_prompt()
+    terminal.ended_by("\x03")
 
 
 def test_ctrl_d_leaves_with_exit_code_0_and_writes_no_history(tmp_path: Path) -> None:
     terminal = Terminal(CHAT, HOME=str(tmp_path), HDTOOL_HOME=os.environ.get("HDTOOL_HOME", str(tmp_path / "home")))
     terminal.wait_for("Ctrl-D leaves")
-    terminal.wait_for_prompt()
+    terminal.wait(terminal.is_at_prompt)
     terminal.send("\x04")
     assert terminal.close() == 0
     assert not [path for path in tmp_path.iterdir() if "history" in path.name]

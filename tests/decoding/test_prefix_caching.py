@@ -16,7 +16,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Step, decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model import target as target_module
+from hdtool.runtime.model.cache import kept_context
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
@@ -80,7 +80,7 @@ def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(
 def test_a_prompt_in_pieces_after_an_accepted_path_has_the_logits_of_the_model(
     family: str, capture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_module, "PIECE", 7)
+    monkeypatch.setattr(kept_context, "PIECE", 7)
     model = model_of(family)
     target = Target(model, CAPTURES[capture])
     context = prompt_of(50)

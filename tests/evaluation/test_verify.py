@@ -21,7 +21,7 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.evaluation import verify
 from hdtool.runtime.evaluation.contenders import generate_ids, steps_of
 from hdtool.runtime.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
-from hdtool.runtime.model.kv_cache import StaticKVCache
+from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.precision import logits_after, more_precise
 from hdtool.runtime.model.target import Target

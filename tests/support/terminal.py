@@ -6,19 +6,40 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pexpect
 import pyte
 
 PASTE = "\x1b[200~{}\x1b[201~"
 """Bracketed paste, as terminals send it."""
+PATIENCE = 180
+"""Seconds until a wait fails; a busy machine takes a minute to start a command."""
+BRACKETED_PASTE = 2004
+"""The mode of a terminal that marks pastes."""
+
+
+class _Screen(pyte.Screen):
+    """A screen that answers where its cursor is, as terminals do, and counts prompts of the line editor."""
+
+    answer: Callable[[str], None]
+    prompts = 0
+
+    def set_mode(self, *modes: int, **options: Any) -> None:
+        # The editor asks for bracketed pastes whenever it begins to read.
+        self.prompts += BRACKETED_PASTE in modes
+        super().set_mode(*modes, **options)
+
+    def write_process_input(self, data: str) -> None:
+        self.answer(data)
 
 
 class Terminal:
     """An ``hdtool`` command with a keyboard and a screen."""
 
     def __init__(self, arguments: Sequence[str], *, columns: int = 80, rows: int = 24, **environment: str) -> None:
-        self.screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
+        self.screen = _Screen(columns, rows)
+        self.screen.answer = self.send
         self._stream = pyte.Stream(self.screen)
         self.process = pexpect.spawn(
             sys.executable,
@@ -26,10 +47,9 @@ class Terminal:
             dimensions=(rows, columns),
             env={**os.environ, "TERM": "xterm-256color", **environment},
             encoding="utf-8",
-            timeout=60,
+            timeout=PATIENCE,
         )
         self.process.delaybeforesend = None
-        self.screen.write_process_input = self.send  # what a terminal answers, as to where its cursor is
 
     def send(self, keys: str) -> None:
         self.process.send(keys)
@@ -50,7 +70,7 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(self.lines)
 
-    def wait(self, holds: Callable[[], object], seconds: float = 60) -> None:
+    def wait(self, holds: Callable[[], object], seconds: float = PATIENCE) -> None:
         """Update the screen until something holds on it."""
         end = time.monotonic() + seconds
         while not holds():
@@ -72,9 +92,19 @@ class Terminal:
     def wait_for(self, text: str) -> None:
         self.wait(lambda: text in self.text)
 
-    def wait_for_prompt(self) -> None:
-        """Wait until the line of the cursor is an empty prompt."""
-        self.wait(lambda: self.lines[self.screen.cursor.y] == ">" and self.screen.cursor.x == 2)
+    def is_at_prompt(self) -> bool:
+        """Whether the line of the cursor is an empty prompt."""
+        return self.lines[self.screen.cursor.y] == ">" and self.screen.cursor.x == 2
+
+    def enter(self, keys: str = "") -> None:
+        """Send a message and wait for the next prompt."""
+        self.ended_by(f"{keys}\r")
+
+    def ended_by(self, keys: str) -> None:
+        """Send keys that end the prompt, or an answer, and wait for the next prompt."""
+        before = self.screen.prompts
+        self.send(keys)
+        self.wait(lambda: self.screen.prompts > before and self.is_at_prompt())
 
     def close(self) -> int | None:
         """End the command; its exit code."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 
+from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE, is_low_precision
-from hdtool.runtime.model.kv_cache import StaticKVCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PIECE = 512
 """Tokens that are read in one pass after a kept context, which bounds the size of the mask."""
+
+
+ReadPiece = Callable[[list[int], int], torch.Tensor | None]
+"""Reads a piece of a prompt that begins at a position; returns its hidden states if these are watched."""
 
 
 class KeptContext:
@@ -55,7 +59,26 @@ class KeptContext:
             shared += 1
         return shared if shared > 1 else 0
 
-    def cut(self, length: int) -> None:
+    def read_rest(self, context: Sequence[int], kept: int, cache: StaticKVCache, read: ReadPiece) -> bool:
+        """Read what follows the first ``kept`` tokens; False if the model is not the one that computed these.
+
+        The last of them is computed again and compared, because adapters and assignments to ``data`` change a model
+        unseen by the counters of its weights. The last piece is left for the caller to append.
+        """
+        start = kept - 1
+        self._cut(start)
+        before = _keys_values_at(cache, start)
+        for first in range(start, len(context), PIECE):
+            piece = list(context[first : first + PIECE])
+            cache.length = first
+            hidden = read(piece, first)
+            if first == start and _differ(before, _keys_values_at(cache, start)):
+                return False
+            if first + PIECE < len(context):
+                self.append(piece, hidden)
+        return True
+
+    def _cut(self, length: int) -> None:
         """Keep the first ``length`` tokens only."""
         del self._tokens[length:]
         self._valid = length
@@ -83,7 +106,7 @@ class KeptContext:
         self._valid = valid
 
 
-def differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
+def _differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
     """Whether keys and values of one position, computed twice, differ by more than rounding in any layer."""
     for old, new in zip(before, after, strict=True):
         tolerance = LOW_PRECISION_TOLERANCE if is_low_precision(old) else HIGH_PRECISION_TOLERANCE
@@ -94,7 +117,7 @@ def differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> boo
     return False
 
 
-def keys_values_at(cache: StaticKVCache, position: int) -> list[torch.Tensor]:
+def _keys_values_at(cache: StaticKVCache, position: int) -> list[torch.Tensor]:
     """A copy of the keys and values of one position, ``[layers, ...]`` for each shape of layers."""
     return [tensor.narrow(3, position, 1).clone() for tensor in cache.storage.tensors]
 
