@@ -16,18 +16,14 @@ from hdtool.cli import (
     bench,
     bench_cost,
     bench_shape,
-    build_stores,
     collect,
     convert,
     demo,
     doctor,
-    edit_store,
     generate,
-    inspect,
     replay,
     serve,
     setup,
-    stores,
     train_heads,
     verify,
 )
@@ -35,6 +31,7 @@ from hdtool.cli.chat import command as chat
 from hdtool.cli.parameters.command import Command
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import with_options
+from hdtool.cli.stores import build_stores, edit_store, inspect, list_stores
 from hdtool.data.errors import HdtoolError, OptionError
 
 SEVERAL = "TORCHELASTIC_RUN_ID"
@@ -89,7 +86,7 @@ COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
         "hdtool add stores/corpus new.jsonl --model MODEL",
         "hdtool add stores/model answers.jsonl --model MODEL",
     ),
-    stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
+    list_stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
     edit_store.drop: ("hdtool drop stores/corpus --source sharegpt.json", "hdtool drop stores/model --source 1a2b3c4d"),
     train_heads.train_heads: (
         "hdtool train-heads --model MODEL --from answers.jsonl --out heads",

@@ -21,7 +21,7 @@ from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.lmdb_entries import read_entries
-from hdtool.cli.inspect import inspect
+from hdtool.cli.stores.inspect import inspect
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores
 from hdtool.data.stores import store_files
