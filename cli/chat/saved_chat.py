@@ -6,11 +6,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hdtool.data.conversations.messages import turns_in
 from hdtool.data.errors import PromptError
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import json_object
+from hdtool.data.formats.row import RowError
 from hdtool.data.inputs import faults_named
-from hdtool.data.prompts import Message, checked_messages
+from hdtool.data.prompts import Message
 
 WRITER = {"saved_by": "hdtool chat"}
 
@@ -33,4 +35,10 @@ def read_chat(path: Path) -> list[Message]:
         row = json_object(path)
     if "messages" not in row:
         raise PromptError(f"{path} is not one conversation with messages: name a file that /save wrote")
-    return checked_messages(row["messages"], str(path))
+    try:
+        turns = turns_in(row["messages"], "messages")
+    except RowError as fault:
+        raise PromptError(f"{path}: {fault}: correct it, or name a file that /save wrote") from None
+    if not turns:
+        raise PromptError(f"{path} holds no messages: name a file that /save wrote")
+    return [{"role": turn.role, "content": turn.text} for turn in turns]

@@ -54,9 +54,9 @@ class Plan:
         # The threads of the benchmark replace those of the model.
         parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)
         named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
-        methods = list(self.bench.methods) if self.bench.methods else None
-        heads = list(self.decoding.heads)
-        return named | {"methods": methods, "heads": heads, "chat": self.chat, "questions": hash_of(self.questions)}
+        # As JSON has them: a run that was read has lists.
+        listed = {name: list(value) for name, value in named.items() if isinstance(value, tuple)}
+        return named | listed | {"chat": self.chat, "questions": hash_of(self.questions)}
 
     def at(self, temperature: float) -> Plan:
         """The same plan at another temperature, with its results in a subfolder."""

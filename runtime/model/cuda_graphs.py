@@ -39,7 +39,11 @@ class CudaGraphs:
         # would fail every later capture outside of it, such as those of a compiled `generate`.
         with torch.inference_mode(False):
             number = torch.zeros(1, device=device)
-            self._kept = self.record(lambda: number.zero_())
+
+            def run() -> None:
+                number.zero_()
+
+            self._kept = self.record(run)
 
     def record(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
@@ -69,7 +73,7 @@ class CudaGraphs:
 
 def clear_cublas_workspaces() -> None:
     """Free the memory that cuBLAS keeps for each handle and stream; the next product allocates it again."""
-    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 CaptureMaker = Callable[[torch.device], Capture | None]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hdtool.cli.app import run
 from hdtool.data import demo
@@ -452,7 +451,6 @@ def test_ctrl_c_keeps_the_text_so_far(as_json: bool, tmp_path: Path) -> None:
 
 
 def test_library_errors_of_the_device_are_told(broken_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hdtool.data.errors import ModelError
 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -504,27 +502,3 @@ def test_what_does_not_go_together_is_one_line(
 def test_the_chosen_attention_computes_the_answer(attention: str) -> None:
     loaded = load(ModelConfig(attn_implementation=attention))
     assert loaded.target.model.config._attn_implementation == attention
-
-
-def test_a_revision_goes_to_the_hub_with_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def recorded(kind: Any) -> None:
-        usual = kind.from_pretrained
-
-        def from_pretrained(name: str, **options: Any) -> Any:
-            if name != "owner/model":
-                return usual(name, **options)
-            asked.append((kind, options["revision"]))
-            if kind is AutoModelForCausalLM:
-                raise OSError("no network here")
-            return usual(demo.MODEL)
-
-        monkeypatch.setattr(kind, "from_pretrained", from_pretrained)
-
-    kinds = (AutoConfig, AutoTokenizer, AutoModelForCausalLM)
-    for kind in kinds:
-        recorded(kind)
-    with pytest.raises(ModelError):
-        load(ModelConfig("owner/model", revision="v1"))
-    assert asked == [(kind, "v1") for kind in kinds]

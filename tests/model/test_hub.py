@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -19,7 +20,7 @@ from hdtool.runtime.model.checkpoint import hub
 from hdtool.runtime.model.checkpoint.hub_errors import hub_errors_worded
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import place_of
-from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.model.load import load, load_settings, load_tokenizer
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
 
 TINY = ModelConfig("someone/tiny")
@@ -95,6 +96,14 @@ def test_a_revision_that_is_none(server: FakeHub) -> None:
     with pytest.raises(ModelError, match="it has no revision v9: choose one of"):
         place_of(TINY, revision="v9")
     assert place_of(TINY, revision=COMMIT).name == COMMIT
+
+
+def test_every_file_is_of_the_revision_that_a_configuration_names(server: FakeHub) -> None:
+    named = replace(TINY, revision="v9")
+    for read in (load, load_tokenizer, load_settings):
+        with pytest.raises(ModelError, match="it has no revision v9: choose one of"):
+            read(named)
+    assert load(replace(TINY, revision=COMMIT)).checkpoint == checkpoint_of(TINY)
 
 
 def test_a_file_that_is_none(server: FakeHub) -> None:

@@ -101,7 +101,7 @@ COMMAND = re.compile(r"^(?:\$ )?(?:torchrun .* -m hdtool\.cli|hdtool) ([\w-]+)(.
 def test_commands_have_the_options_that_the_docs_show(page: Path) -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    blocks = "\n".join(re.findall(r"^```(?:console)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     for name, rest in COMMAND.findall(blocks):
         known = {
             option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
