@@ -17,14 +17,14 @@ from hdtool.runtime.decode import Step, decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.cache import kept_context
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import said
 from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
-from tests.support.rehearsed import Rehearsed
+from tests.support.rehearsed import Direct, Rehearsed
 from tests.support.trees import LyingDrafter
 
 MOST = 12
@@ -93,6 +93,43 @@ def test_a_prompt_in_pieces_after_an_accepted_path_has_the_logits_of_the_model(
     assert target.cached_tokens == len(context) + 4 - 1
     target.commit([])
     assert_same_logits(target.verify(DraftTree.bare(3))[0], plain_logits(model, [*longer, 3]))
+
+
+def test_an_interrupt_before_a_captured_step_moves_a_path_keeps_what_is_in_place() -> None:
+    """The positions of an accepted path are moved by the next step: if that is interrupted, they do not hold it."""
+    interrupted = False
+
+    class Interrupting(Direct):
+        def record(self, run: Run) -> Run:
+            run()
+
+            def replay() -> None:
+                if interrupted:
+                    raise KeyboardInterrupt
+                run()
+
+            return replay
+
+    model = model_of("llama")
+    target = Target(model, lambda device: Interrupting())
+    context, tree = prompt_of(50), DraftTree.of(5, [8, 9, 10, 11], [ROOT, ROOT, 1, 2])
+
+    def accept_a_path() -> None:
+        target.prefill(context, room=64)
+        target.commit([])
+        target.verify(tree)
+        target.commit([1, 2, 3])
+
+    accept_a_path()
+    target.verify(tree)  # captures the step that moves
+    accept_a_path()
+    interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        target.verify(tree)
+    interrupted = False
+    longer = [*context, 5, 9, 10, 11, *prompt_of(20)]
+    assert_same_logits(target.prefill(longer, reuse=True)[0], plain_logits(model, longer))
+    assert 0 < target.cached_tokens <= len(context)
 
 
 def test_only_what_follows_the_common_beginning_is_read_and_the_switch_reads_all() -> None:
