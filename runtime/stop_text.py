@@ -50,7 +50,7 @@ def before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piece
     ended = False
     for piece in pieces:
         if ended:
-            continue  # the steps behind the pieces are counted to their end
+            continue  # the steps of later pieces are counted to their end
         held.append(piece)
         text = "".join(part for part, _ in held)
         end = first_stop(text, stops)

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Result = dict[str, Any]
-MEASURED = ("passes", "replay", "answers")
-"""The stages after those that read and build."""
 STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
 
 
@@ -67,9 +65,13 @@ class SetupPlan:
     @property
     def identity(self) -> list[str]:
         """All that the results depend on; a set-up with another identity starts anew."""
-        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.logs]
-        texts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.corpus]
-        return [repr(part) for part in (self.model, self.config, self.chat, files, texts)]
+        logs, corpus = map(_state_of, (self.logs, self.corpus))
+        return [repr(part) for part in (self.model, self.config, self.chat, logs, corpus)]
+
+
+def _state_of(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """What changes if one of these files does."""
+    return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
 class Stages:
@@ -80,14 +82,11 @@ class Stages:
         self._stages: dict[str, tuple[str, Callable[[], Result]]] = {
             "read": ("reading the logs", self._read),
             "model_store": ("building the model store", self._build_model_store),
+            **({"corpus_index": ("building the corpus index", self._build_corpus_index)} if plan.corpus else {}),
             "passes": ("measuring forward passes", self._measure_passes),
             "replay": ("replaying the held-out conversations", self._replay),
             "answers": ("answering held-out prompts with and without drafts", self._answer),
         }
-        if plan.corpus:
-            measured = {name: self._stages.pop(name) for name in MEASURED}
-            self._stages["corpus_index"] = ("building the corpus index", self._build_corpus_index)
-            self._stages |= measured
 
     def titles(self) -> dict[str, str]:
         """What each stage does, by its name."""
@@ -117,18 +116,16 @@ class Stages:
     @cached_property
     def store_folders(self) -> dict[str, Path]:
         """The folders in which this set-up builds stores, by kind."""
-        folders = {MODEL: model_store_at_home(self._checkpoint, self._fingerprint)}
-        if self._plan.corpus:
-            folders[CORPUS] = corpus_index_at_home(self._fingerprint)
-        return folders
+        return {MODEL: model_store_at_home(self._checkpoint, self._fingerprint), **self._corpus_folder}
 
     def planned_folders(self) -> dict[str, Path | None]:
         """The same without downloading weights; None for a folder that depends on them."""
         model = checkpoint_of(self._plan.model)
-        folders = {MODEL: model_store_at_home(model, self._fingerprint) if model else None}
-        if self._plan.corpus:
-            folders[CORPUS] = corpus_index_at_home(self._fingerprint)
-        return folders
+        return {MODEL: model_store_at_home(model, self._fingerprint) if model else None, **self._corpus_folder}
+
+    @property
+    def _corpus_folder(self) -> dict[str, Path]:
+        return {CORPUS: corpus_index_at_home(self._fingerprint)} if self._plan.corpus else {}
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:

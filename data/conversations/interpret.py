@@ -125,8 +125,8 @@ def _chat(row: dict[str, Any]) -> Conversation | None:
     if key is None:
         return None
     turns = turns_in(row[key], key)
-    if turns and turns[0].role != SYSTEM and (told := row.get("system")):
-        turns.insert(0, Turn(SYSTEM, content_text(told)))
+    if turns and turns[0].role != SYSTEM and (system := row.get("system")):
+        turns.insert(0, Turn(SYSTEM, content_text(system)))
     if is_collected(row):
         return Conversation(tuple(with_ids(turns, row)), max_new_tokens=row.get("max_new_tokens"))
     answer = None if turns and turns[-1].by_model else _answer(row, structured=True)

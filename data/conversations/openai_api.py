@@ -52,8 +52,8 @@ def _is_json(value: Any) -> bool:
 
 def request_turns(body: dict[str, Any]) -> list[Turn]:
     """The turns of a request."""
-    told = next((content_text(body[key]) for key in SYSTEM_KEYS if body.get(key)), "")
-    return ([Turn(SYSTEM, told)] if told else []) + _asked(body)
+    system = next((content_text(body[key]) for key in SYSTEM_KEYS if body.get(key)), "")
+    return ([Turn(SYSTEM, system)] if system else []) + _asked(body)
 
 
 def _asked(body: dict[str, Any]) -> list[Turn]:

@@ -101,9 +101,9 @@ def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
             continue
         messages = conversations.setdefault(conversation or name, [])
         asked = _with_fragments(database, tables, "prompt_fragments", name, prompt)
-        told = _with_fragments(database, tables, "system_fragments", name, system)
-        if told and all(message != {"role": "system", "content": told} for message in messages):
-            messages.append({"role": "system", "content": told})
+        instructions = _with_fragments(database, tables, "system_fragments", name, system)
+        if instructions and all(message != {"role": "system", "content": instructions} for message in messages):
+            messages.append({"role": "system", "content": instructions})
         messages.append({"role": "user", "content": asked})
         messages.append({"role": "assistant", "content": response or ""})
     for name, messages in conversations.items():

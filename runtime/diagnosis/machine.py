@@ -30,7 +30,7 @@ def machine_findings() -> Iterator[Finding]:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that are free or can be freed; None where the system does not tell."""
+    """Bytes of memory that are free or can be freed; None where the system does not report it."""
     try:
         with open("/proc/meminfo", encoding="ascii") as stream:
             rows = dict(line.split(":", 1) for line in stream)

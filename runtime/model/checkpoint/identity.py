@@ -81,7 +81,7 @@ def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
     try:
         return Checkpoint(fingerprint_of(files), name) if files else None
     except (ModelError, OSError):
-        return None  # loading it says what is wrong with it
+        return None  # loading it raises an error that names the fault
 
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
