@@ -65,7 +65,13 @@ def setup(
     quiet_libraries(quiet=quiet)
     named = replace(loading, model=model)
     plan = SetupPlan(
-        find_inputs([*logs, *(more_logs or ())]), find_inputs(corpus or ()), named, settings, chat, quiet=quiet
+        find_inputs([*logs, *(more_logs or ())]),
+        find_inputs(corpus or ()),
+        named,
+        settings,
+        chat,
+        replace=replaced,
+        quiet=quiet,
     )
     folder = WorkFolder(name_in_words(named.name), plan.identity)
     stages = Stages(plan, folder)
@@ -73,8 +79,6 @@ def setup(
         _show_plan(plan, stages, folder)
         return
     with folder.opened():
-        if not replaced:
-            stages.check_stores()
         numbers = {name: number for number, name in enumerate(stages.titles(), start=1)}
 
         def show(name: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 from hdtool.builders.setup.answers import answer, number_of_prompts
 from hdtool.builders.setup.held_out import held_out, opening_of
 from hdtool.builders.setup.overhead import Overhead
+from hdtool.builders.setup.own_stores import OwnStores
 from hdtool.builders.setup.replayed import replayed
 from hdtool.builders.setup.work_folder import WorkFolder
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
@@ -23,18 +25,18 @@ from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.tokenize import tokenized
 from hdtool.data.conversations.canonical import canonical, canonical_file
 from hdtool.data.conversations.reader import ConversationReader, Found
-from hdtool.data.errors import ModelError, RecordError, StoreError
+from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.progress import bar
 from hdtool.data.prompts import read_prompts
 from hdtool.data.records import Reading
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
-from hdtool.data.stores.store import MANIFEST, Checkpoint, Manifest, TokenizerFingerprint, checksum, read_manifest
+from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
 from hdtool.runtime.config import CostConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.setup import SetupConfig
-from hdtool.runtime.environment import device_name, dtype_name
+from hdtool.runtime.environment import device_name, dtype_name, machine
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import place_of
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
+MEASUREMENTS = ("passes", "replay", "answers")
+"""Stages whose results depend on the weights, the machine and the versions."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class SetupPlan:
     model: ModelConfig
     config: SetupConfig
     chat: bool | None = None
+    replace: bool = False
+    """Whether stores that another command built may be replaced."""
     quiet: bool = False
 
     @property
@@ -72,6 +78,10 @@ class SetupPlan:
 def _state_of(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     """What changes if one of these files does."""
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+
+
+def _described(folder: Path, manifest: Manifest) -> Result:
+    return {"folder": str(folder), "tokens": manifest.counts["tokens"]}
 
 
 class Stages:
@@ -94,29 +104,25 @@ class Stages:
 
     def run(self, on_stage: Callable[[str], None]) -> None:
         """Run all stages that are not done; ``on_stage`` is called with the name of each stage before it."""
+        self._stores.check()
+        self._folder.keep_measurements_of(
+            [self._checkpoint.fingerprint, self._fingerprint.fingerprint, machine(), version("hdtool")], MEASUREMENTS
+        )
+        if not (self._folder.learned.exists() and self._folder.held_out.exists()):
+            self._folder.forget("read")
+        for kind in self._stores.folders:
+            if not self._stores.built(kind):
+                self._folder.forget(STAGE_OF[kind])
         for name, (_, run) in self._stages.items():
             on_stage(name)
             if name not in self._folder.stages:
                 self._folder.finish(name, run())
 
-    def check_stores(self) -> None:
-        """Refuse to replace a store that this set-up did not build."""
-        for kind, folder in self.store_folders.items():
-            if STAGE_OF[kind] in self._folder.stages or not (folder / MANIFEST).exists():
-                continue
-            # A set-up that was killed after the build did not record it.
-            files = [self._folder.learned] if kind == MODEL else self._plan.corpus
-            ours = [checksum(path) for path in files if path.exists()]
-            if [share.sha256 for share in read_manifest(folder, check=False).sources] != ours:
-                raise StoreError(
-                    f"{folder} holds a {kind} store of {self._plan.model.name}: --replace replaces it, and "
-                    f"hdtool add {folder} FILES extends it without a set-up"
-                )
-
     @cached_property
-    def store_folders(self) -> dict[str, Path]:
-        """The folders in which this set-up builds stores, by kind."""
-        return {MODEL: model_store_at_home(self._checkpoint, self._fingerprint), **self._corpus_folder}
+    def _stores(self) -> OwnStores:
+        folders = {MODEL: model_store_at_home(self._checkpoint, self._fingerprint), **self._corpus_folder}
+        inputs = {MODEL: [self._folder.learned], CORPUS: self._plan.corpus}
+        return OwnStores(folders, inputs, self._plan.model.name, self._plan.replace)
 
     def planned_folders(self) -> dict[str, Path | None]:
         """The same without downloading weights; None for a folder that depends on them."""
@@ -161,7 +167,8 @@ class Stages:
 
     @cached_property
     def _store_set(self) -> StoreSet:
-        named = {f"{kind}_db": str(folder) for kind, folder in self.store_folders.items()}
+        self._stores.require()
+        named = {f"{kind}_db": str(folder) for kind, folder in self._stores.folders.items()}
         return StoreSet.for_tokenizer(self._tokenizer, StoresConfig(**named), model=self._checkpoint)
 
     @cached_property
@@ -204,21 +211,29 @@ class Stages:
     def _build_model_store(self) -> Result:
         reading = Reading([self._folder.learned], answers_only=True)
         build = partial(build_model_store, model=self._checkpoint)
-        return self._built(self.store_folders[MODEL], reading, build)
+        return self._built(MODEL, reading, build)
 
     def _build_corpus_index(self) -> Result:
         reading = Reading(self._plan.corpus, tolerance=self._plan.config.max_bad_fraction)
-        return self._built(self.store_folders[CORPUS], reading, build_corpus_index)
+        return self._built(CORPUS, reading, build_corpus_index)
 
-    def _built(self, folder: Path, reading: Reading, build: Callable[..., Manifest]) -> Result:
+    def _built(self, kind: str, reading: Reading, build: Callable[..., Manifest]) -> Result:
+        folder = self._stores.folders[kind]
+        if manifest := self._stores.built(kind):  # a set-up that was killed after the build did not record it
+            return _described(folder, manifest)
         with bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as shown:
             documents = tokenized(reading, self._tokenizer, shown)
             manifest = build(
-                folder, documents, self._fingerprint, reading.sources, engine=LocalEngine(quiet=self._plan.quiet)
+                folder,
+                documents,
+                self._fingerprint,
+                reading.sources,
+                engine=LocalEngine(quiet=self._plan.quiet),
+                check=self._stores.replacement_check(kind),
             )
         for line in reading.tally.left_out():
             print(line, file=sys.stderr)
-        return {"folder": str(folder), "tokens": manifest.counts["tokens"]}
+        return _described(folder, manifest)
 
     def _measure_passes(self) -> Result:
         longest = max(len(turn.prompt) + len(turn.answer) for turns in self._held_out for turn in turns)

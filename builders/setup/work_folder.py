@@ -32,6 +32,8 @@ class WorkFolder:
             self.path / RESULTS, "the results of a set-up", json_with(("stages",), FORMAT), ResultError, ADVICE
         )
         self.stages: dict[str, dict[str, Any]] = {}
+        self._measured: list[str] = []
+        """The weights, the machine and the versions that the stages were run with."""
 
     @contextmanager
     def opened(self) -> Iterator[WorkFolder]:
@@ -43,10 +45,27 @@ class WorkFolder:
             lock = exclusive(self.path / LOCK, busy)
         with lock:
             if self._file.exists():
-                self.stages = json_object(self._file.path)["stages"]
+                kept = json_object(self._file.path)
+                self.stages, self._measured = kept["stages"], kept.get("measured", [])
             yield self
 
     def finish(self, stage: str, result: dict[str, Any]) -> None:
         """Record that a stage is done, with what later stages and the verdict need of it."""
         self.stages[stage] = result
-        self._file.write(json.dumps({"format": FORMAT, "stages": self.stages}, indent=1, ensure_ascii=False) + "\n")
+        self._write()
+
+    def forget(self, *stages: str) -> None:
+        """Have stages run again."""
+        if self.stages.keys() & set(stages):
+            self.stages = {name: result for name, result in self.stages.items() if name not in stages}
+            self._write()
+
+    def keep_measurements_of(self, measured: Sequence[str], stages: Sequence[str]) -> None:
+        """Forget the stages that measure, if they measured something else before."""
+        if self._measured != list(measured):
+            self._measured = list(measured)
+            self.forget(*stages)
+
+    def _write(self) -> None:
+        row = {"format": FORMAT, "measured": self._measured, "stages": self.stages}
+        self._file.write(json.dumps(row, indent=1, ensure_ascii=False) + "\n")

@@ -16,7 +16,7 @@ from hdtool.builders.stores.engine import Engine, LocalEngine
 from hdtool.builders.stores.shards import ShardFiles
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, token_type
-from hdtool.data.stores.store import Manifest, TokenizerFingerprint, building
+from hdtool.data.stores.store import FolderCheck, Manifest, TokenizerFingerprint, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.stores.corpus_index import KIND
 from hdtool.runtime.stores.suffix_search import ShardPlace, sampled_prefixes_in
@@ -33,16 +33,16 @@ def build_corpus_index(
     *,
     shard_bytes: int = BuildConfig.shard_bytes,
     engine: Engine | None = None,
-    replaces: Manifest | None = None,
+    check: FolderCheck | None = None,
 ) -> Manifest:
     """Write the index of all documents to ``folder``, replacing the one there in one step.
 
-    ``engine`` sorts the shards; without one, a process for each core does. ``replaces`` is the manifest of
-    the store at ``folder`` that the documents are from: if another store is there by now, that is an error.
+    ``engine`` sorts the shards; without one, a process for each core does. ``check`` raises if the
+    store at ``folder`` must stay.
     """
     end = tokenizer.vocab_size
     width = token_type(end)
-    with building(folder, replaces) as build:
+    with building(folder, check) as build:
         with DocumentFile(build.path("documents"), end, sources) as file:
             shards = _write_documents(file, documents, max(LEAST_TOKENS, shard_bytes // width.itemsize))
         if not shards:

@@ -19,7 +19,7 @@ from hdtool.builders.stores.lmdb_entries import Group, write_entries
 from hdtool.builders.stores.sequences import Answers, table_size
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, token_type
-from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint, building
+from hdtool.data.stores.store import Checkpoint, FolderCheck, Manifest, TokenizerFingerprint, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.stores.model_store import (
     DISTINCT,
@@ -54,17 +54,17 @@ def build_model_store(
     once_per_document: bool = True,
     engine: Engine | None = None,
     model: Checkpoint | None = None,
-    replaces: Manifest | None = None,
+    check: FolderCheck | None = None,
 ) -> Manifest:
     """Write the store of all documents to ``folder``, replacing the one there in one step.
 
     The ``top_k`` most frequent sequences of each length are kept, as prefixes with their next token, and those
     of five tokens also as phrases after their first token; at most ``per_key`` for each prefix or token. Among
-    equals the one with the smaller tokens comes first. ``model`` gave the answers. ``replaces`` is the manifest of the
-    store at ``folder`` that the documents are from: if another store is there by now, that is an error.
+    equals the one with the smaller tokens comes first. ``model`` gave the answers. ``check`` raises if the
+    store at ``folder`` must stay.
     """
     end = tokenizer.vocab_size
-    with building(folder, replaces) as build:
+    with building(folder, check) as build:
         with DocumentFile(build.path("documents"), end, sources) as file:
             for document in documents:
                 file.add(document.ids, document.source)

@@ -18,6 +18,7 @@ from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, Tokens, stored_documents, with_sources
 from hdtool.data.stores.store import (
+    FolderCheck,
     InputShare,
     Manifest,
     TokenizerFingerprint,
@@ -25,6 +26,7 @@ from hdtool.data.stores.store import (
     read_store,
     recorded_name,
     require,
+    unchanged,
 )
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
@@ -65,10 +67,11 @@ class Dropped(NamedTuple):
     removed: tuple[InputShare, ...]
 
 
-def merge(folders: Sequence[Path], out: Path) -> Manifest:
+def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) -> Manifest:
     """Build one store of several; sources with the same content are taken once.
 
-    Of model stores of different models, the result names no model.
+    Of model stores of different models, the result names no model. ``check`` raises if a store at ``out`` that is
+    none of them must stay.
     """
     check_destination(out)
     parts = [Contents.of(folder) for folder in folders]
@@ -87,7 +90,9 @@ def merge(folders: Sequence[Path], out: Path) -> Manifest:
     replaced = next((part.manifest for part in parts if out.exists() and out.samefile(part.folder)), None)
     if any(part.manifest.model != first.model for part in parts):
         first = replace(first, model=None)
-    return _build(out, first, chain.from_iterable(chosen), list(sources.values()), replaced)
+    return _build(
+        out, first, chain.from_iterable(chosen), list(sources.values()), unchanged(replaced) if replaced else check
+    )
 
 
 def add(
@@ -108,7 +113,9 @@ def add(
             )
     before = len(old.sources)
     added = (Document(document.ids, before + document.source) for document in documents)
-    return _build(folder, old.manifest, chain(old.documents(), added), [*old.sources, *sources], old.manifest)
+    return _build(
+        folder, old.manifest, chain(old.documents(), added), [*old.sources, *sources], unchanged(old.manifest)
+    )
 
 
 def drop(folder: Path, name: str) -> Dropped:
@@ -123,7 +130,7 @@ def drop(folder: Path, name: str) -> Dropped:
     if not places:
         raise StoreError(f"{name} is all that {folder} holds: delete the store instead")
     kept = [source for number, source in enumerate(old.sources) if number in places]
-    manifest = _build(folder, old.manifest, _moved(old.documents(), places), kept, old.manifest)
+    manifest = _build(folder, old.manifest, _moved(old.documents(), places), kept, unchanged(old.manifest))
     return Dropped(manifest, removed)
 
 
@@ -153,11 +160,11 @@ def _moved(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Do
 
 
 def _build(
-    folder: Path, like: Manifest, documents: Iterable[Document], sources: Sequence[Source], replaces: Manifest | None
+    folder: Path, like: Manifest, documents: Iterable[Document], sources: Sequence[Source], check: FolderCheck | None
 ) -> Manifest:
     """A store with the kind, the tokenizer and the options of another."""
     build, names = (build_corpus_index, CORPUS_OPTIONS) if like.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
     options = {name: like.options[name] for name in names if name in like.options}
     if like.model:
         options["model"] = like.model
-    return build(folder, documents, like.tokenizer, sources, replaces=replaces, **options)
+    return build(folder, documents, like.tokenizer, sources, check=check, **options)

@@ -14,7 +14,7 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint
+    from hdtool.data.stores.store import Checkpoint, FolderCheck, Manifest, TokenizerFingerprint
 
 
 def build_model_db(
@@ -78,6 +78,13 @@ class Destination:
     namespace: str | None
     replace: bool
 
+    @property
+    def replacement_check(self) -> FolderCheck | None:
+        """Raises if a store is there, unless it may be replaced."""
+        from hdtool.data.stores.store import refuse_replacing
+
+        return None if self.replace else refuse_replacing
+
     def check(self) -> None:
         """Refuse a folder that was named, before the tokenizer is loaded."""
         if self.out:
@@ -102,11 +109,11 @@ class Destination:
         return folder
 
     def _check(self, folder: Path) -> None:
-        from hdtool.data.stores.store import check_destination, refuse_replacing
+        from hdtool.data.stores.store import check_destination
 
         check_destination(folder)
-        if not self.replace:
-            refuse_replacing(folder)
+        if check := self.replacement_check:
+            check(folder)
 
 
 def _build(
@@ -143,5 +150,7 @@ def _build(
             documents,
         ),
     ):
-        manifest = build(folder, documents, fingerprint, read.sources, engine=engine, **how)
+        manifest = build(
+            folder, documents, fingerprint, read.sources, engine=engine, check=place.replacement_check, **how
+        )
     report(folder, manifest, as_json=as_json)

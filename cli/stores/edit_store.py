@@ -37,9 +37,10 @@ def merge(
     from hdtool.cli.output.store_output import report
     from hdtool.data.stores.store import refuse_replacing
 
-    if not replace and not any(out.exists() and store.exists() and out.samefile(store) for store in stores):
-        refuse_replacing(out)
-    report(out, rework.merge(stores, out), as_json=as_json)
+    check = None if replace else refuse_replacing
+    if check and not any(out.exists() and store.exists() and out.samefile(store) for store in stores):
+        check(out)
+    report(out, rework.merge(stores, out, check), as_json=as_json)
 
 
 def add(

@@ -48,6 +48,7 @@ from hdtool.data.stores.store_files import (
 __all__ = [
     "MANIFEST",
     "Checkpoint",
+    "FolderCheck",
     "InputShare",
     "Manifest",
     "StoreBuild",
@@ -64,6 +65,7 @@ __all__ = [
     "require",
     "shares_of",
     "sweep",
+    "unchanged",
 ]
 
 BUILD_COMMANDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
@@ -71,6 +73,8 @@ OPENINGS = 10
 """Attempts to open a store that is replaced again and again."""
 
 T = TypeVar("T")
+FolderCheck = Callable[[Path], None]
+"""Raises if the store in a folder must stay."""
 
 
 class StoreBuild:
@@ -119,11 +123,10 @@ def recorded_name(name: str) -> str:
 
 
 @contextmanager
-def building(folder: Path, replaces: Manifest | None = None) -> Iterator[StoreBuild]:
+def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBuild]:
     """Build a store at ``folder`` while no other process does; on any error, an old store there stays as it was.
 
-    ``replaces`` is the manifest of the store that the new one is made from; it is an error if another command has
-    replaced that store since, because its changes would be lost.
+    ``check`` raises if the store in the folder must stay. It is called while no other process can replace that store.
     """
     check_destination(folder)
     try:
@@ -131,8 +134,8 @@ def building(folder: Path, replaces: Manifest | None = None) -> Iterator[StoreBu
         busy = StoreError(f"another build of {folder} is running: wait for it, or choose another place")
         with exclusive(folder / LOCK, busy):
             check_destination(folder)
-            if replaces and (not (folder / MANIFEST).exists() or read_manifest(folder, check=False) != replaces):
-                raise StoreError(f"{folder} was replaced by another command meanwhile: run this one again")
+            if check:
+                check(folder)
             sweep(folder)
             try:
                 yield StoreBuild(folder)
@@ -160,6 +163,16 @@ def refuse_replacing(folder: Path) -> None:
         f"{folder} holds a store {content}: add to it with hdtool add, merge with hdtool merge, build it anew with "
         "--replace, or choose another --out"
     )
+
+
+def unchanged(manifest: Manifest) -> FolderCheck:
+    """Raise unless the store is still the one that a new store is made from: changes since would be lost."""
+
+    def check(folder: Path) -> None:
+        if not (folder / MANIFEST).exists() or read_manifest(folder, check=False) != manifest:
+            raise StoreError(f"{folder} was replaced by another command meanwhile: run this one again")
+
+    return check
 
 
 def sweep(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from hdtool.builders.setup.held_out import held_out, opening_of
 from hdtool.builders.setup.overhead import Overhead
@@ -24,6 +26,7 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.conversations.conversation import Conversation, Turn
 from hdtool.data.errors import RecordError, ResultError
+from hdtool.data.stores.store import MANIFEST
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.setup import MOST_HELD_OUT
@@ -34,6 +37,7 @@ from tests.support.project import ROOT
 LOGS = ROOT / "tests" / "support" / "demo_answers.jsonl"
 COMMAND = ["setup", str(demo.MODEL), "--logs", str(LOGS), "--threads", "1", "--num-prompts", "1", "--quiet"]
 ALL_STAGES = ("read", "model_store", "passes", "replay", "answers")
+METHODS = ("_read", "_build_model_store", "_measure_passes", "_replay", "_answer")
 
 
 def conversation(asked: str) -> Conversation:
@@ -200,9 +204,9 @@ class TestCommand:
 
             return run_stage
 
-        methods = ("_read", "_build_model_store", "_measure_passes", "_replay", "_answer")
-        for stage, method in zip(ALL_STAGES, methods, strict=True):
+        for stage, method in zip(ALL_STAGES, METHODS, strict=True):
             monkeypatch.setattr(Stages, method, stub(stage))
+        monkeypatch.setattr(WorkFolder, "forget", lambda *_: None)  # stubs write no files
         assert run(COMMAND) == 130
         place = ALL_STAGES.index(stopped)
         assert ran == list(ALL_STAGES[: place + 1])
@@ -235,6 +239,63 @@ class TestCommand:
         assert run(other) == 1
         assert "--replace replaces it" in capsys.readouterr().err
         assert run([*other, "--replace"]) == 130
+
+    @pytest.fixture
+    def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The stages that measure, in the order in which they run; they measure nothing."""
+        ran: list[str] = []
+
+        def stub(stage: str) -> Callable[[Stages], dict[str, Any]]:
+            def run_stage(_: Stages) -> dict[str, Any]:
+                ran.append(stage)
+                return TestVerdict.STAGES[stage]
+
+            return run_stage
+
+        for stage, method in list(zip(ALL_STAGES, METHODS, strict=True))[2:]:
+            monkeypatch.setattr(Stages, method, stub(stage))
+        return ran
+
+    def test_a_store_that_was_removed_is_built_again(
+        self, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(COMMAND) == 0
+        (folder,) = (path.parent for path in (tmp_path / "home" / "stores").rglob(MANIFEST))
+        shutil.rmtree(folder)
+        measured.clear()
+        assert run(COMMAND) == 0
+        assert (folder / MANIFEST).exists()
+        assert not measured, "the texts are the same, so the measurements hold"
+        shown = capsys.readouterr().err
+        assert shown.count("2/5 building the model store\n") == 2
+
+    def test_other_weights_in_the_same_folder_are_measured_again(self, measured: list[str], tmp_path: Path) -> None:
+        model = shutil.copytree(demo.MODEL, tmp_path / "model")
+        command = ["setup", str(model), *COMMAND[2:]]
+        assert run(command) == 0
+        assert measured == list(ALL_STAGES[2:])
+        (file,) = model.glob("*.safetensors")
+        weights = {name: tensor + 1 for name, tensor in load_file(file).items()}
+        save_file(weights, file, {"format": "pt"})
+        assert run(command) == 0
+        assert measured == 2 * list(ALL_STAGES[2:])
+        assert len(list((tmp_path / "home" / "stores").rglob(MANIFEST))) == 2, "each model has a store of its own"
+
+    def test_a_store_that_came_meanwhile_is_not_replaced(
+        self, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Another command builds one while this one reads its logs."""
+        read = Stages._read
+
+        def read_while_another_builds(self: Stages) -> dict[str, Any]:
+            command = ["build-model-db", "--from", str(LOGS), "--model", str(demo.MODEL), "--quiet"]
+            assert run(command) == 0
+            return read(self)
+
+        monkeypatch.setattr(Stages, "_read", read_while_another_builds)
+        assert run(COMMAND) == 1
+        assert "--replace replaces it" in capsys.readouterr().err
+        assert not measured
 
     def test_a_dry_run_changes_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run([*COMMAND, "--dry-run"]) == 0

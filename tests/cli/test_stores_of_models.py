@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hdtool.cli.app import run
+from hdtool.cli.output import store_output
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
 from hdtool.data.files.locking import exclusive
@@ -94,6 +95,29 @@ def test_a_build_replaces_a_store_only_if_asked(
     assert read_manifest(Path(first["store"])) == before
     again = made(capfd, *words, "--replace")
     assert again["store"] == first["store"] and again["files"] != first["files"]
+
+
+@pytest.mark.parametrize("options", [(), ("--replace",)])
+def test_a_store_that_came_meanwhile_is_replaced_only_if_asked(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another build ends after the check of the folder and before this build begins."""
+    prepare = store_output.reading
+
+    def read_after_another_build(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(store_output, "reading", prepare)
+        made(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
+        return prepare(*arguments, **named)
+
+    monkeypatch.setattr(store_output, "reading", read_after_another_build)
+    Path("more.txt").write_text("Some text of another origin.")
+    words = ("build-corpus-db", "more.txt", "--out", "store", "--quiet")
+    if options:
+        assert run([*words, *options]) == 0
+    else:
+        assert "--replace" in complaint(capfd, *words)
+    (source,) = read_manifest(Path("store")).sources
+    assert Path(source.name).name == ("more.txt" if options else "answers.jsonl")
 
 
 def test_a_damaged_store_is_replaced_only_if_asked(capfd: pytest.CaptureFixture[str]) -> None:
