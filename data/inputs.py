@@ -12,7 +12,10 @@ from pathlib import Path
 
 from hdtool.data.errors import HdtoolError, RecordError
 from hdtool.data.formats.hub import files_of, is_hub_name
-from hdtool.data.formats.rows import ENDINGS, ending_of
+from hdtool.data.formats.rows import ENDINGS, ending_of, holds_conversations
+
+MAYBE = (".log", ".db", ".sqlite", ".sqlite3", ".arrow")
+"""Endings of files that many programs write."""
 
 
 def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
@@ -42,7 +45,13 @@ def _files_in(folder: str) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = (Path(parent, name) for name in names if not name.startswith("."))
-        yield from (path for path in paths if ending_of(path) in ENDINGS and path.is_file())
+        yield from (path for path in paths if path.is_file() and _is_input(path))
+
+
+def _is_input(path: Path) -> bool:
+    """Whether a file of a folder is read by the ending of its name; logs and databases also by their content."""
+    ending = ending_of(path)
+    return ending in ENDINGS or (ending in MAYBE and holds_conversations(path))
 
 
 @contextmanager

@@ -34,7 +34,18 @@ Inputs = Annotated[
         "llm; Parquet, text; also as .gz and .zst."
     ),
 ]
-StoreFolder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store.")]
+
+
+def store_of_name(name: str) -> Path:
+    """A store by its folder or its name in hdtool's home."""
+    from hdtool.data.stores.inventory import store_folder
+
+    return store_folder(name)
+
+
+StoreFolder = Annotated[
+    Path, typer.Argument(metavar="STORE", parser=store_of_name, help="Folder of a store, or its name in hdtool stores.")
+]
 StoreOut = Annotated[
     Path | None, option(OUTPUT, "Folder of the store. Default: in hdtool's home, where generate finds it.", "--out")
 ]

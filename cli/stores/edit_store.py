@@ -24,7 +24,10 @@ LARGEST_AGE = 36_500
 
 
 def merge(
-    stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="Stores of one kind and one tokenizer.")],
+    stores: Annotated[
+        list[Path],
+        typer.Argument(metavar="STORE...", parser=options.store_of_name, help="Stores of one kind and one tokenizer."),
+    ],
     out: Annotated[Path, option(OUTPUT, "Folder of the merged store; it may be one of the inputs.")],
     replace: options.Replace = False,
     as_json: options.Json = False,

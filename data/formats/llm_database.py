@@ -43,8 +43,8 @@ def database_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[
     with on_disk(path, stream) as (file, _):
         try:
             with closing(_opened(file)) as database:
-                tables = {name for (name,) in database.execute("select name from sqlite_master where type = 'table'")}
-                if not {"turns", "message_nodes"} <= tables and "responses" not in tables:
+                tables = _tables(database)
+                if not _has_answers(tables):
                     raise RecordError(
                         f"{path} is a SQLite database without the tables of llm's logs.db (found: "
                         f"{', '.join(sorted(tables)[:8]) or 'none'}): name the file that `llm logs path` prints"
@@ -54,6 +54,23 @@ def database_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[
             raise RecordError(f"{path} cannot be read as SQLite ({error}): copy it again") from None
     for index, value in enumerate(found):
         yield Row(f"[{index}]", value, size * (index + 1) // len(found), index + 1)
+
+
+def is_log_of_llm(path: Path) -> bool:
+    """Whether a SQLite file has the tables of ``llm``."""
+    try:
+        with closing(_opened(path)) as database:
+            return _has_answers(_tables(database))
+    except sqlite3.Error:
+        return False
+
+
+def _tables(database: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in database.execute("select name from sqlite_master where type = 'table'")}
+
+
+def _has_answers(tables: set[str]) -> bool:
+    return {"turns", "message_nodes"} <= tables or "responses" in tables
 
 
 def _opened(file: Path) -> sqlite3.Connection:

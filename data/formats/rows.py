@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from hdtool.data.errors import RecordError
 from hdtool.data.formats.compression import CHUNK, PACKED, unpacked
 from hdtool.data.formats.json_rows import first_character, json_rows, line_rows
-from hdtool.data.formats.llm_database import SQLITE, database_rows
+from hdtool.data.formats.llm_database import SQLITE, database_rows, is_log_of_llm
 from hdtool.data.formats.row import CountedFile, Row, RowError, decoded
 from hdtool.data.formats.server_log import is_server_log, log_rows
 from hdtool.data.formats.tables import ARROW, PARQUET, arrow_rows, parquet_rows
@@ -36,6 +37,16 @@ def rows_of(path: Path, raw: CountedFile, size: int, *, text_lines: bool = False
 def ending_of(path: Path) -> str:
     """The ending of a name without that of its compression."""
     return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
+
+
+def holds_conversations(path: Path) -> bool:
+    """Whether a file begins as JSON, as a server's log, or is a database of ``llm`` or an Arrow file."""
+    try:
+        with CountedFile(path) as raw:
+            form = _format(path, unpacked(raw).peek(CHUNK))
+        return is_log_of_llm(path) if form == "database" else form != "text"
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def _rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int, text_lines: bool) -> Iterator[Row]:

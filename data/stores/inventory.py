@@ -33,6 +33,8 @@ DIGITS = 8
 """Digits of a fingerprint in the name of a store."""
 PLACES = ("stores/*/{kind}", "stores/*/{kind}/*", "namespaces/*/*/{kind}", "namespaces/*/*/{kind}/*", "demo/*/{kind}")
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
+_NAME = re.compile(f"(.*/)?({MODEL}|{CORPUS}|{HISTORY})-[0-9a-f]{{{DIGITS},}}.*")
+"""What every name of a store matches, so that other paths are not looked up."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,14 @@ def found_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
             return item
     names = ", ".join(item.name for item in known) or "none"
     raise StoreError(f"there is no store {name} in {home()}: it holds {names}")
+
+
+def store_folder(name: str) -> Path:
+    """The folder of that path, or else that of the store at home with that name."""
+    folder = Path(name).expanduser()
+    if folder.exists() or not _NAME.fullmatch(name):
+        return folder
+    return next((item.folder for item in stored_items() if item.name == name), folder)
 
 
 def remove_store(item: StoredItem) -> None:

@@ -113,10 +113,10 @@ class StoresConfig(Settings):
     """Stores to draft from: a folder, ``none``, or None for those in hdtool's home that fit the model."""
 
     model_db: str | None = setting(
-        None, "Folder of a model store, or none. Default: that of this model in hdtool's home."
+        None, "Folder or name of a model store, or none. Default: that of this model in hdtool's home."
     )
     corpus_db: str | None = setting(
-        None, "Folder of a corpus index, or none. Default: that of this tokenizer in hdtool's home."
+        None, "Folder or name of a corpus index, or none. Default: that of this tokenizer in hdtool's home."
     )
     namespace: str | None = setting(
         None, "Tenant of the stores. Default: the name under which the model is served, if it has stores."

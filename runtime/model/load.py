@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
+"""How the names of tokenizers' files begin."""
 CONFIG_FILES = ("config.json",)
 """A folder without it holds no model."""
 
@@ -130,11 +133,19 @@ def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
     """A model's tokenizer, without the model."""
     place = place_of(config, revision=revision)
-    tokenizer: PreTrainedTokenizerBase = _attempt(
-        config.name,
-        "its tokenizer",
-        lambda: AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code),
-    )
+    try:
+        tokenizer: PreTrainedTokenizerBase = _attempt(
+            config.name,
+            "its tokenizer",
+            lambda: AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code),
+        )
+    except ModelError as error:
+        if any(name.startswith(TOKENIZER_FILES) for name in os.listdir(place)):
+            raise
+        raise ModelError(
+            f"{config.name} has no tokenizer: copy the files of its base model's tokenizer, such as tokenizer.json and "
+            f"tokenizer_config.json, into {place}"
+        ) from error
     return tokenizer
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hdtool.data import demo
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home, model_stores_at_home
+from hdtool.data.stores.inventory import store_folder
 from hdtool.data.stores.store import MANIFEST, Checkpoint, TokenizerFingerprint, read_manifest
 from hdtool.runtime.config import SOURCE_LETTERS, StoresConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -90,7 +91,7 @@ def _open(
     opened: Callable[[Path, TokenizerFingerprint], AnyStore],
     fingerprint: TokenizerFingerprint,
 ) -> AnyStore | None:
-    return opened(Path(place).expanduser(), fingerprint) if place and place != NONE else None
+    return opened(store_folder(str(place)), fingerprint) if place and place != NONE else None
 
 
 def model_store_for(

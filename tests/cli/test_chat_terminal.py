@@ -13,6 +13,7 @@ import pytest
 from tests.support.terminal import Terminal
 
 pytestmark = [
+    pytest.mark.long,  # two processes that load torch
     pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are of Unix"),
     pytest.mark.usefixtures("known_cost"),
 ]

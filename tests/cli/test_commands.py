@@ -482,6 +482,13 @@ def test_one_prompt_is_given_in_one_way(capfd: pytest.CaptureFixture[str], tmp_p
     assert found == "error: prompt 1 has a system message of its own: leave out --system, or remove that message"
 
 
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo.MODEL, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    found = complaint(capfd, ["generate", "Hello", "--model", str(folder)])
+    assert f"{folder} has no tokenizer: copy the files of its base model's tokenizer" in found
+
+
 @pytest.mark.parametrize(
     ("options", "code", "problem"),
     [

@@ -120,6 +120,18 @@ def test_a_store_that_came_meanwhile_is_replaced_only_if_asked(
     assert Path(source.name).name == ("more.txt" if options else "answers.jsonl")
 
 
+def test_a_store_is_named_as_it_is_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    made(capfd, "build-model-db", "--from", "answers.jsonl")
+    made(capfd, "build-corpus-db", "answers.jsonl")
+    names = {item["kind"]: item["name"] for item in made(capfd, "stores")["stores"]}
+    assert made(capfd, "inspect", names["model"])["kind"] == "model"
+    Path("more.txt").write_text("Some text of another origin.")
+    assert len(made(capfd, "add", names["corpus"], "more.txt")["sources"]) == 2
+    assert len(made(capfd, "drop", names["corpus"], "--source", "more.txt")["sources"]) == 1
+    assert noted(capfd, "--corpus-db", names["corpus"], "--model-db", "none").count("corpus") == 1
+    assert "holds no store" in complaint(capfd, "inspect", "corpus-00000000")
+
+
 def test_a_damaged_store_is_replaced_only_if_asked(capfd: pytest.CaptureFixture[str]) -> None:
     made(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
     row = json.loads(Path("store", MANIFEST).read_text())

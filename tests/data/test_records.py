@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import socket
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -129,6 +131,20 @@ def test_names_folders_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert find_inputs(["*"]) == [Path(name) for name in (*everything[:3], "x.png")]
     assert find_inputs(["~/b.jsonl"]) == [tmp_path / "b.jsonl"]
     assert find_inputs([]) == []
+
+
+def test_logs_and_databases_of_a_folder_are_known_by_their_content(tmp_path: Path) -> None:
+    """A folder of logs may hold those of other programs."""
+    (tmp_path / "requests.log").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    (tmp_path / "system.log").write_text("Nov 22 10:00:00 host kernel: link is up\n")
+    (tmp_path / "empty.log").touch()
+    for name, table in (("logs.db", "responses (id text)"), ("other.db", "places (url text)")):
+        with closing(sqlite3.connect(tmp_path / name)) as database:
+            database.execute(f"create table {table}")
+    (tmp_path / "cut.db").write_bytes(b"SQLite format 3\0" + bytes(20))
+    (tmp_path / "packed.log.gz").write_bytes(b"\x1f\x8bno gzip")
+    assert [path.name for path in find_inputs([tmp_path])] == ["logs.db", "requests.log"]
+    assert find_inputs([tmp_path / "system.log"]) == [tmp_path / "system.log"], "a file that is named is read"
 
 
 @pytest.mark.parametrize("pattern", ["none.txt", "*.csv", "", "empty*"])
