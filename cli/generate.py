@@ -17,7 +17,8 @@ from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.predictions import read_prediction
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.data.tools import read_tools
+from hdtool.runtime.config import DecodeConfig, GrammarConfig, ModelConfig, SamplingConfig, StoresConfig
 
 
 def generate(
@@ -31,6 +32,8 @@ def generate(
     decoding: DecodeConfig,
     store_set: Annotated[StoresConfig, without("namespace")],
     sampling: SamplingConfig,
+    structure: GrammarConfig,
+    tools: options.Tools = None,
     loading: ModelConfig,
     stats: options.Stats = False,
     color: options.Color = False,
@@ -43,6 +46,8 @@ def generate(
     """
     predicted = read_prediction(prediction) if prediction is not None else ""
     asked = [replace(one, prediction=one.prediction or predicted) for one in _asked(text, prompt, prompts)]
+    required, offered = structure.read(), read_tools(tools) if tools is not None else ()
+    asked = [replace(one, grammar=one.grammar or required, tools=one.tools or offered) for one in asked]
     if system is not None:
         asked = [with_system(one, system) for one in asked]
 

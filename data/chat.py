@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
@@ -30,27 +30,39 @@ def with_system(prompt: Prompt, text: str) -> Prompt:
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, chat: bool | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    chat: bool | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
     """The token ids of a prompt.
 
     With ``chat`` None, the chat template is used if there is one. Without a template, or with ``chat`` false, the
-    conversation must be a single message, and its text is the prompt.
+    conversation must be a single message, and its text is the prompt. The template presents the ``tools``.
     """
     if chat is None:
         chat = has_chat_template(tokenizer)
+    if tools and not chat:
+        raise PromptError("tools need a chat template, which presents them to the model: leave out --raw and the tools")
     if not chat and len(messages) != 1:
         raise PromptError(
             f"a conversation of {len(messages)} messages needs a chat template: without one, give a single text"
         )
-    ids = encode_text(tokenizer, conversation_text(tokenizer, messages, chat=chat), special=not chat)
+    text = conversation_text(tokenizer, messages, chat=chat, tools=tools)
+    ids = encode_text(tokenizer, text, special=not chat)
     if not ids:
         raise PromptError("the prompt has no tokens: give some text to answer")
     return ids
 
 
 def conversation_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, chat: bool, answered: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    chat: bool,
+    answered: bool = False,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> str:
     """The text of a prompt; with ``answered``, the last message is the answer and the text includes it.
 
@@ -60,7 +72,7 @@ def conversation_text(
         if fault := lone_surrogate(message["content"]):
             raise PromptError(f"the prompt is not valid Unicode ({fault}): give it as UTF-8 text")
     if chat:
-        return _through_template(tokenizer, messages, answered)
+        return _through_template(tokenizer, messages, answered, tools)
     texts = [message["content"] for message in messages]
     return texts[0] if len(texts) == 1 else "".join(f"{text}\n" for text in texts)
 
@@ -101,13 +113,30 @@ def _rendered_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mess
     return before + found if found and whole.startswith(asked) else text
 
 
-def _through_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answered: bool) -> str:
+def _through_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    answered: bool,
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
     from jinja2 import TemplateError
 
     if not has_chat_template(tokenizer):
         raise PromptError("this model's tokenizer has no chat template: leave out --chat, or use --raw")
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=False)
+        text = _rendered(tokenizer, messages, answered, tools)
+        if tools and text == _rendered(tokenizer, messages, answered, ()):
+            raise PromptError("the model's chat template does not present tools: take a model that calls tools")
     except TemplateError as error:
         raise PromptError(f"the model's chat template refuses the conversation: {error}") from None
-    return str(text)
+    return text
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answered: bool, tools: Sequence[dict[str, Any]]
+) -> str:
+    return str(
+        tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, add_generation_prompt=not answered, tokenize=False
+        )
+    )

@@ -2,7 +2,8 @@
 
 A text file holds one prompt per line. Of the conversations in any other input, the prompt is all up to the last
 message that the model did not write; ``turns`` of Spec-Bench are answered one after another. The ``prediction`` of a
-JSON object is what the answer will probably look like.
+JSON object is what the answer will probably look like; its ``json_schema``, ``regex``, ``grammar`` or
+``response_format`` is what the answer must match, and its ``tools`` are presented by the chat template.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hdtool.data.conversations.conversation import QUESTIONS, TEXT, USER, Conversation
 from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.formats.hub import files_of, is_hub_name
 from hdtool.data.formats.row import RowError
+from hdtool.data.grammar import grammar_of
 from hdtool.data.predictions import prediction_of
 from hdtool.data.tally import Tally
+from hdtool.data.tools import tools_of
+
+if TYPE_CHECKING:
+    from hdtool.data.grammar import Grammar
 
 Message = dict[str, str]
 
@@ -33,6 +40,10 @@ class Prompt:
     category: str = ""
     prediction: str = ""
     """What the first answer will probably look like: it is drafted from, and never read by the model."""
+    grammar: Grammar | None = None
+    """What each answer must match."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Functions that the model may call, as OpenAI's API has them; the chat template presents them."""
 
     @classmethod
     def from_text(cls, text: str, *, id: str = "", where: str = "the prompt") -> Prompt:
@@ -108,6 +119,8 @@ def _prompt_of(found: Found) -> Prompt:
         id=conversation.id or str(found.row.number),
         category=conversation.category,
         prediction=prediction_of(row.get("prediction"), where),
+        grammar=grammar_of(row, where),
+        tools=tools_of(row.get("tools"), where),
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hdtool.data import demo
     from hdtool.data.errors import HdtoolError
+    from hdtool.data.grammar import Grammar
     from hdtool.runtime.batch import Request, decode_batch
     from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
     from hdtool.runtime.decode import decode
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DecodeConfig",
     "Generator",
+    "Grammar",
     "HdtoolError",
     "ModelConfig",
     "Request",
@@ -52,6 +54,7 @@ __all__ = [
 _PLACES = {
     "DecodeConfig": "hdtool.runtime.config",
     "Generator": "hdtool.runtime.integrations.hf_generate",
+    "Grammar": "hdtool.data.grammar",
     "HdtoolError": "hdtool.data.errors",
     "ModelConfig": "hdtool.runtime.config",
     "Request": "hdtool.runtime.batch",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import PromptError
@@ -15,10 +17,17 @@ from hdtool.runtime.decode import decode, room_for
 from hdtool.runtime.drafter import Drafter, HistoryDrafter
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.generate_settings import refuse_settings
+from hdtool.runtime.grammar.compiler import GrammarCompiler
+from hdtool.runtime.grammar.guided_drafter import guided
+from hdtool.runtime.grammar.processor import GrammarProcessor
 from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.tensor_parallel import check_decoding
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import LARGEST_TREE
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
 
 
 class Answerer:
@@ -52,7 +61,8 @@ class Answerer:
         """Raise PromptError if any prompt cannot be answered, before the first one is."""
         for prompt in prompts:
             try:
-                self._ids(prompt.messages)
+                self._ids(prompt, prompt.messages)
+                self._guided(self._drafters[0], prompt)
             except PromptError as error:
                 raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
 
@@ -83,9 +93,10 @@ class Answerer:
             yield answer
 
     def _answer(self, conversation: Conversation) -> Answer:
-        ids, drafter = self._encode(conversation.messages), self._drafters[0]
+        ids = self._encode(conversation.prompt, conversation.messages)
+        drafter, masks = self._guided(self._drafters[0], conversation.prompt)
         most = self._decoding.max_new_tokens
-        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=most)
+        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=most, first=masks)
         steps = decode(
             self.loaded.target,
             ids,
@@ -99,14 +110,28 @@ class Answerer:
         return Answer(self.loaded, drafter, conversation, len(ids), steps, self.sampling.stop)
 
     def _request(self, conversation: BatchedConversation, drafter: Drafter) -> Request[BatchKey]:
-        ids = self._ids(conversation.messages)
+        ids = self._ids(conversation.prompt, conversation.messages)
+        drafter, masks = self._guided(drafter, conversation.prompt)
         answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids), self.sampling.stop)
-        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=self._decoding.max_new_tokens)
+        most = self._decoding.max_new_tokens
+        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=most, first=masks)
         return Request((conversation, answer), ids, sampler, drafter, stops, self._prediction(conversation, drafter))
 
-    def _ids(self, messages: Sequence[Message]) -> list[int]:
+    def _guided(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
+        """The drafter of an answer, and the mask of the grammar that the answer must match, if there is one."""
+        if prompt.grammar is None:
+            return drafter, ()
+        guide = self._compiler.guide(prompt.grammar)
+        limit = self._decoding.draft_tokens
+        return guided(drafter, guide, LARGEST_TREE if limit is None else limit), [GrammarProcessor(guide)]
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self.loaded.tokenizer, self.loaded.stops, self.loaded.target.vocabulary)
+
+    def _ids(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         """Encode messages; raise PromptError if the model cannot answer them."""
-        ids = self._encode(messages)
+        ids = self._encode(prompt, messages)
         room_for(self.loaded.target, ids, self._decoding.max_new_tokens)
         return ids
 
@@ -116,5 +141,5 @@ class Answerer:
             return []
         return encode_answer(self.loaded.tokenizer, conversation.messages, conversation.prediction, chat=self._chat)
 
-    def _encode(self, messages: Sequence[Message]) -> list[int]:
-        return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat)
+    def _encode(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
+        return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat, tools=prompt.tools)

@@ -23,6 +23,8 @@ class BatchedConversation(Conversation):
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt)
         self.answers: list[CollectedAnswer] = []
+        self.drafter: Drafter | None = None
+        """The one that it holds until its answer ends."""
         self.is_over = False
         self.error: PromptError | None = None
 
@@ -68,7 +70,7 @@ class BatchedAnswers:
                 conversation.error, conversation.is_over = error, True
                 self._waiting.clear()  # no prompt after an error is answered
                 continue
-            self._free.pop()
+            conversation.drafter = self._free.pop()
             conversation.answers.append(request.key[1])
             return request
         return None
@@ -76,7 +78,8 @@ class BatchedAnswers:
     def _add(self, conversation: BatchedConversation, answer: CollectedAnswer, step: Step) -> None:
         answer.add(step)
         if step.finish:
-            self._free.append(answer.drafter)
+            assert conversation.drafter is not None
+            self._free.append(conversation.drafter)
             if conversation.add_answer(answer.text):
                 self._waiting.appendleft(conversation)
             else:

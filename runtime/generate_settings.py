@@ -12,6 +12,7 @@ import torch
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -100,15 +101,17 @@ def sampler_as_generate(
     *,
     max_new_tokens: int,
     ends: frozenset[int],
+    first: Sequence[LogitsProcessor] = (),
 ) -> tuple[Sampler, Container[int]]:
     """The sampler and the stops of one answer, with the processors and criteria that ``generate`` would use.
 
     Options that are None in ``config`` are taken from the model's generation settings, else from the library. To get
-    them, ``generate`` is called with a ``custom_generate`` that returns before the first forward pass.
+    them, ``generate`` is called with a ``custom_generate`` that returns before the first forward pass. ``first`` are
+    processors before those.
     """
     settings = model.generation_config
     refuse_settings(settings)
-    processors, criteria = LogitsProcessorList(), StoppingCriteriaList()
+    processors, criteria = LogitsProcessorList(first), StoppingCriteriaList()
 
     def take(
         model: PreTrainedModel,

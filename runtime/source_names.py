@@ -34,6 +34,7 @@ class SourceName(IntEnum):
     PLUGIN_4 = 11
     HISTORY = 12
     PREDICTION = 13
+    GRAMMAR = 14
 
     def __str__(self) -> str:
         source = _SOURCES.get(self)
@@ -71,6 +72,7 @@ _SOURCES = {
     SourceName.RECYCLED: Source("recycled", "R", 33, "#b57700", "#e8b04a"),
     SourceName.LAST: Source("last", "L", 31, "#c44e1a", "#ff9a66"),
     SourceName.HEADS: Source("heads", "A", 95, "#7e57c2", "#a888ea"),
+    SourceName.GRAMMAR: Source("grammar", "", 37, "#6d6875", "#b8b3c2"),
 }
 
 

@@ -11,8 +11,22 @@ from typer.core import TyperCommand
 from hdtool.cli.parameters.unused_options import refuse_unused
 
 INPUT, MODEL, DRAFTING, SAMPLING, OUTPUT = "Input", "Model", "Drafting", "Sampling", "Output"
+STRUCTURE = "Structured output"
 BUILD, HEADS, TRAINING, MEASUREMENT = "Build", "Architecture of the heads", "Training", "Measurement"
-PANELS = ("Arguments", INPUT, MODEL, HEADS, TRAINING, DRAFTING, SAMPLING, BUILD, MEASUREMENT, OUTPUT, "Options")
+PANELS = (
+    "Arguments",
+    INPUT,
+    MODEL,
+    HEADS,
+    TRAINING,
+    DRAFTING,
+    SAMPLING,
+    STRUCTURE,
+    BUILD,
+    MEASUREMENT,
+    OUTPUT,
+    "Options",
+)
 
 
 class Command(TyperCommand):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hdtool.cli.parameters.command import INPUT, OUTPUT, option
+from hdtool.cli.parameters.command import INPUT, OUTPUT, STRUCTURE, option
 from hdtool.cli.parameters.settings import only
 from hdtool.runtime.config import ModelConfig
 
@@ -23,6 +23,9 @@ Prompts = Annotated[Path | None, option(INPUT, "File of prompts: text, one per l
 Prediction = Annotated[
     Path | None,
     option(INPUT, "File with what the answer will probably look like; it is drafted from and never read by the model."),
+]
+Tools = Annotated[
+    Path | None, option(STRUCTURE, "JSON file of tools as in OpenAI's API; the chat template presents them.")
 ]
 Chat = Annotated[
     bool | None, option(INPUT, "Apply the model's chat template or not. Default: if it has one.", "--chat/--raw")

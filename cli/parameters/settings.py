@@ -8,7 +8,18 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from operator import getitem
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from hdtool.cli.parameters.command import BUILD, DRAFTING, HEADS, INPUT, MEASUREMENT, MODEL, SAMPLING, TRAINING, option
+from hdtool.cli.parameters.command import (
+    BUILD,
+    DRAFTING,
+    HEADS,
+    INPUT,
+    MEASUREMENT,
+    MODEL,
+    SAMPLING,
+    STRUCTURE,
+    TRAINING,
+    option,
+)
 from hdtool.cli.parameters.unused_options import method_names
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import SOURCE_NAMES
@@ -27,6 +38,7 @@ PANELS = {
     "DecodeConfig.batch_size": SAMPLING,
     "DecodeConfig.max_new_tokens": SAMPLING,
     "DecodeConfig.prefix_caching": SAMPLING,
+    "GrammarConfig": STRUCTURE,
     "HeadsConfig": HEADS,
     "ModelConfig": MODEL,
     "ModelConfig.generation_config": SAMPLING,

@@ -5,6 +5,7 @@ Imports `data` and nothing heavy.
 
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import HOME, DecodeConfig, PaperConfig, ReplayConfig, StoresConfig, VerifyConfig
+from hdtool.runtime.config.grammar import GrammarConfig
 from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
 from hdtool.runtime.config.measuring import (
     COLD,
@@ -52,6 +53,7 @@ __all__ = [
     "BuildConfig",
     "CostConfig",
     "DecodeConfig",
+    "GrammarConfig",
     "HeadsConfig",
     "ModelConfig",
     "PaperConfig",

@@ -11,32 +11,38 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hdtool.data.errors import OptionError
+from hdtool.data.grammar import Grammar
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.methods import HIERARCHIES
 from hdtool.runtime.decode import Finish, decode
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.generate_settings import Stops
+from hdtool.runtime.grammar.compiler import GrammarCompiler
+from hdtool.runtime.grammar.guide import Guide
+from hdtool.runtime.grammar.guided_drafter import guided
+from hdtool.runtime.grammar.processor import GrammarProcessor
 from hdtool.runtime.integrations.call_lock import CallLock
 from hdtool.runtime.integrations.generate_request import GenerateRequest, predicted_ids
 from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.load import ends_of
 from hdtool.runtime.model.placement import device_of
-from hdtool.runtime.model.target import Target, use_masked_attention
+from hdtool.runtime.model.target import Target, embedded_tokens, use_masked_attention
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import NONE, StoreSet
+from hdtool.runtime.tree import LARGEST_TREE
 
 if TYPE_CHECKING:
     from transformers import (
         GenerationConfig,
-        LogitsProcessorList,
         PreTrainedModel,
         PreTrainedTokenizerBase,
         StoppingCriteriaList,
@@ -76,6 +82,8 @@ class Generator:
         """
         self._make: Maker = drafter if callable(drafter) else lambda _: drafter or NoDraft()
         self._seed = seed
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._compiler: GrammarCompiler | None = None
         self._prefix_caching = prefix_caching
         self._calls = CallLock(NESTED)
         self._target: Target | None = None
@@ -106,7 +114,9 @@ class Generator:
             )
             return drafter_for(config, target, stores)
 
-        return cls(make, seed=seed, prefix_caching=config.prefix_caching)
+        made = cls(make, seed=seed, prefix_caching=config.prefix_caching)
+        made._tokenizer = tokenizer
+        return made
 
     def __call__(
         self,
@@ -119,12 +129,13 @@ class Generator:
         streamer: BaseStreamer | None = None,
         seed: int | None = None,
         prediction: Sequence[int] | torch.Tensor | None = None,
+        grammar: Grammar | None = None,
         **model_arguments: Any,
     ) -> Generated:
-        """Called by ``generate``; ``seed`` and ``prediction`` can be passed through ``generate``.
+        """Called by ``generate``; ``seed``, ``prediction`` and ``grammar`` can be passed through ``generate``.
 
         A ``prediction`` is token ids that the answer will probably have: they are drafted from, and never read by the
-        model.
+        model. The answer matches the ``grammar`` as a whole, unless it ends at ``max_new_tokens``.
         """
         refuse_by_configuration(model.config)
         request = GenerateRequest.of(
@@ -136,12 +147,15 @@ class Generator:
             synced_gpus=synced_gpus or _is_synced(model),
         )
         streamer = streamer or _argument_of_generate("streamer")
+        guide = self._guide(model, grammar) if grammar is not None else None
+        if guide:
+            logits_processor = LogitsProcessorList([GrammarProcessor(guide), *logits_processor])
         sampler = _Recorder(request, logits_processor, self._seed_for(request, seed), input_ids.device)
         predicted = predicted_ids(prediction)
         output: list[int] = []
         with self._calls.held(), _prepared(model):
             stops = Stops((), stopping_criteria, sampler, sampler.device, lambda: sampler.scores_recorded)
-            for tokens in self._steps(model, request, sampler, stops, predicted):
+            for tokens in self._steps(model, request, sampler, stops, predicted, guide):
                 output += tokens
                 if streamer is not None:
                     for token in tokens:
@@ -164,25 +178,37 @@ class Generator:
         sampler: _Recorder,
         stops: Stops,
         prediction: Sequence[int],
+        guide: Guide | None,
     ) -> Iterator[list[int]]:
         target = self._target_for(model)
         self.stats = Stats()
         if prediction and not isinstance(self._drafter, HistoryDrafter):
             raise OptionError(NO_PREDICTION)
+        drafter = guided(self._drafter, guide, LARGEST_TREE) if guide else self._drafter
         steps = decode(
             target,
             request.prompt,
             sampler,
             max_new_tokens=request.most,
             stops=stops,
-            drafter=self._drafter,
+            drafter=drafter,
             prediction=prediction,
             prefix_caching=self._prefix_caching,
         )
-        for step in self.stats.counted(steps, self._drafter):
+        for step in self.stats.counted(steps, drafter):
             yield step.tokens
         if self.stats.finish is Finish.CONTEXT:
             warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
+
+    def _guide(self, model: PreTrainedModel, grammar: Grammar) -> Guide:
+        """The state of a new answer in its grammar."""
+        if self._tokenizer is None:
+            raise OptionError("a grammar needs the model's tokenizer: make the Generator by Generator.drafting")
+        vocabulary = embedded_tokens(model)
+        if self._compiler is None or self._compiler.vocabulary < vocabulary:
+            ends = ends_of(model.generation_config.eos_token_id, self._tokenizer)
+            self._compiler = GrammarCompiler(self._tokenizer, ends, vocabulary)
+        return self._compiler.guide(grammar)
 
     def _target_for(self, model: PreTrainedModel) -> Target:
         """The target of the last call, or a new one if the model, its device or its dtype changed."""

@@ -31,7 +31,7 @@ from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stop_text import StopTexts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -52,20 +52,28 @@ class Loaded:
     """The files that the model was loaded from; model stores at home are found by it."""
 
     def sampler(
-        self, config: SamplingConfig, prompt: Sequence[int], *, max_new_tokens: int
+        self,
+        config: SamplingConfig,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        first: Sequence[LogitsProcessor] = (),
     ) -> tuple[Sampler, Container[int]]:
-        """The sampler and the stops of an answer, by the settings that ``generate`` would use."""
+        """The sampler and the stops of an answer, by the settings that ``generate`` would use.
+
+        ``first`` are processors before those of the settings.
+        """
         room, _ = room_for(self.target, prompt, max_new_tokens)
         model = self.target.model
         sampler, stops = sampler_as_generate(
-            model, self.tokenizer, config, prompt, max_new_tokens=room, ends=self.stops
+            model, self.tokenizer, config, prompt, max_new_tokens=room, ends=self.stops, first=first
         )
         return sampler, StopTexts(self.tokenizer, config.stop, stops) if config.stop else stops
 
     @property
     def stops(self) -> frozenset[int]:
         """Tokens that end an answer: those of the model's generation settings, else its tokenizer's."""
-        return _stops(self.target.model.generation_config.eos_token_id, self.tokenizer)
+        return ends_of(self.target.model.generation_config.eos_token_id, self.tokenizer)
 
 
 def load(config: ModelConfig | str) -> Loaded:
@@ -158,10 +166,11 @@ def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
             settings = kind.from_pretrained(place, trust_remote_code=config.trust_remote_code)
             found = getattr(settings, "eos_token_id", None)
             ends = ends if found is None else found
-    return _stops(ends, tokenizer)
+    return ends_of(ends, tokenizer)
 
 
-def _stops(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def ends_of(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end an answer, by a model's settings or else by its tokenizer."""
     if ends is None:
         ends = tokenizer.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())

@@ -220,10 +220,21 @@ class Hierarchy(Pinned):
         if self._history:
             self._history.finish(self._memory.lane)
 
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Begin the next tree with a chain of tokens that are almost certain, and continue from its end."""
+        size = min(len(tokens), LARGEST_TREE)
+        self._memory.work["chain"][0, :size] = tokens[:size]
+        self._memory.work["expected"] = size
+
+    def forget_tree(self) -> None:
+        """The last tree was verified in another form: rows of logits are not those of its nodes."""
+        self.probs = self._probs[:0]
+
     def draft(self, context: Sequence[int]) -> DraftTree:
         self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:
+            self._memory.work["expected"] = 0
             self.probs = self._probs[:0]
             return DraftTree.bare(context[-1])
         self._catch_up()
@@ -238,6 +249,7 @@ class Hierarchy(Pinned):
         self._timed[0] = timed
         started = time.perf_counter()
         grown = grow(self._corpus, self._at, most)
+        self._memory.work["expected"] = 0
         self._spent += time.perf_counter() - started
         self._drafts += 1
         if timed:

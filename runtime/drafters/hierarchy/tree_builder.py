@@ -39,6 +39,7 @@ LEAST_PART = 1e-4
 LEFT_TO_LEARN = 0.02
 """Below so much that is left, shorter orders learn nothing from an emitted token."""
 SOURCES = len(SourceName)
+GRAMMAR = SourceName.GRAMMAR.value
 
 Ints = npt.NDArray[Any]
 
@@ -52,7 +53,11 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
     size, node, bar = 0, 0, 0.0
     while True:
         probs = work.probs[node]
-        if work.depths[node] < DEEPEST and probs > WORTH_EXPANDING * bar:
+        if node < work.expected and size < most:
+            # For the matches that lower nodes inherit.
+            expand(corpus, at, node, LEAST_LEFT, LEAST_PART, DRAFTING)
+            size = _enlist_expected(work, node)
+        elif work.depths[node] < DEEPEST and probs > WORTH_EXPANDING * bar:
             least = max(WORTH_EXPANDING * bar / probs, LEAST_LEFT)
             expand(corpus, at, node, least, max(WORTH_ADDING * bar / probs, LEAST_PART), DRAFTING)
             size, bar = _enlist(work, node, size, most, bar)
@@ -64,6 +69,14 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
             break
     lap(work, TREE)
     return node
+
+
+@njit(cache=True, nogil=True)
+def _enlist_expected(work: Any, node: int) -> int:
+    """Put the token that is expected after a node into the list, alone; the new size of the list."""
+    work.best_probs[node] = work.probs[node]
+    work.best_keys[node] = GRAMMAR << 40 | node << 32 | work.chain[node]
+    return node + 1
 
 
 @njit(cache=True, nogil=True)

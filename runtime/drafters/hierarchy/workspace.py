@@ -47,6 +47,9 @@ WORK = np.dtype(
         # The best paths, most probable first: those that are nodes already, and those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
         ("best_keys", np.int64, LARGEST_TREE),  # agreement, source, parent and token in one number
+        # Tokens that the tree begins with, as they are almost certain.
+        ("expected", np.int64),
+        ("chain", np.int64, LARGEST_TREE),
         # What may follow one node.
         ("size", np.int64),
         ("candidates", np.int64, CANDIDATES),

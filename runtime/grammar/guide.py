@@ -1,0 +1,97 @@
+"""The state of one answer in its grammar: which tokens may follow, and which must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdtool.data.errors import PromptError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+
+class Guide:
+    """A grammar after the tokens of an answer so far."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
+        self._length = 0
+        """Tokens of the answer that were consumed."""
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def follow(self, answer: Sequence[int]) -> None:
+        """Consume the tokens of the answer that were not consumed yet."""
+        self.extend(list(answer[self._length :]))
+
+    def extend(self, new: list[int]) -> None:
+        """Consume the next tokens of the answer."""
+        # Only an end token follows a complete answer.
+        if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
+            raise self._stuck()
+        self._length += len(new)
+
+    def mask(self, device: torch.device, size: int) -> torch.Tensor:
+        """Which of the first ``size`` tokens may come next."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise self._stuck()
+        allowed = np.zeros(size, np.bool_)
+        found = np.unpackbits(bits, bitorder="little")[:size]
+        allowed[: len(found)] = found
+        if not allowed.any():
+            raise PromptError("the grammar leads to a place where no token of this model's vocabulary may follow")
+        return torch.from_numpy(allowed).to(device)
+
+    def _stuck(self) -> PromptError:
+        reason = self._matcher.get_error().partition("\n")[0]
+        return PromptError(f"the grammar cannot be followed further ({reason}): make it simpler")
+
+    def forced_text(self) -> bytes:
+        """The text that must come next."""
+        return self._matcher.compute_ff_bytes()
+
+    def forced(self) -> list[int]:
+        """The tokens of the text that must come next; the last one may turn out otherwise, as more text may join it."""
+        certain = self._matcher.compute_ff_tokens()
+        text = self.forced_text()
+        if not text:
+            return certain
+        tokens = self._tokenizer.tokenize_bytes(text)
+        if tokens[: len(certain)] != certain:
+            return certain
+        return tokens[: self._matcher.validate_tokens(tokens)]
+
+    def guided(
+        self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[np.bool_], dict[int, list[int]]]:
+        """Which nodes of a tree are allowed, and the chains that are forced below nodes (-1: the root) without them."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents.tolist()):
+            children.setdefault(parent, []).append(node)
+        allowed = np.zeros(len(tokens), np.bool_)
+        chains: dict[int, list[int]] = {}
+        values = tokens.tolist()
+
+        def visit(above: int) -> None:
+            forced = self.forced()
+            drafted = set()
+            for node in children.get(above, ()):
+                if not self._matcher.try_consume_tokens([values[node]]):
+                    continue
+                allowed[node] = True
+                drafted.add(values[node])
+                visit(node)
+                self._matcher.rollback(1)
+            if forced and forced[0] not in drafted:
+                chains[above] = forced
+
+        visit(-1)
+        return allowed, chains

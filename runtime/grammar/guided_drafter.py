@@ -1,0 +1,103 @@
+"""Drafts of structured output: what the grammar forces is added to a drafter's trees, what it forbids is removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
+from hdtool.runtime.grammar.guide import Guide
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+
+
+@runtime_checkable
+class ExpectingDrafter(Protocol):
+    """A drafter that continues from tokens that are almost certain."""
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Begin the next tree with this chain."""
+        ...
+
+    def forget_tree(self) -> None:
+        """The last tree was verified in another form: learn nothing from its nodes."""
+        ...
+
+
+def guided(drafter: Drafter, guide: Guide, most: int) -> Drafter:
+    """The drafter of an answer that must match a grammar; plain decoding stays plain."""
+    return drafter if isinstance(drafter, NoDraft) or not most else GuidedDrafter(drafter, guide, most)
+
+
+class GuidedDrafter:
+    """A drafter for one answer that must match a grammar."""
+
+    def __init__(self, drafter: Drafter, guide: Guide, most: int = LARGEST_TREE) -> None:
+        """``most`` bounds the nodes of a tree."""
+        self._drafter, self._guide, self._most = drafter, guide, min(most, LARGEST_TREE)
+        self._asked = 0
+        self._spent = 0.0
+
+    @property
+    def seconds(self) -> Mapping[SourceName, float]:
+        return {**self._drafter.seconds, SourceName.GRAMMAR: self._spent}
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._asked = len(prompt)
+        self._drafter.begin(prompt)
+
+    def predict(self, prediction: Sequence[int]) -> None:
+        if isinstance(self._drafter, HistoryDrafter):
+            self._drafter.predict(prediction)
+
+    def end(self) -> None:
+        if isinstance(self._drafter, HistoryDrafter):
+            self._drafter.end()
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        started = time.perf_counter()
+        self._guide.follow(context[self._asked :])
+        expecting = self._drafter if isinstance(self._drafter, ExpectingDrafter) else None
+        if expecting:
+            expecting.expect(self._guide.forced()[: self._most])
+        self._spent += time.perf_counter() - started
+        drafted = self._drafter.draft(context)
+        started = time.perf_counter()
+        tree = self._guided(drafted)
+        if expecting and tree is not drafted:
+            expecting.forget_tree()
+        self._spent += time.perf_counter() - started
+        return tree
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        self._drafter.observe(accepted, logits)
+
+    def _guided(self, tree: DraftTree) -> DraftTree:
+        """The nodes that the grammar allows, and below them the chains that it forces, the most probable ones first."""
+        allowed, chains = self._guide.guided(tree.tokens, tree.parents)
+        if allowed.all() and not chains:
+            return tree
+        if not allowed.all():
+            order = np.flatnonzero(allowed)
+            tree = tree.picked(order)
+            places = {int(node): place for place, node in enumerate(order)}
+            chains = {places.get(node, ROOT): chain for node, chain in chains.items()}
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        for node in sorted(chains):  # a tree's nodes are sorted by their probability
+            above = node
+            for token in chains[node][: max(0, self._most - len(tokens))]:
+                tokens.append(token)
+                parents.append(above)
+                above = len(tokens) - 1
+        added = np.full(len(tokens) - len(tree), SourceName.GRAMMAR, np.uint8)
+        return DraftTree(
+            tree.root,
+            np.array(tokens, np.int64),
+            np.array(parents, np.int32),
+            np.concatenate([tree.sources, added]),
+        )

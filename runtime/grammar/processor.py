@@ -1,0 +1,26 @@
+"""The mask of a grammar as a logits processor of ``generate``."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from transformers import LogitsProcessor
+
+from hdtool.runtime.grammar.guide import Guide
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Gives the tokens that a grammar forbids the score of minus infinity; for one answer."""
+
+    def __init__(self, guide: Guide) -> None:
+        self._guide = guide
+        self._asked: int | None = None
+        """Tokens of the prompt, padding included."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self._asked is None:
+            self._asked = input_ids.shape[1] - self._guide.length
+        self._guide.extend(input_ids[0, self._asked + self._guide.length :].tolist())
+        allowed = self._guide.mask(scores.device, scores.shape[-1])
+        return cast(torch.FloatTensor, scores.masked_fill(~allowed, -torch.inf))

@@ -1,0 +1,182 @@
+"""Structured output: plain decoding under the mask, ``hd`` under the mask, and ``hd`` with drafts of the grammar.
+
+    python -m tests.benchmarks.structured MODEL [--schemas 30] [--max-new-tokens 160] [--temperature 0.8] [--rounds 1]
+
+Every way answers each of 30 schemas in turn, with a fresh drafter for each answer (cold) and without stores. Answers
+are compared with those of plain decoding and validated. Forced tokens are those whose bytes the grammar dictates
+after the tokens before them; they are drafted if the pass that yielded them had them in its tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hdtool.data.chat import encode_conversation
+from hdtool.data.grammar import Grammar
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.decode import Finish, decode
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.environment import machine
+from hdtool.runtime.grammar.compiler import GrammarCompiler
+from hdtool.runtime.grammar.guided_drafter import guided
+from hdtool.runtime.grammar.processor import GrammarProcessor
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import LARGEST_TREE
+from tests.support.json_schemas import JSON_SCHEMAS
+
+PLAIN, MASKED, GUIDED = "ar", "hd, masked", "hd, guided"
+WAYS = (PLAIN, MASKED, GUIDED)
+
+
+@dataclass
+class Measured:
+    """The answers of one way."""
+
+    speeds: list[float] = field(default_factory=list)
+    """Tokens per second of each answer, the pass over its prompt included."""
+    decoding: list[float] = field(default_factory=list)
+    """Tokens per second after the pass over the prompt."""
+    tokens: int = 0
+    steps: int = 0
+    identical: int = 0
+    valid: int = 0
+    complete: int = 0
+    forced: int = 0
+    accepted: int = 0
+    """Forced tokens that were drafted and accepted."""
+
+
+def question(name: str, schema: dict[str, Any]) -> str:
+    return f"Write an example of the following as JSON: {name}. Use this JSON schema: {json.dumps(schema)}"
+
+
+def forced_places(compiler: GrammarCompiler, grammar: Grammar, answer: Sequence[int]) -> list[bool]:
+    """Which tokens of an answer lie within bytes that the grammar dictates there."""
+    guide = compiler.guide(grammar)
+    found = []
+    for token in answer:
+        dictated = guide.forced_text()
+        text = compiler.bytes_of(token)
+        found.append(bool(text) and dictated.startswith(text))
+        guide.extend([token])
+    return found
+
+
+def answer(
+    loaded: Loaded, compiler: GrammarCompiler, grammar: Grammar, asked: list[int], way: str, options: Any
+) -> tuple[list[int], list[bool], tuple[float, float], int, Finish | None]:
+    """The tokens of an answer, which of them were drafted, its seconds, its steps and how it ended.
+
+    The seconds are those of the whole answer and those after the pass over the prompt.
+    """
+    decoding = DecodeConfig("ar" if way == PLAIN else "hd", options.max_new_tokens)
+    stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig("none", "none"), decoding.databases)
+    drafter: Drafter = drafter_for(decoding, loaded.target, stores)
+    guide = compiler.guide(grammar)
+    if way == GUIDED:
+        drafter = guided(drafter, guide, LARGEST_TREE)
+    sampling = SamplingConfig(temperature=options.temperature, seed=1)
+    sampler, stops = loaded.sampler(
+        sampling, asked, max_new_tokens=options.max_new_tokens, first=[GrammarProcessor(guide)]
+    )
+    tokens: list[int] = []
+    drafted: list[bool] = []
+    steps, finish = 0, None
+    started = time.perf_counter()
+    for step in decode(
+        loaded.target,
+        asked,
+        sampler,
+        max_new_tokens=options.max_new_tokens,
+        stops=stops,
+        drafter=drafter,
+        prefix_caching=False,
+    ):
+        tokens += step.tokens
+        drafted += [True] * len(step.path) + [False] * (len(step.tokens) - len(step.path))
+        steps, finish = steps + 1, step.finish
+        if steps == 1:
+            prompt_read = time.perf_counter()
+    ended = time.perf_counter()
+    return tokens, drafted, (ended - started, ended - prompt_read), steps, finish
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--schemas", type=int, default=len(JSON_SCHEMAS))
+    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    loaded = load(ModelConfig(options.model))
+    compiler = GrammarCompiler(loaded.tokenizer, loaded.stops, loaded.target.vocabulary)
+    measured = {way: Measured() for way in WAYS}
+    warm = Grammar.regex("[a-z]{8}")
+    for way in WAYS:  # compiles, and measures passes
+        answer(loaded, compiler, warm, encode_conversation(loaded.tokenizer, [{"role": "user", "content": "Hi"}]), way,
+               options)  # fmt: skip
+    for _ in range(options.rounds):
+        for name, schema in list(JSON_SCHEMAS.items())[: options.schemas]:
+            grammar = Grammar.json_schema(schema)
+            asked = encode_conversation(loaded.tokenizer, [{"role": "user", "content": question(name, schema)}])
+            expected: list[int] = []
+            for way in WAYS:
+                tokens, drafted, seconds, steps, finish = answer(loaded, compiler, grammar, asked, way, options)
+                expected = expected or tokens
+                one = measured[way]
+                one.speeds.append(len(tokens) / seconds[0])
+                one.decoding.append((len(tokens) - 1) / seconds[1])
+                one.tokens, one.steps = one.tokens + len(tokens), one.steps + steps
+                one.identical += tokens == expected
+                one.complete += finish is Finish.STOP
+                one.valid += finish is Finish.STOP and is_json(
+                    str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+                )
+                places = forced_places(compiler, grammar, tokens)
+                one.forced += sum(places)
+                one.accepted += sum(dictated and known for dictated, known in zip(places, drafted, strict=True))
+    report(measured)
+    print(f"{options.model}, temperature {options.temperature}, one thread, {machine(loaded.target.device)}")
+
+
+def report(measured: dict[str, Measured]) -> None:
+    plain, masked = measured[PLAIN], measured[MASKED]
+    for way, one in measured.items():
+        print(
+            f"{way:<11} {statistics.median(one.speeds):6.1f} tokens/s, {_ratio(one.speeds, plain.speeds)} times plain, "
+            f"{_ratio(one.speeds, masked.speeds)} times masked; after the prompt {statistics.median(one.decoding):.1f} "
+            f"tokens/s, {_ratio(one.decoding, plain.decoding)} and {_ratio(one.decoding, masked.decoding)} times; "
+            f"{one.tokens / one.steps:.2f} tokens per step; "
+            f"{one.identical}/{len(plain.speeds)} identical, {one.valid}/{one.complete} complete answers valid; "
+            f"{one.forced} of {one.tokens} tokens forced, "
+            f"{100 * one.accepted / max(1, one.forced):.1f} % of them drafted"
+        )
+
+
+def _ratio(speeds: list[float], others: list[float]) -> str:
+    """The median of the ratios, answer by answer."""
+    return f"{statistics.median(speed / other for speed, other in zip(speeds, others, strict=True)):.2f}"
+
+
+if __name__ == "__main__":
+    main()
