@@ -20,6 +20,7 @@ from hdtool.cli import (
     convert,
     demo,
     doctor,
+    export,
     generate,
     replay,
     serve,
@@ -99,6 +100,10 @@ COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
     verify.verify: (
         "hdtool verify --model MODEL --dtype float32",
         "hdtool verify --model MODEL --prompts prompts.jsonl --method hd+amphista --num-prompts 50",
+    ),
+    export.export: (
+        "hdtool export MODEL --out drafting-model",
+        "hdtool export MODEL --out drafting-model --method hd+logitspec --model-db stores/model",
     ),
     serve.serve: (
         "hdtool serve MODEL --port 8000",

@@ -21,6 +21,7 @@ COMMANDS = (
     "chat",
     *STORES,
     "train-heads",
+    "export",
     "serve",
     "replay",
     "verify",

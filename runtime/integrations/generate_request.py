@@ -28,6 +28,10 @@ ZERO_IS_TEXT = ("gemma3",)
 """Types of models for which token types of 0 mark text; others embed each token type, 0 as well."""
 
 
+class UnsupportedCallError(OptionError):
+    """hdtool's loop cannot decode a call of ``generate``."""
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """One call of ``generate``."""
@@ -151,5 +155,5 @@ def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) 
         raise _refusal("position_ids are not 0, 1, 2, …", "it places the tokens of a draft tree itself")
 
 
-def _refusal(found: str, reason: str) -> OptionError:
-    return OptionError(f"hdtool cannot decode this call of generate: {found}, but {reason}")
+def _refusal(found: str, reason: str) -> UnsupportedCallError:
+    return UnsupportedCallError(f"hdtool cannot decode this call of generate: {found}, but {reason}")

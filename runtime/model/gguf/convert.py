@@ -70,13 +70,15 @@ class Conversion:
 
     def write_configuration(self, folder: Path) -> None:
         """Write the configuration, the generation settings and the tokenizer."""
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig
 
         with self._alone(folder) as (source, name):
             with self._errors_worded("configuration"):
                 settings: Any = AutoConfig.from_pretrained(source, gguf_file=name)
                 settings.dtype = self.dtype
                 settings.eos_token_id = self._ends(settings.eos_token_id)
+                # Servers choose the class by this name, which GGUF files do not have.
+                settings.architectures = [cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]).__name__]
                 restore_scaling(settings, self.file, self.header)
                 settings.save_pretrained(folder)
                 GenerationConfig.from_model_config(settings).save_pretrained(folder)

@@ -1,0 +1,109 @@
+"""Exported model folders: the files of a model as links, and a ``generate`` that drafts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from hdtool.data.errors import ModelError
+from hdtool.data.files.atomic_write import OutputFile
+from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.model.checkpoint.place import place_of
+from hdtool.runtime.model.load import CONFIG_FILES
+
+FOLDER = "custom_generate"
+CODE, REQUIREMENTS = f"{FOLDER}/generate.py", f"{FOLDER}/requirements.txt"
+FIRST_LINE = '"""Written by ``hdtool export``: answers of this model are drafted by hdtool."""'
+TEMPLATE = """{first_line}
+
+from typing import Any
+
+DECODING = {decoding}
+STORES = {stores}
+
+
+def generate(*arguments: Any, model: Any, **options: Any) -> Any:
+    from hdtool.runtime.integrations.exported import generate as drafted
+
+    return drafted(model, DECODING, STORES, *arguments, **options)
+"""
+
+
+def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig) -> list[Path]:
+    """Write the folder; returns the files of the model that it links to."""
+    code = OutputFile(out / CODE, "a file of hdtool export", _is_ours, ModelError)
+    _check_destination(out)
+    code.check()
+    source = place_of(model, CONFIG_FILES, weights=True).resolve()
+    if out.resolve() == source or source in out.resolve().parents:
+        raise ModelError(f"{out} lies in the folder of the model: choose another place")
+    files = list(_files(source))
+    if source / CODE in files:
+        raise ModelError(f"{source} has a {CODE} of its own, which an export would replace: export another model")
+    try:
+        for file in files:
+            _link(file, out / file.relative_to(source))
+        (out / FOLDER).mkdir(parents=True, exist_ok=True)
+        (out / REQUIREMENTS).write_text("hdtool\n", encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"{out} cannot be written ({error.strerror or error}): correct the permissions, or choose another place"
+        ) from error
+    code.write(TEMPLATE.format(first_line=FIRST_LINE, decoding=_changed(decoding), stores=_named(stores)))
+    return files
+
+
+def _check_destination(out: Path) -> None:
+    """Raise unless the folder is new, empty, or an exported one."""
+    if out.is_dir():
+        if any(out.iterdir()) and not (out / CODE).is_file():
+            raise ModelError(f"{out} holds other files: choose an empty or a new folder")
+    elif os.path.lexists(out):
+        raise ModelError(f"{out} is not a folder: choose another place")
+
+
+def _is_ours(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        return stream.readline().rstrip("\n") == FIRST_LINE
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _link(file: Path, to: Path) -> None:
+    """Link to a file, symbolically or, where the system has no such links for users, by a second name."""
+    target = file.resolve()
+    if os.path.lexists(to):
+        if to.resolve() == target or (to.exists() and to.samefile(target)):
+            return
+        if not to.is_symlink():
+            raise ModelError(f"{to} is another file: choose an empty or a new folder")
+        to.unlink()
+    to.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        to.symlink_to(target)
+    except OSError:
+        os.link(target, to)
+
+
+def _changed(settings: DecodeConfig) -> str:
+    """The settings that are not the defaults, as Python code."""
+    defaults = {one.name: one.default for one in fields(settings)}
+    return repr({name: value for name, value in asdict(settings).items() if value != defaults[name]})
+
+
+def _named(stores: StoresConfig) -> str:
+    """The stores as Python code; folders are named in full, so that the working directory does not matter."""
+    found: dict[str, Any] = {}
+    for name, value in asdict(stores).items():
+        if value is not None:
+            path = Path(value).expanduser()
+            found[name] = str(path.resolve()) if path.exists() else value
+    return repr(json.loads(json.dumps(found)))

@@ -1,0 +1,164 @@
+"""Exported model folders: they link, draft in any program that calls ``generate``, and replace nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, pipeline
+
+from hdtool.builders.export import CODE, FOLDER
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.runtime.integrations.exported import ATTRIBUTE
+from hdtool.runtime.integrations.generate_request import UnsupportedCallError
+
+OPTIONS = ("--draft-tokens", "6", "--history", "none", "--model-db", "none", "--corpus-db", "none")
+ASKED = "Tom has 3 boxes with 12 pencils each. How many pencils"
+
+
+def exported(out: Path, *options: str, model: Path = demo.MODEL) -> int:
+    return run(["export", str(model), "--out", str(out), *OPTIONS, *options])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "model"
+    assert exported(out) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+
+@pytest.fixture(scope="module")
+def inputs(folder: Path) -> dict[str, Any]:
+    return dict(AutoTokenizer.from_pretrained(folder)(ASKED, return_tensors="pt"))
+
+
+def plain(model: Any, **options: Any) -> Any:
+    """The answer of the library's own ``generate``."""
+    return type(model).generate(model, **options)
+
+
+def test_weights_are_linked(folder: Path) -> None:
+    for file in demo.MODEL.iterdir():
+        assert (folder / file.name).samefile(file)
+
+
+def test_generate_drafts_the_same_answer(model: Any, inputs: dict[str, Any]) -> None:
+    options = {**inputs, "min_new_tokens": 48, "max_new_tokens": 48, "do_sample": False}
+    output = model.generate(**options)
+    assert torch.equal(output, plain(model, **options))
+    stats = model.__dict__[ATTRIBUTE].generator.stats
+    assert stats.tokens == output.shape[1] - inputs["input_ids"].shape[1]
+    assert stats.steps < stats.tokens
+    assert torch.equal(
+        model.generate(inputs["input_ids"], min_new_tokens=48, max_new_tokens=48, do_sample=False), output
+    )
+
+
+def test_pipelines_and_streamers(model: Any, folder: Path, inputs: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    answer = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    (found,) = answer(ASKED, max_new_tokens=16, do_sample=False, return_full_text=False)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(**inputs, max_new_tokens=16, do_sample=False, streamer=streamer)
+    assert "".join(streamer) == found["generated_text"]
+
+
+def test_other_calls_are_left_to_the_library(model: Any, inputs: dict[str, Any], folder: Path) -> None:
+    beams = {**inputs, "max_new_tokens": 8, "num_beams": 2, "do_sample": False}
+    with pytest.warns(UserWarning, match="num_beams is 2.*answered without drafts"):
+        found = model.generate(**beams)
+    assert torch.equal(found, plain(model, **beams))
+    two = inputs["input_ids"].repeat(2, 1)
+    with pytest.warns(UserWarning, match="2 prompts"):
+        assert len(model.generate(two, max_new_tokens=4, do_sample=False)) == 2
+    streamer = TextIteratorStreamer(AutoTokenizer.from_pretrained(folder))
+    with pytest.raises(UnsupportedCallError):
+        model.generate(
+            **inputs, return_dict_in_generate=True, output_attentions=True, max_new_tokens=4, streamer=streamer
+        )
+    own = model.generate(**inputs, max_new_tokens=4, custom_generate=lambda model, input_ids, *_, **__: input_ids)
+    assert torch.equal(own, inputs["input_ids"])
+
+
+def test_a_copy_has_a_generator_of_its_own(model: Any, inputs: dict[str, Any]) -> None:
+    model.generate(**inputs, max_new_tokens=2)
+    assert copy.deepcopy(model).__dict__[ATTRIBUTE].generator is None
+
+
+def test_settings_are_written_as_code(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert run(["build-corpus-db", str(demo.PROMPTS), "--out", str(store), "--quiet"]) == 0
+    out = tmp_path / "out"
+    command = ["export", str(demo.MODEL), "--out", str(out), "--method", "rest", "--corpus-db", str(store)]
+    assert run(command) == 0
+    names: dict[str, Any] = {}
+    exec((out / CODE).read_text(), names)
+    assert names["DECODING"] == {"method": "rest"}
+    assert names["STORES"] == {"corpus_db": str(store.resolve())}
+    assert run([*command[:4], *OPTIONS]) == 0, "an exported folder is written again"
+    exec((out / CODE).read_text(), names)
+    assert names["DECODING"]["draft_tokens"] == 6
+
+
+def test_a_store_that_is_gone_leaves_a_model_that_answers(
+    tmp_path: Path, inputs: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(["export", str(demo.MODEL), "--out", str(out), "--corpus-db", str(tmp_path / "gone")]) == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    with pytest.warns(UserWarning, match="gone holds no store.*answers without drafts"):
+        found = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, plain(model, **inputs, max_new_tokens=4, do_sample=False))
+
+
+class TestNothingIsReplaced:
+    def fault(self, capfd: pytest.CaptureFixture[str], out: Path, **options: Any) -> str:
+        assert exported(out, **options) == 1
+        (line,) = capfd.readouterr().err.splitlines()
+        return line
+
+    def test_other_files(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "notes.txt").write_text("mine")
+        assert "holds other files" in self.fault(capfd, tmp_path / "full")
+        (tmp_path / "file").write_text("mine")
+        assert "is not a folder" in self.fault(capfd, tmp_path / "file")
+        foreign = tmp_path / "foreign"
+        (foreign / FOLDER).mkdir(parents=True)
+        (foreign / CODE).write_text("def generate(): ...\n")
+        assert "is not a file of hdtool export" in self.fault(capfd, foreign)
+        assert (foreign / CODE).read_text() == "def generate(): ...\n"
+        assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+
+    def test_a_file_in_an_exported_folder(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        out = tmp_path / "out"
+        assert exported(out) == 0
+        capfd.readouterr()
+        (out / "config.json").unlink()
+        (out / "config.json").write_text("{}")
+        assert "config.json is another file" in self.fault(capfd, out)
+        assert (out / "config.json").read_text() == "{}"
+
+    def test_the_model_itself(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        model = shutil.copytree(demo.MODEL, tmp_path / "model")
+        assert "holds other files" in self.fault(capfd, model, model=model)
+        assert "lies in the folder of the model" in self.fault(capfd, model / "exported", model=model)
+        (model / FOLDER).mkdir()
+        (model / CODE).write_text("def generate(): ...\n")
+        assert "of its own" in self.fault(capfd, tmp_path / "out", model=model)
+
+    def test_json(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        assert exported(tmp_path / "out", "--json") == 0
+        found = json.loads(capfd.readouterr().out)
+        assert found == {"folder": str(tmp_path / "out"), "files": found["files"], "code": CODE}
