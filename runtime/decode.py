@@ -88,10 +88,9 @@ class DecodeState:
 
     def draft(self) -> DraftTree:
         self._timer.start()
-        # Deeper nodes would be accepted past the end of the answer.
-        drafted = self._drafter.draft(self._sampler.context).clipped(self.room - 1)
-        # A tokenizer may have more ids than the model has embeddings.
-        self._tree = drafted.embeddable(self._vocabulary)
+        drafted = self._drafter.draft(self._sampler.context)
+        # Deeper nodes would be accepted past the end, and a tokenizer may have more ids than the model has embeddings.
+        self._tree = drafted.within(self.room - 1, self._vocabulary)
         self._timer.drafted()
         return self._tree
 

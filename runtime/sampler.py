@@ -17,7 +17,7 @@ from transformers import (
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.kernels.topk import argmax, argmax_at
+from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.random_draws import ExponentialRace
 
 NOT_FINITE = -1
@@ -47,7 +47,7 @@ class Sampler:
         self._greedy = config.is_greedy
         self._processors = processors_of(config) if processors is None else processors
         self.only_argmax = self._greedy and not self._processors
-        """Whether the arg-max of the logits is all that is needed."""
+        """Whether the arg-max of the logits is all that is needed; ``chooser`` is not called then."""
         self._race = ExponentialRace(config.seed)
         if not self._greedy:
             self._race.sample(0, np.zeros(1, np.float32))  # compiles it, or loads it, before the first step
@@ -62,16 +62,6 @@ class Sampler:
         With ``finite_only``, it returns ``NOT_FINITE`` for a row with a highest logit that is NaN or infinite, without
         calling any processor.
         """
-        if self.only_argmax:
-            best = argmax_at(logits)
-
-            def choose(row: int) -> int:
-                token, finite = best(row)
-                self.overflowed |= not finite
-                return token if finite or not finite_only else NOT_FINITE
-
-            return choose
-
         def process(row: int) -> int:
             finite = bool(logits[row].max().isfinite())
             self.overflowed |= not finite
