@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from hdtool.runtime.kernels.argmax import argmax_of, bits_of
+from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of
 from hdtool.runtime.kernels.topk import known_argmax
 from hdtool.runtime.sampler import NOT_FINITE, Sampler
 from hdtool.runtime.tree import ROOT, DraftTree, child_of
@@ -66,8 +66,8 @@ def _accept_argmax(
     tree: DraftTree, logits: torch.Tensor, sampler: Sampler, stops: Container[int], most: int
 ) -> Accepted | None:
     """The same where the arg-max is chosen: one compiled call walks down the tree, and stops are tested afterwards."""
-    walked = np.empty((2, min(most, len(tree) + 1)), np.int64)
     known = known_argmax(logits)
+    walked = sampler.walked[:, : min(most, len(tree) + 1)]
     if known is None:
         found, finite = walk(*bits_of(logits), tree.tokens, tree.parents, walked)
     else:
@@ -84,19 +84,21 @@ def _accept_argmax(
 
 def compile_acceptance() -> None:
     """Compile what greedy acceptance uses, or load it from the cache, before the first step."""
-    bare, walked = DraftTree.bare(0), np.empty((2, 1), np.int64)
+    bare, walked = DraftTree.bare(0), np.zeros((2, 1), np.int64)
     walk(*bits_of(torch.zeros(1, 1)), bare.tokens, bare.parents, walked)
 
 
 @njit(cache=True, nogil=True)
-def walk(bits: Array, infinity: Any, drafted: Array, parents: Array, walked: Array) -> tuple[int, bool]:
+def walk(
+    address: int, apart: int, vocabulary: int, infinity: Array, drafted: Array, parents: Array, walked: Array
+) -> tuple[int, bool]:
     """Write each chosen token, and the node that drafted it, to ``walked``; their number, and whether all are finite.
 
     The walk ends before a row that is not finite, unless there is no other row.
     """
     node = ROOT
     for place in range(walked.shape[1]):
-        token, finite = argmax_of(bits[node + 1], infinity)
+        token, finite = argmax_of_row(address, apart, vocabulary, infinity, node + 1)
         if not finite and len(drafted) > 0:
             return place, False
         node = child_of(drafted, parents, node, token)
@@ -107,9 +109,7 @@ def walk(bits: Array, infinity: Any, drafted: Array, parents: Array, walked: Arr
 
 
 @njit(cache=True, nogil=True)
-def walk_known(
-    argmax: Array, are_finite: Array, drafted: Array, parents: Array, walked: Array
-) -> tuple[int, bool]:
+def walk_known(argmax: Array, are_finite: Array, drafted: Array, parents: Array, walked: Array) -> tuple[int, bool]:
     """The same where the arg-max of all rows is known."""
     node = ROOT
     for place in range(walked.shape[1]):

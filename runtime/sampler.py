@@ -19,6 +19,7 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.random_draws import ExponentialRace
+from hdtool.runtime.tree import LARGEST_TREE
 
 NOT_FINITE = -1
 """Returned instead of a token if the logits are NaN or infinite."""
@@ -53,6 +54,8 @@ class Sampler:
             self._race.sample(0, np.zeros(1, np.float32))  # compiles it, or loads it, before the first step
         self._ids = _GrowingIds(padding)
         self.context = list(context)
+        self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)
+        """Where greedy acceptance writes the tokens and nodes of a step."""
         self.overflowed = False
         """Whether the highest logit of any row used so far was NaN or infinite."""
 
@@ -62,6 +65,7 @@ class Sampler:
         With ``finite_only``, it returns ``NOT_FINITE`` for a row with a highest logit that is NaN or infinite, without
         calling any processor.
         """
+
         def process(row: int) -> int:
             finite = bool(logits[row].max().isfinite())
             self.overflowed |= not finite

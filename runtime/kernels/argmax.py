@@ -13,17 +13,19 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
+from hdtool.runtime.kernels.raw_memory import array_at
+
 LANES = 64
 """Numbers that are compared at once: a few vectors, so that comparisons do not wait for each other."""
 BLOCK = 64 * LANES
 """Numbers of a row between two comparisons with the highest one so far."""
-BITS = {
-    torch.float32: (torch.int32, np.int32(0x7F800000)),
-    torch.float64: (torch.int64, np.int64(0x7FF0000000000000)),
-    torch.bfloat16: (torch.int16, np.int16(0x7F80)),
-    torch.float16: (torch.int16, np.int16(0x7C00)),
+INFINITY = {
+    torch.float32: np.array([0x7F800000], np.int32),
+    torch.float64: np.array([0x7FF0000000000000], np.int64),
+    torch.bfloat16: np.array([0x7F80], np.int16),
+    torch.float16: np.array([0x7C00], np.int16),
 }
-"""For each type, the integers of its size and the bits of infinity."""
+"""The bits of infinity in each type, as an integer of its size."""
 
 Array = npt.NDArray[Any]
 
@@ -31,23 +33,29 @@ Array = npt.NDArray[Any]
 class LogitBits(NamedTuple):
     """Logits on a CPU as compiled code reads them."""
 
-    rows: Array
-    """``[rows, vocabulary]``, the bits as integers: a view of the logits."""
-    infinity: Any
+    address: int
+    apart: int
+    """Numbers from one row to the next."""
+    vocabulary: int
+    infinity: Array
 
 
 def bits_of(logits: torch.Tensor) -> LogitBits:
-    if logits.requires_grad:
-        logits = logits.detach()
-    if logits.dtype == torch.float32:  # without a call into torch, which takes microseconds
-        return LogitBits(logits.numpy().view(np.int32), BITS[torch.float32][1])
-    integers, infinity = BITS[logits.dtype]
-    return LogitBits(logits.view(integers).numpy(), infinity)
+    """Logits ``[rows, vocabulary]``, which must outlive the result. Each call into torch takes tens of microseconds."""
+    apart, step = logits.stride()
+    if step != 1 and logits.shape[1] > 1:
+        raise ValueError(f"the logits of a row are {step} numbers apart instead of 1")
+    return LogitBits(logits.data_ptr(), apart, logits.shape[1], INFINITY[logits.dtype])
+
+
+@njit(cache=True, nogil=True)
+def argmax_of_row(address: int, apart: int, vocabulary: int, infinity: Array, row: int) -> tuple[int, bool]:
+    """The first of the highest numbers of a row, and whether it is finite; NaN counts as the highest."""
+    return argmax_of(array_at(address + row * apart * infinity.itemsize, vocabulary, infinity.dtype), infinity[0])
 
 
 @njit(cache=True, nogil=True)
 def argmax_of(bits: Array, infinity: Any) -> tuple[int, bool]:
-    """The first of the highest numbers of a row, and whether it is finite; NaN counts as the highest."""
     high, low = np.empty(LANES, bits.dtype), np.empty(LANES, bits.dtype)
     low[:] = np.iinfo(bits.dtype).max
     highest, first = np.int64(np.iinfo(bits.dtype).min), 0

@@ -60,7 +60,7 @@ def known_argmax(logits: torch.Tensor) -> tuple[Array, Array] | None:
     """The arg-max of each row and whether that logit is finite; None on a CPU, where single rows are read faster."""
     if isinstance(logits, Logits):
         return logits.argmax_tokens, logits.finite
-    if logits.device.type == "cpu":
+    if logits.is_cpu:
         return None
     best = logits.argmax(dim=-1)
     # Both in one transfer: each waits for the device.

@@ -1,4 +1,7 @@
-"""The input of a step with fixed shapes: one buffer, filled on the host and sent to the device in one copy."""
+"""The input of a pass over a tree, filled on the host in one call.
+
+A step with fixed shapes has one buffer, which is sent to the device in one copy.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,23 @@ class StepInput:
         return StepTensors(there[:1], there[1:2], there[2:HEADER], tokens[None], positions[None], ancestor_mask)
 
 
+class TreeInput:
+    """Token ids and positions of a pass over a tree, in reused tensors: each new one takes a call of torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
+        rows = range(LARGEST_TREE + 2)
+        buffer = torch.zeros((2, 1, LARGEST_TREE + 1), dtype=torch.int64)
+        self._ids, self._positions = buffer[:, 0].numpy()
+        self._views = [(buffer[0, :, :count], buffer[1, :, :count]) for count in rows]
+
+    def of(self, tree: DraftTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids and positions ``[1, rows]`` of a tree after a context of ``length`` tokens."""
+        _fill_tree(self._ids, self._positions, tree.root, tree.tokens, tree.parents, length)
+        ids, positions = self._views[len(tree) + 1]
+        return (ids, positions) if self._device is None else (ids.to(self._device), positions.to(self._device))
+
+
 @njit(cache=True, nogil=True)
 def _fill(
     words: npt.NDArray[np.int64],
@@ -83,3 +103,17 @@ def _fill(
             words[at] = tokens[node]
             words[at + rows] = words[above + rows] + 1
             words[at + 2 * rows] = words[above + 2 * rows] | (np.int64(1) << np.int64(node))
+
+
+@njit(cache=True, nogil=True)
+def _fill_tree(
+    ids: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    root: int,
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int32],
+    length: int,
+) -> None:
+    ids[0], positions[0] = root, length
+    for node in range(len(tokens)):
+        ids[node + 1], positions[node + 1] = tokens[node], positions[parents[node] + 1] + 1

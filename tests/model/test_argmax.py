@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.runtime.kernels.argmax import BITS, BLOCK, argmax_of, bits_of
+from hdtool.runtime.kernels.argmax import BLOCK, INFINITY, argmax_of_row, bits_of
 
-INFINITY, NAN = float("inf"), float("nan")
+HIGHEST, NAN = float("inf"), float("nan")
 LENGTHS = (1, 5, 64, BLOCK, BLOCK + 1, 3 * BLOCK + 77)
 VALUES = {
     "any": (),
     "equal ones": (9.0, 9.0, 9.0),
-    "NaN": (NAN, INFINITY, NAN),
+    "NaN": (NAN, HIGHEST, NAN),
     "negative NaN": (-NAN, 3.0),
-    "infinity": (INFINITY, INFINITY),
+    "infinity": (HIGHEST, HIGHEST),
     "zeros": (-0.0, 0.0, -0.0),
-    "minus infinity": (-INFINITY, -INFINITY),
+    "minus infinity": (-HIGHEST, -HIGHEST),
 }
 
 
-@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("dtype", INFINITY)
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_it_is_the_first_of_the_highest_numbers(values: tuple[float, ...], dtype: torch.dtype) -> None:
     chance = torch.Generator().manual_seed(len(values))
@@ -30,17 +30,17 @@ def test_it_is_the_first_of_the_highest_numbers(values: tuple[float, ...], dtype
         for value, place in zip(values, torch.randint(length, (len(values),), generator=chance), strict=True):
             row[place] = value
         check(row)
-    check(torch.full((BLOCK,), -INFINITY, dtype=dtype))
+    check(torch.full((BLOCK,), -HIGHEST, dtype=dtype))
 
 
 def check(row: torch.Tensor) -> None:
-    bits = bits_of(row[None])
     expected = row.double().numpy()
     token = int(expected.argmax())
-    assert argmax_of(bits.rows[0], bits.infinity) == (token, np.isfinite(expected[token]))
+    assert argmax_of_row(*bits_of(torch.stack([row, row])), 1) == (token, np.isfinite(expected[token]))
 
 
-def test_logits_are_not_copied() -> None:
-    for dtype in BITS:
-        logits = torch.randn(3, 50).to(dtype)
-        assert bits_of(logits[1:]).rows.ctypes.data == logits[1:].data_ptr()
+def test_rows_of_a_larger_tensor_are_read_where_they_are() -> None:
+    logits = torch.randn(3, 2, 50)
+    assert [argmax_of_row(*bits_of(logits[:, 1]), row)[0] for row in range(3)] == logits[:, 1].argmax(-1).tolist()
+    with pytest.raises(ValueError, match="100 numbers apart"):
+        bits_of(logits[:, 1].t()[:3])
