@@ -56,17 +56,20 @@ class Stats:
     @property
     def drafted(self) -> npt.NDArray[np.int64]:
         """Draft nodes of each source."""
-        return self._count()[0]
+        drafted: npt.NDArray[np.int64] = self._count()[0]
+        return drafted
 
     @property
     def accepted(self) -> npt.NDArray[np.int64]:
         """Accepted nodes of each source."""
-        return self._count()[1]
+        accepted: npt.NDArray[np.int64] = self._count()[1]
+        return accepted
 
     @property
     def hits(self) -> npt.NDArray[np.int64]:
         """Steps in which a source drafted at least one node."""
-        return self._count()[2]
+        hits: npt.NDArray[np.int64] = self._count()[2]
+        return hits
 
     def counted(self, steps: Iterable[Step], drafter: Drafter) -> Iterator[Step]:
         """Yield the steps and add each to the sums; at the end, add the seconds of each source."""

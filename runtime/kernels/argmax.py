@@ -19,7 +19,7 @@ LANES = 64
 """Numbers that are compared at once: a few vectors, so that comparisons do not wait for each other."""
 BLOCK = 64 * LANES
 """Numbers of a row between two comparisons with the highest one so far."""
-INFINITY = {
+INFINITY: dict[torch.dtype, npt.NDArray[Any]] = {
     torch.float32: np.array([0x7F800000], np.int32),
     torch.float64: np.array([0x7FF0000000000000], np.int64),
     torch.bfloat16: np.array([0x7F80], np.int16),
@@ -58,13 +58,14 @@ def argmax_of_row(address: int, apart: int, vocabulary: int, infinity: Array, ro
 def argmax_of(bits: Array, infinity: Any) -> tuple[int, bool]:
     high, low = np.empty(LANES, bits.dtype), np.empty(LANES, bits.dtype)
     low[:] = np.iinfo(bits.dtype).max
-    highest, first = np.int64(np.iinfo(bits.dtype).min), 0
+    highest: Any = np.int64(np.iinfo(bits.dtype).min)
+    first = 0
     for start in range(0, len(bits), BLOCK):
         _extremes(bits[start : start + BLOCK], high, low)
         most = np.int64(high.max())
         if most > highest:
             highest, first = most, start
-    infinite = np.int64(infinity)
+    infinite: Any = np.int64(infinity)
     if highest > infinite or np.int64(low.min()) < ~infinite:
         return _first_between(bits, ~infinite, infinite, outside=True), False
     if highest == 0:  # 0.0, which -0.0 equals

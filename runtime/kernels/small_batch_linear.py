@@ -65,7 +65,7 @@ class SmallBatchLinear(Linear):
 
     choice: ProductChoice
     memory: OutputMemory | None = None
-    """Of the output layer of a model, where memory for the output is used again."""
+    """Of an output layer without bias: the memory of its output is used again."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
@@ -80,7 +80,7 @@ class SmallBatchLinear(Linear):
         ):
             if self.choice.own(input.numel() // self.in_features):
                 return own_linear(input, weight, self.bias, self.memory)
-            if self.memory and self.bias is None:
+            if self.memory:
                 rows = input.view(-1, self.in_features)
                 found = self.memory.room_for(len(rows), self.out_features, input)
                 return torch.mm(rows, weight.t(), out=found).view(*input.shape[:-1], self.out_features)
@@ -117,7 +117,8 @@ def use_small_batch_products(model: torch.nn.Module) -> None:
     for layer in fit:
         layer.__class__ = SmallBatchLinear
         cast(SmallBatchLinear, layer).choice = made[layer.weight.shape]
-    if isinstance(model, PreTrainedModel) and isinstance(last := model.get_output_embeddings(), SmallBatchLinear):
+    last = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if isinstance(last, SmallBatchLinear) and last._parameters["bias"] is None:
         last.memory = OutputMemory()
 
 

@@ -127,6 +127,16 @@ def batch_mask(
     """
     rows = max(map(len, trees)) + 1
     mask_value = torch.finfo(dtype).min
+    if (
+        len(windows) == 1
+        and windows[0].sees_all(max(lengths) + rows)
+        and dtype == torch.float32
+        and device.type == "cpu"
+    ):
+        values = np.empty((len(trees), 1, rows, max(lengths) + rows), np.float32)
+        parents = np.concatenate([tree.parents for tree in trees])
+        _fill_batch(values[:, 0], parents, np.array([len(tree) for tree in trees]), np.array(lengths), mask_value)
+        return torch.from_numpy(values)
     masks, buffer = {}, MaskBuffer()
     for window in windows:
         mask = torch.full((len(trees), 1, rows, max(lengths) + rows), mask_value, dtype=dtype, device=device)
@@ -206,6 +216,25 @@ def _hide_non_ancestors(
         for column in range(rows):
             values[row, length + column] = values[above, length + column] if 0 < row > column else mask_value
         values[row, length + row] = 0.0
+
+
+@njit(cache=True, nogil=True)
+def _fill_batch(
+    values: npt.NDArray[np.float32],
+    parents: npt.NDArray[np.int32],
+    sizes: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    mask_value: float,
+) -> None:
+    """Write the masks of several trees, whose parents follow each other; padding sees the first token alone."""
+    values[:] = mask_value
+    values[:, :, 0] = 0.0
+    first = 0
+    for slot in range(len(sizes)):
+        own, length = sizes[slot] + 1, lengths[slot]
+        values[slot, :own, :length] = 0.0
+        _hide_non_ancestors(values[slot], 0, 0, parents[first : first + sizes[slot]], length, mask_value)
+        first += sizes[slot]
 
 
 def _no_mask(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -220,7 +220,7 @@ class Target:
             if logits is not None:
                 return logits
         mask = tree_mask(tree, self.length, self.windows, self.dtype, self.device, self._mask_buffer)
-        return self._pass(*self._tree_input.of(tree, self.length), mask, self._cache)[0]
+        return self.run(*self._tree_input.of(tree, self.length), mask, self._cache)[0]
 
     def _captured(self, tree: DraftTree) -> torch.Tensor | None:
         """Verify a tree by a captured step; None if steps cannot be captured."""
@@ -300,11 +300,10 @@ class Target:
     ) -> torch.Tensor:
         """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
         ids = torch.tensor(tokens, device=self.device)
-        return self._pass(ids, torch.tensor(positions, device=self.device), mask, cache, **options)
+        return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, **options)
 
-    def _pass(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache: Cache, **options: int
-    ) -> torch.Tensor:
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache: Cache, **options: int) -> torch.Tensor:
+        """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
         with self._row_by_row.on() if self._row_by_row.layers and mask is not None else NOTHING:
             started = time.perf_counter()
             logits: torch.Tensor = self.model(
