@@ -83,7 +83,8 @@ class TreeInput:
 
     def of(self, tree: DraftTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids and positions ``[1, rows]`` of a tree after a context of ``length`` tokens."""
-        _fill_tree(*self._numbers, tree.root, tree.tokens, tree.parents, length)
+        ids, positions = self._numbers
+        _fill_tree(ids, positions, tree.root, tree.tokens, tree.parents, length)
         return self._shaped(1, len(tree) + 1)
 
     def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

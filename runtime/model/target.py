@@ -82,6 +82,8 @@ class Target:
         """Tokens of the last pass that are part of the context without being drafted."""
         self._tree = DraftTree.bare(0)
         self._steps: StaticSteps | None = None
+        self._runs = False
+        """Whether a captured step was started that nobody has waited for."""
         self.hidden: torch.Tensor | None = None
         """Input of the output layer in the last pass, ``[tokens, width]``; set after ``watch_hidden``."""
         self.all_hidden = torch.empty(0)
@@ -125,6 +127,7 @@ class Target:
         ``room`` is the number of tokens that may follow. With ``reuse``, the tokens with which the last context
         begins, too, are not computed again (prefix caching).
         """
+        self.wait()
         limit = self.context_limit(len(context))
         kept = self._kept.shared_with(context, limit) if reuse and self._is_reusable(limit) else 0
         if not kept:
@@ -208,19 +211,28 @@ class Target:
             )
 
     @torch.inference_mode()
-    def verify(self, tree: DraftTree) -> torch.Tensor:
+    def verify(self, tree: DraftTree, *, wait: bool = True) -> torch.Tensor:
         """Verify all drafts in one pass: logits ``[1 + nodes, vocabulary]`` after the root and each node.
 
-        The logits are valid until the next call.
+        The logits are valid until the next call. Without ``wait``, a captured step may still run when this returns:
+        its logits are there after a call of ``wait``.
         """
         self._pending, self._tree = [tree.root], tree
         if self._steps:
             with self._kept.unfinished_from(self._settled):
                 logits = self._captured(tree)
             if logits is not None:
+                if wait:
+                    self.wait()
                 return logits
         mask = tree_mask(tree, self.length, self.windows, self.dtype, self.device, self._mask_buffer)
         return self.run(*self._tree_input.of(tree, self.length), mask, self._cache)[0]
+
+    def wait(self) -> None:
+        """Wait for the captured step that still runs, if there is one."""
+        if self._steps and self._runs:
+            self._runs = False
+            self._count(self._steps.wait())
 
     def _captured(self, tree: DraftTree) -> torch.Tensor | None:
         """Verify a tree by a captured step; None if steps cannot be captured."""
@@ -230,9 +242,8 @@ class Target:
         except Exception as error:  # model code that cannot be captured raises many kinds
             self._disable_capture(reason_of(error))
             return None
-        started = time.perf_counter()
         logits = step()
-        self._count(started)
+        self._runs = True
         if self._watched:
             self.hidden = self._steps.hidden(len(tree) + 1)
         return logits
@@ -317,11 +328,11 @@ class Target:
             ).logits
             if self._is_cuda:
                 torch.cuda.synchronize(self.device)
-            self._count(started)
+            self._count(time.perf_counter() - started)
         return logits
 
-    def _count(self, started: float) -> None:
-        self.seconds_in_model += time.perf_counter() - started
+    def _count(self, seconds: float) -> None:
+        self.seconds_in_model += seconds
         self.passes += 1
 
     @torch.inference_mode()
