@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of
+from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of, readable
 from hdtool.runtime.kernels.topk import known_argmax
 from hdtool.runtime.sampler import NOT_FINITE, Sampler
 from hdtool.runtime.tree import ROOT, DraftTree, child_of
@@ -66,12 +66,12 @@ def _accept_argmax(
     tree: DraftTree, logits: torch.Tensor, sampler: Sampler, stops: Container[int], most: int
 ) -> Accepted | None:
     """The same where the arg-max is chosen: one compiled call walks down the tree, and stops are tested afterwards."""
-    known = known_argmax(logits)
-    walked = sampler.walked[:, : min(most, len(tree) + 1)]
+    known, walked, longest = known_argmax(logits), sampler.walked, min(most, len(tree) + 1)
     if known is None:
-        found, finite = walk(*bits_of(logits), tree.tokens, tree.parents, walked)
+        rows = readable(logits)
+        found, finite = walk(*bits_of(rows), tree.tokens, tree.parents, longest, walked)
     else:
-        found, finite = walk_known(*known, tree.tokens, tree.parents, walked)
+        found, finite = walk_known(*known, tree.tokens, tree.parents, longest, walked)
     tokens, path = walked[:, :found].tolist()
     sampler.overflowed |= not finite and not len(tree)
     for place, token in enumerate(tokens):
@@ -84,20 +84,29 @@ def _accept_argmax(
 
 def compile_acceptance() -> None:
     """Compile what greedy acceptance uses, or load it from the cache, before the first step."""
-    bare, walked = DraftTree.bare(0), np.zeros((2, 1), np.int64)
-    walk(*bits_of(torch.zeros(1, 1)), bare.tokens, bare.parents, walked)
+    bare, logits, walked = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
+    walk(*bits_of(logits), bare.tokens, bare.parents, 1, walked)
+    walk_known(walked[0], walked[0], bare.tokens, bare.parents, 1, walked)
 
 
 @njit(cache=True, nogil=True)
 def walk(
-    address: int, apart: int, vocabulary: int, infinity: Array, drafted: Array, parents: Array, walked: Array
+    address: int,
+    apart: int,
+    vocabulary: int,
+    infinity: Array,
+    drafted: Array,
+    parents: Array,
+    longest: int,
+    walked: Array,
 ) -> tuple[int, bool]:
-    """Write each chosen token, and the node that drafted it, to ``walked``; their number, and whether all are finite.
+    """Write at most ``longest`` chosen tokens, and the node that drafted each, to ``walked``.
 
-    The walk ends before a row that is not finite, unless there is no other row.
+    Returns their number and whether all logits that decided are finite. The walk ends
+    before a row that is not finite, unless there is no other row.
     """
     node = ROOT
-    for place in range(walked.shape[1]):
+    for place in range(longest):
         token, finite = argmax_of_row(address, apart, vocabulary, infinity, node + 1)
         if not finite and len(drafted) > 0:
             return place, False
@@ -105,14 +114,16 @@ def walk(
         walked[0, place], walked[1, place] = token, node
         if node == ROOT:
             return place + 1, finite
-    return walked.shape[1], True
+    return longest, True
 
 
 @njit(cache=True, nogil=True)
-def walk_known(argmax: Array, are_finite: Array, drafted: Array, parents: Array, walked: Array) -> tuple[int, bool]:
+def walk_known(
+    argmax: Array, are_finite: Array, drafted: Array, parents: Array, longest: int, walked: Array
+) -> tuple[int, bool]:
     """The same where the arg-max of all rows is known."""
     node = ROOT
-    for place in range(walked.shape[1]):
+    for place in range(longest):
         token, finite = argmax[node + 1], are_finite[node + 1] != 0
         if not finite and len(drafted) > 0:
             return place, False
@@ -120,4 +131,4 @@ def walk_known(argmax: Array, are_finite: Array, drafted: Array, parents: Array,
         walked[0, place], walked[1, place] = token, node
         if node == ROOT:
             return place + 1, finite
-    return walked.shape[1], True
+    return longest, True

@@ -40,12 +40,14 @@ class LogitBits(NamedTuple):
     infinity: Array
 
 
+def readable(logits: torch.Tensor) -> torch.Tensor:
+    """The logits, copied only if the numbers of a row are apart."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
 def bits_of(logits: torch.Tensor) -> LogitBits:
-    """Logits ``[rows, vocabulary]``, which must outlive the result. Each call into torch takes tens of microseconds."""
-    apart, step = logits.stride()
-    if step != 1 and logits.shape[1] > 1:
-        raise ValueError(f"the logits of a row are {step} numbers apart instead of 1")
-    return LogitBits(logits.data_ptr(), apart, logits.shape[1], INFINITY[logits.dtype])
+    """Readable logits ``[rows, vocabulary]``, which must outlive the result."""
+    return LogitBits(logits.data_ptr(), logits.stride(0), logits.shape[1], INFINITY[logits.dtype])
 
 
 @njit(cache=True, nogil=True)
