@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from numba import njit
 
+from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of, readable
+from hdtool.runtime.kernels.topk import known_argmax
 from hdtool.runtime.sampler import NOT_FINITE, Sampler
-from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.tree import ROOT, DraftTree, child_of
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ def accept(
     before such a node. If the node is the root, nothing is accepted and the result is None: the step must be
     computed again without drafts.
     """
+    if sampler.only_argmax:
+        return _accept_argmax(tree, logits, sampler, stops, most)
     choose = sampler.chooser(logits, finite_only=len(tree) > 0)
     path: list[int] = []
     tokens: list[int] = []
@@ -50,3 +60,75 @@ def accept(
             return Accepted(path, tokens, stopped)
         path.append(child)
         node = child
+
+
+def _accept_argmax(
+    tree: DraftTree, logits: torch.Tensor, sampler: Sampler, stops: Container[int], most: int
+) -> Accepted | None:
+    """The same where the arg-max is chosen: one compiled call walks down the tree, and stops are tested afterwards."""
+    known, walked, longest = known_argmax(logits), sampler.walked, min(most, len(tree) + 1)
+    if known is None:
+        rows = readable(logits)
+        found, finite = walk(*bits_of(rows), tree.tokens, tree.parents, longest, walked)
+    else:
+        found, finite = walk_known(*known, tree.tokens, tree.parents, longest, walked)
+    tokens, path = walked[:, :found].tolist()
+    sampler.overflowed |= not finite and not len(tree)
+    for place, token in enumerate(tokens):
+        sampler.context.append(token)
+        if token in stops:
+            return Accepted(path[:place], tokens[: place + 1], stopped=True)
+    sampler.overflowed |= not finite
+    return Accepted(path[:-1], tokens) if tokens else None
+
+
+def compile_acceptance() -> None:
+    """Compile what greedy acceptance uses, or load it from the cache, before the first step."""
+    bare, logits, walked = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
+    walk(*bits_of(logits), bare.tokens, bare.parents, 1, walked)
+    walk_known(walked[0], walked[0], bare.tokens, bare.parents, 1, walked)
+
+
+@njit(cache=True, nogil=True)
+def walk(
+    address: int,
+    apart: int,
+    vocabulary: int,
+    infinity: Array,
+    drafted: Array,
+    parents: Array,
+    longest: int,
+    walked: Array,
+) -> tuple[int, bool]:
+    """Write at most ``longest`` chosen tokens, and the node that drafted each, to ``walked``.
+
+    Returns their number and whether all logits that decided are finite. The walk ends
+    before a row that is not finite, unless there is no other row.
+    """
+    node = ROOT
+    for place in range(longest):
+        token, finite = argmax_of_row(address, apart, vocabulary, infinity, node + 1)
+        if not finite and len(drafted) > 0:
+            return place, False
+        node = child_of(drafted, parents, node, token)
+        walked[0, place], walked[1, place] = token, node
+        if node == ROOT:
+            return place + 1, finite
+    return longest, True
+
+
+@njit(cache=True, nogil=True)
+def walk_known(
+    argmax: Array, are_finite: Array, drafted: Array, parents: Array, longest: int, walked: Array
+) -> tuple[int, bool]:
+    """The same where the arg-max of all rows is known."""
+    node = ROOT
+    for place in range(longest):
+        token, finite = argmax[node + 1], are_finite[node + 1] != 0
+        if not finite and len(drafted) > 0:
+            return place, False
+        node = child_of(drafted, parents, node, token)
+        walked[0, place], walked[1, place] = token, node
+        if node == ROOT:
+            return place + 1, finite
+    return longest, True

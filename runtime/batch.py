@@ -13,6 +13,7 @@ from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.model.attention_masks import batch_mask, tree_mask
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache, StaticKVCache
+from hdtool.runtime.model.step_input import TreeInput
 from hdtool.runtime.model.target import Target, capacity_needed
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
@@ -44,6 +45,7 @@ class BatchSlots:
         self._size = size
         self._caches: list[StaticKVCache] = []
         self._pending: list[int] = []
+        self._input = TreeInput(target.device)
         self._allocate(0)
 
     @torch.inference_mode()
@@ -71,20 +73,15 @@ class BatchSlots:
         """Verify one tree in each of the first slots: logits ``[1 + nodes, vocabulary]`` for each."""
         target = self._target
         lengths = [cache.length for cache, _ in zip(self._caches, trees, strict=False)]
-        most = max(map(len, trees)) + 1
-        tokens = [tree.all_tokens + [tree.root] * (most - 1 - len(tree)) for tree in trees]
-        positions = [
-            (length + tree.depths).tolist() + [length] * (most - 1 - len(tree))
-            for tree, length in zip(trees, lengths, strict=True)
-        ]
         mask = batch_mask(trees, lengths, target.windows, target.dtype, target.device)
+        ids, positions = self._input.of_batch(trees, lengths)
+        most = ids.shape[1]
         for cache, length in zip(self._caches, lengths, strict=False):
             cache.used = max(cache.used, length + most)
-        logits = target.forward(tokens, positions, mask, SlotKVCache(self._storage, lengths, most))
+        logits = target.run(ids, positions, mask, SlotKVCache(self._storage, lengths, most))
         self._pending[: len(trees)] = [1] * len(trees)
         return [logits[slot, : len(tree) + 1] for slot, tree in enumerate(trees)]
 
-    @torch.inference_mode()
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Append the root and the nodes of ``path`` to the context of a slot."""
         self._caches[slot].commit(self._pending[slot], path)

@@ -43,7 +43,7 @@ class Step:
     verify_seconds: float
     """Inside the model's own forward pass."""
     seconds: float
-    """The whole step."""
+    """The whole step; on a device that computes by itself, with what its consumer does meanwhile."""
     finish: Finish | None = None
     cached_tokens: int = 0
     """Tokens of the prompt that were in the KV cache; in the first step."""
@@ -88,10 +88,9 @@ class DecodeState:
 
     def draft(self) -> DraftTree:
         self._timer.start()
-        # Deeper nodes would be accepted past the end of the answer.
-        drafted = self._drafter.draft(self._sampler.context).clipped(self.room - 1)
-        # A tokenizer may have more ids than the model has embeddings.
-        self._tree = drafted.embeddable(self._vocabulary)
+        drafted = self._drafter.draft(self._sampler.context)
+        # Deeper nodes would be accepted past the end, and a tokenizer may have more ids than the model has embeddings.
+        self._tree = drafted.within(self.room - 1, self._vocabulary)
         self._timer.drafted()
         return self._tree
 
@@ -101,10 +100,11 @@ class DecodeState:
             self._drafter.end()
 
     def accept(self, logits: torch.Tensor, recompute: Callable[[int], torch.Tensor]) -> tuple[Accepted, torch.Tensor]:
-        """The accepted tokens, and the logits that decided.
+        """Wait for the logits; the accepted tokens, and the logits that decided.
 
         ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
         """
+        self._target.wait()
         accepted = self._accepted(logits)
         if accepted is None:
             self._tree = DraftTree.bare(self._tree.root)
@@ -153,18 +153,24 @@ def decode(
     )
     read = partial(target.prefill, reuse=prefix_caching)
     is_first = True
+    late: Step | None = None  # where a device computes by itself, text of a step is made while the next one runs
     try:
         while True:
             with target.locked_for(state, is_first=is_first):
-                logits = read(state.begin(), state.room) if is_first else target.verify(state.draft())
+                logits = read(state.begin(), state.room) if is_first else target.verify(state.draft(), wait=False)
+            if late:
+                yield late
+            with target.locked_for(state, is_first=False):
                 accepted, logits = state.accept(logits, target.recompute)
                 target.commit(accepted.path)
                 step = state.observe(accepted, logits)
-            yield step
+            is_first, late = False, step if target.captures and not step.finish else None
+            if not late:
+                yield step
             if step.finish:
                 return
-            is_first = False
     finally:
+        target.wait()
         state.end()
 
 

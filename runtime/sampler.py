@@ -17,8 +17,9 @@ from transformers import (
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.kernels.topk import argmax, argmax_at
+from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.random_draws import ExponentialRace
+from hdtool.runtime.tree import LARGEST_TREE
 
 NOT_FINITE = -1
 """Returned instead of a token if the logits are NaN or infinite."""
@@ -47,12 +48,14 @@ class Sampler:
         self._greedy = config.is_greedy
         self._processors = processors_of(config) if processors is None else processors
         self.only_argmax = self._greedy and not self._processors
-        """Whether the arg-max of the logits is all that is needed."""
+        """Whether the arg-max of the logits is all that is needed; ``chooser`` is not called then."""
         self._race = ExponentialRace(config.seed)
         if not self._greedy:
             self._race.sample(0, np.zeros(1, np.float32))  # compiles it, or loads it, before the first step
         self._ids = _GrowingIds(padding)
         self.context = list(context)
+        self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)
+        """Where greedy acceptance writes the tokens and nodes of a step."""
         self.overflowed = False
         """Whether the highest logit of any row used so far was NaN or infinite."""
 
@@ -62,15 +65,6 @@ class Sampler:
         With ``finite_only``, it returns ``NOT_FINITE`` for a row with a highest logit that is NaN or infinite, without
         calling any processor.
         """
-        if self.only_argmax:
-            best = argmax_at(logits)
-
-            def choose(row: int) -> int:
-                token, finite = best(row)
-                self.overflowed |= not finite
-                return token if finite or not finite_only else NOT_FINITE
-
-            return choose
 
         def process(row: int) -> int:
             finite = bool(logits[row].max().isfinite())

@@ -12,6 +12,8 @@ from hdtool.runtime.decode import Finish, Step
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.source_names import SourceName
 
+MOST_UNCOUNTED = 1024
+
 
 @dataclass
 class Stats:
@@ -25,12 +27,10 @@ class Stats:
     finish: Finish | None = None
     cached_tokens: int = 0
     """Tokens of the prompts that were in the KV cache."""
-    drafted: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
-    """Draft nodes of each source."""
-    accepted: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
-    """Accepted nodes of each source."""
-    hits: npt.NDArray[np.int64] = field(default_factory=lambda: _by_source())
-    """Steps in which a source drafted at least one node."""
+    _counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, len(SourceName)), np.int64))
+    """The rows of ``drafted``, ``accepted`` and ``hits``."""
+    _uncounted: list[tuple[npt.NDArray[np.uint8], list[int]]] = field(default_factory=list)
+    """The sources and the path of each of the last steps: they are counted when somebody asks, or there are many."""
     source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: _by_source().astype(np.float64))
 
     def add(self, step: Step) -> None:
@@ -42,10 +42,34 @@ class Stats:
         self.finish = step.finish
         self.cached_tokens += step.cached_tokens
         if len(step.tree):
-            drafted = np.bincount(step.tree.sources, minlength=len(SourceName))
-            self.drafted += drafted
-            self.hits += drafted > 0
-            self.accepted += np.bincount(step.tree.sources[step.path], minlength=len(SourceName))
+            self._uncounted.append((step.tree.sources, step.path))
+            if len(self._uncounted) == MOST_UNCOUNTED:
+                self._count()
+
+    def _count(self) -> npt.NDArray[np.int64]:
+        for sources, path in self._uncounted:
+            drafted = np.bincount(sources, minlength=len(SourceName))
+            self._counts += drafted, np.bincount(sources[path], minlength=len(SourceName)), drafted > 0
+        self._uncounted.clear()
+        return self._counts
+
+    @property
+    def drafted(self) -> npt.NDArray[np.int64]:
+        """Draft nodes of each source."""
+        drafted: npt.NDArray[np.int64] = self._count()[0]
+        return drafted
+
+    @property
+    def accepted(self) -> npt.NDArray[np.int64]:
+        """Accepted nodes of each source."""
+        accepted: npt.NDArray[np.int64] = self._count()[1]
+        return accepted
+
+    @property
+    def hits(self) -> npt.NDArray[np.int64]:
+        """Steps in which a source drafted at least one node."""
+        hits: npt.NDArray[np.int64] = self._count()[2]
+        return hits
 
     def counted(self, steps: Iterable[Step], drafter: Drafter) -> Iterator[Step]:
         """Yield the steps and add each to the sums; at the end, add the seconds of each source."""
@@ -72,9 +96,7 @@ class Stats:
             whole.draft_seconds += part.draft_seconds
             whole.verify_seconds += part.verify_seconds
             whole.cached_tokens += part.cached_tokens
-            whole.drafted += part.drafted
-            whole.accepted += part.accepted
-            whole.hits += part.hits
+            whole._counts += part._count()
             whole.source_seconds += part.source_seconds
         return whole
 

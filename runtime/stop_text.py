@@ -46,6 +46,12 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 def before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piece]:
     """The pieces of a text up to the first stop string. What may be the beginning of one is held back."""
+    if not stops:
+        return (piece for piece in pieces if piece[0])
+    return _before_stop(pieces, stops)
+
+
+def _before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piece]:
     held: list[Piece] = []
     ended = False
     for piece in pieces:

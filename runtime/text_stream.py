@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +26,7 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._decode = decoder_of(tokenizer)
         self._ids: list[int] = []
         self._skipped: dict[int, bool] = {}
         self._start = 0
@@ -56,9 +61,18 @@ class TextStream:
         return self._skipped[id_]
 
     def _unread(self) -> str:
-        returned = text_of(self._tokenizer, self._ids[self._start : self._read])
-        return text_of(self._tokenizer, self._ids[self._start :])[len(returned) :]
+        returned = self._decode(self._ids[self._start : self._read])
+        return self._decode(self._ids[self._start :])[len(returned) :]
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """``text_of`` of a tokenizer. The library's own decoding is called directly where its classes only pass it on."""
+    backend = getattr(tokenizer, "_tokenizer", None)
+    stock = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerFast.decode
+    if isinstance(backend, Tokenizer) and stock and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
+        return backend.decode  # special tokens are skipped by default
+    return partial(text_of, tokenizer)

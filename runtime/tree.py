@@ -61,8 +61,14 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The first node below ``node`` that drafts ``token``."""
-        found = np.flatnonzero((self.parents == node) & (self.tokens == token))
-        return int(found[0]) if len(found) else None
+        found = child_of(self.tokens, self.parents, node, token)
+        return None if found == ROOT else int(found)
+
+    def within(self, depth: int, vocabulary: int) -> DraftTree:
+        """The tree as far as it is ``clipped`` to this depth and ``embeddable`` in this vocabulary."""
+        if fits(self.tokens, self.parents, depth, vocabulary):
+            return self
+        return self.clipped(depth).embeddable(vocabulary)
 
     def clipped(self, depth: int) -> DraftTree:
         """The tree without nodes deeper than ``depth``."""
@@ -91,6 +97,26 @@ def compile_trees() -> None:
     _ = tree.ancestor_mask
     tree.clipped(1)
     tree.embeddable(1)
+    tree.within(1, 2)
+    tree.child(0, 1)
+
+
+@njit(cache=True, nogil=True)
+def child_of(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], node: int, token: int) -> int:
+    """The first node below ``node`` that drafts ``token``, or ``ROOT``."""
+    for child in range(node + 1, len(tokens)):
+        if parents[child] == node and tokens[child] == token:
+            return child
+    return ROOT
+
+
+@njit(cache=True, nogil=True)
+def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: int, vocabulary: int) -> bool:
+    """Whether no node is deeper than ``depth``, and each has an embedding."""
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            return False
+    return len(tokens) <= depth or _depths(parents).max() <= depth
 
 
 @njit(cache=True, nogil=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET
 
@@ -35,8 +36,14 @@ RETRY_SHARE = 0.01
 SIZE_OF = np.searchsorted(PASS_SIZES, np.arange(PASS_SIZES[-1]) + 1)
 """For each number of nodes, the index of the pass size that it costs."""
 
+EACH = np.arange(LARGEST_BUDGET + 1)
+"""The same where each number of nodes has a cost of its own."""
+EXACT = np.ones(LARGEST_BUDGET + 1)
+"""The correction of costs that are not corrected."""
+
 Probs = npt.NDArray[np.floating[Any]]
 Costs = npt.NDArray[np.float64]
+Sizes = npt.NDArray[np.int64]
 
 
 class Budget(Protocol):
@@ -78,6 +85,7 @@ class _ChosenSize:
     def __init__(self, overhead: float, step: Callable[[], int]) -> None:
         """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step."""
         self._overhead, self._step = overhead, step
+        best_size(gains(np.empty(0)), EXACT, EXACT, EACH, overhead)  # compiles it, or loads it, before the first step
         self._most = LARGEST_BUDGET
         self._pause = 0
         self._paused_until = 0
@@ -93,12 +101,14 @@ class _ChosenSize:
     def set_draft_seconds(self, seconds: float) -> None:
         self._drafting = seconds
 
-    def _best(self, gain: Probs, costs: Costs) -> int:
-        """The best number of nodes, by the expected tokens and the seconds of passes with 0, 1, 2 … of them."""
-        rate = gain / (costs[: len(gain)] + self._overhead)
-        best = int(rate.argmax())
+    def _best(self, gain: Probs, costs: Costs, correction: Costs, sizes: Sizes) -> int:
+        """The best number of nodes, by the expected tokens of trees with 0, 1, 2 … of them.
+
+        A pass with so many nodes costs the seconds at its place in ``sizes``, times their correction.
+        """
+        best, cost, plain = best_size(gain, costs, correction, sizes, self._overhead)
         # In a batch a plain pass, too, yields a token for each slot.
-        self._decide(bool(best), gain[best] / gain[0], costs[best], costs[0])
+        self._decide(best > 0, float(gain[best]) / float(gain[0]), cost, plain)
         # Nodes that will not be verified need not be drafted.
         self._most = min(LARGEST_BUDGET, max(2 * best, self._most - 1, PASS_SIZES[3]))
         return best
@@ -136,7 +146,7 @@ class CostBudget(_ChosenSize):
             self._costs = self._curve.of_all_sizes(LARGEST_BUDGET, context)
 
     def nodes(self, probs: Probs) -> int:
-        return self._best(gains(probs), self._costs)
+        return self._best(gains(probs), self._costs, EXACT, EACH)
 
 
 class MeasuredBudget(_ChosenSize):
@@ -156,7 +166,7 @@ class MeasuredBudget(_ChosenSize):
         self._learn()
         if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= CONTEXT_STEP:
             self._set_context(self._target.length)
-        self._sent = self._best(gains(probs), (self._costs * self._correction)[SIZE_OF])
+        self._sent = self._best(gains(probs), self._costs, self._correction, SIZE_OF)
         return self._sent
 
     def _set_context(self, context: int) -> None:
@@ -168,7 +178,8 @@ class MeasuredBudget(_ChosenSize):
         passes, seconds = self._target.passes, self._target.seconds_in_model
         if passes == self._seen[0] + 1 and self.most:
             size = SIZE_OF[self._sent]
-            ratio = np.clip((seconds - self._seen[1]) / (self._costs[size] * self._correction[size]), FASTEST, SLOWEST)
+            expected = float(self._costs[size] * self._correction[size])
+            ratio = min(SLOWEST, max(FASTEST, (seconds - self._seen[1]) / expected))
             # A longer context slows passes of all sizes, but most of an error is specific to one size.
             self._correction *= 1 + LEARNING_RATE_OTHERS * (ratio - 1)
             self._correction[size] *= 1 + LEARNING_RATE * (ratio - 1)
@@ -187,19 +198,38 @@ class SharedBudget(_ChosenSize):
         """``shared`` is common to the budgets of a batch; ``curve`` holds passes with such a tree in each slot."""
         super().__init__(batch * overhead, lambda: target.passes)
         self._shared = shared
-        self._costs = curve.of_passes(np.array(PASS_SIZES) - 1, np.zeros(len(PASS_SIZES)))[SIZE_OF]
+        self._costs = curve.of_passes(np.array(PASS_SIZES) - 1, np.zeros(len(PASS_SIZES)))
 
     def nodes(self, probs: Probs) -> int:
         mine = gains(probs)
         self._shared[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
         in_all = np.sum(list(self._shared.values()), axis=0)
-        return min(len(probs), self._best(in_all, self._costs))
+        return min(len(probs), self._best(in_all, self._costs, EXACT, SIZE_OF))
 
     def set_draft_seconds(self, seconds: float) -> None:
         # All slots draft before the shared pass.
         super().set_draft_seconds(seconds * max(1, len(self._shared)))
 
 
+@njit(cache=True, nogil=True)
 def gains(probs: Probs) -> Probs:
     """Expected tokens per step of trees of the first 0, 1, 2 … nodes: the bonus token plus the probabilities."""
-    return np.concatenate([[1.0], 1.0 + np.cumsum(probs[:LARGEST_BUDGET])])
+    gain = np.ones(min(len(probs), LARGEST_BUDGET) + 1)
+    total = 0.0
+    for node in range(len(gain) - 1):
+        total += probs[node]
+        gain[node + 1] = 1.0 + total
+    return gain
+
+
+@njit(cache=True, nogil=True)
+def best_size(gain: Probs, costs: Costs, correction: Costs, sizes: Sizes, overhead: float) -> tuple[int, float, float]:
+    """The number of nodes with the most expected tokens per second, and the seconds of passes with and without them."""
+    plain = costs[sizes[0]] * correction[sizes[0]]
+    best, highest, paid = 0, gain[0] / (plain + overhead), plain
+    for nodes in range(1, len(gain)):
+        cost = costs[sizes[nodes]] * correction[sizes[nodes]]
+        rate = gain[nodes] / (cost + overhead)
+        if rate > highest:
+            best, highest, paid = nodes, rate, cost
+    return best, paid, plain

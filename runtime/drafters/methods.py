@@ -11,6 +11,7 @@ from threading import Timer
 
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.data.stores.home import history_at_home
+from hdtool.runtime.accept import compile_acceptance
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Probs, SharedBudget
@@ -93,6 +94,7 @@ def drafter_within(
     note.start()
     try:
         compile_trees()
+        compile_acceptance()
         return MAKERS[config.method](config, store_set, budget, target)
     finally:
         note.cancel()

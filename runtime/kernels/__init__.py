@@ -1,4 +1,4 @@
-"""Compiled arithmetic: products of small batches, top-k, raw memory and a clock.
+"""Compiled arithmetic: products of small batches, arg-max, top-k, memory of outputs, raw memory and a clock.
 
 Imports `data` and `runtime/config` only.
 """

@@ -11,10 +11,12 @@ from typing import cast
 import torch
 from torch.nn import Linear
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from hdtool.data.stores.home import product_choice_at_home
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.gemm_choice import saved_choice
+from hdtool.runtime.kernels.output_memory import OutputMemory
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, multiply
 
 TIMED_ROWS = (1, 4, 16, 64)
@@ -62,6 +64,8 @@ class SmallBatchLinear(Linear):
     """A ``torch.nn.Linear`` with unchanged weights and another product."""
 
     choice: ProductChoice
+    memory: OutputMemory | None = None
+    """Of an output layer without bias: the memory of its output is used again."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
@@ -73,26 +77,34 @@ class SmallBatchLinear(Linear):
             and weight.is_contiguous()
             and input.shape[-1] == self.in_features
             and not torch.is_grad_enabled()
-            and self.choice.own(input.numel() // self.in_features)
         ):
-            return own_linear(input, weight, self.bias)
+            if self.choice.own(input.numel() // self.in_features):
+                return own_linear(input, weight, self.bias, self.memory)
+            if self.memory:
+                rows = input.view(-1, self.in_features)
+                found = self.memory.room_for(len(rows), self.out_features, input)
+                return torch.mm(rows, weight.t(), out=found).view(*input.shape[:-1], self.out_features)
         return linear(input, weight, self.bias)
 
 
-def own_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def own_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, memory: OutputMemory | None = None
+) -> torch.Tensor:
     """As ``torch.nn.functional.linear``, for contiguous float32 tensors on a CPU."""
     outs, columns = weight.shape
-    found = input.new_empty(*input.shape[:-1], outs)  # its dtype and device, not the defaults of torch
+    rows = input.numel() // columns
+    # Of the input's dtype and device, not the defaults of torch.
+    found = memory.room_for(rows, outs, input) if memory else input.new_empty(rows, outs)
     multiply(
         weight.data_ptr(),
         outs,
         columns,
         input.data_ptr(),
-        input.numel() // columns,
+        rows,
         found.data_ptr(),
         0 if bias is None else bias.data_ptr(),
     )
-    return found
+    return found.view(*input.shape[:-1], outs)
 
 
 def use_small_batch_products(model: torch.nn.Module) -> None:
@@ -105,6 +117,9 @@ def use_small_batch_products(model: torch.nn.Module) -> None:
     for layer in fit:
         layer.__class__ = SmallBatchLinear
         cast(SmallBatchLinear, layer).choice = made[layer.weight.shape]
+    last = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if isinstance(last, SmallBatchLinear) and last._parameters["bias"] is None:
+        last.memory = OutputMemory()
 
 
 def has_own_products(model: torch.nn.Module) -> bool:

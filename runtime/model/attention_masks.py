@@ -29,7 +29,7 @@ class AttentionWindow:
 
     def sees_all(self, length: int) -> bool:
         """Whether a context of ``length`` tokens lies in the window as a whole."""
-        return length <= min(size for size in (self.window, self.chunk, length) if size is not None)
+        return (self.window is None or length <= self.window) and (self.chunk is None or length <= self.chunk)
 
     def allows(self, query: npt.NDArray[np.int64], key: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which key positions are in the window of which query positions, whatever the tree."""
@@ -71,11 +71,8 @@ class MaskBuffer:
         """The mask of a tree ``[1, 1, rows, length + rows]``, valid until the next call."""
         rows = len(parents) + 1
         if self._values.shape[1] < length + rows:
-            self._values = np.zeros((LARGEST_TREE + 1, 2 * (length + rows)), np.float32)
-        else:
-            before, start = self._last
-            self._values[:before, start : start + before] = 0.0
-        _hide_non_ancestors(self._values, parents, length, mask_value)
+            self._values, self._last = np.zeros((LARGEST_TREE + 1, 2 * (length + rows)), np.float32), (0, 0)
+        _hide_non_ancestors(self._values, *self._last, parents, length, mask_value)
         self._last = rows, length
         return torch.from_numpy(self._values[None, None, :rows, : length + rows])
 
@@ -93,9 +90,11 @@ def tree_mask(
     A model with one kind of layer gets one mask, a model with several kinds one for each. A mask in ``buffer`` is
     valid until the buffer's next use.
     """
+    if len(windows) == 1 and not len(tree) and windows[0].sees_all(length + 1):
+        return None
     buffer = buffer or MaskBuffer()
     if not len(tree) and all(window.sees_all(length + 1) for window in windows):
-        return {window.kind: _no_mask(length, dtype, device) for window in windows} if len(windows) > 1 else None
+        return {window.kind: _no_mask(length, dtype, device) for window in windows}
     masks = {window.kind: _additive(tree, length, window, dtype, device, buffer) for window in windows}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -128,6 +127,16 @@ def batch_mask(
     """
     rows = max(map(len, trees)) + 1
     mask_value = torch.finfo(dtype).min
+    if (
+        len(windows) == 1
+        and windows[0].sees_all(max(lengths) + rows)
+        and dtype == torch.float32
+        and device.type == "cpu"
+    ):
+        values = np.empty((len(trees), 1, rows, max(lengths) + rows), np.float32)
+        parents = np.concatenate([tree.parents for tree in trees])
+        _fill_batch(values[:, 0], parents, np.array([len(tree) for tree in trees]), np.array(lengths), mask_value)
+        return torch.from_numpy(values)
     masks, buffer = {}, MaskBuffer()
     for window in windows:
         mask = torch.full((len(trees), 1, rows, max(lengths) + rows), mask_value, dtype=dtype, device=device)
@@ -192,14 +201,40 @@ def _additive(
 
 @njit(cache=True, nogil=True)
 def _hide_non_ancestors(
-    values: npt.NDArray[np.float32], parents: npt.NDArray[np.int32], length: int, mask_value: float
+    values: npt.NDArray[np.float32],
+    shown: int,
+    start: int,
+    parents: npt.NDArray[np.int32],
+    length: int,
+    mask_value: float,
 ) -> None:
+    """Show the square of the last mask, ``shown`` rows from column ``start`` on, and hide in that of a new one."""
+    values[:shown, start : start + shown] = 0.0
     rows = len(parents) + 1
     for row in range(rows):
         above = parents[row - 1] + 1 if row > 0 else 0
         for column in range(rows):
             values[row, length + column] = values[above, length + column] if 0 < row > column else mask_value
         values[row, length + row] = 0.0
+
+
+@njit(cache=True, nogil=True)
+def _fill_batch(
+    values: npt.NDArray[np.float32],
+    parents: npt.NDArray[np.int32],
+    sizes: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    mask_value: float,
+) -> None:
+    """Write the masks of several trees, whose parents follow each other; padding sees the first token alone."""
+    values[:] = mask_value
+    values[:, :, 0] = 0.0
+    first = 0
+    for slot in range(len(sizes)):
+        own, length = sizes[slot] + 1, lengths[slot]
+        values[slot, :own, :length] = 0.0
+        _hide_non_ancestors(values[slot], 0, 0, parents[first : first + sizes[slot]], length, mask_value)
+        first += sizes[slot]
 
 
 def _no_mask(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -69,6 +70,34 @@ class CudaGraphs:
     def reset(self) -> None:
         # A pool and its handle end with the last of its graphs.
         self._pool = torch.cuda.graph_pool_handle()
+
+
+class DeviceClock:
+    """Measures work that a device does by itself, whatever the host does meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._device = device
+        self._times = [0.0, 0.0]
+
+    def start(self) -> None:
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self._events:
+            self._events[which].record(torch.cuda.current_stream(self._device))
+        else:
+            self._times[which] = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Wait for the device to arrive at ``stop``; the seconds since ``start``."""
+        if not self._events:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
 def clear_cublas_workspaces() -> None:

@@ -17,7 +17,7 @@ from hdtool.runtime.budget.node_budget import PASS_SIZES
 from hdtool.runtime.kernels.topk import Logits
 from hdtool.runtime.model.attention_masks import AttentionWindow, device_mask
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, StaticKVCache, must_move
-from hdtool.runtime.model.cuda_graphs import Capture, Run
+from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -43,6 +43,7 @@ class StaticSteps:
         """``vocabulary`` and ``dtype`` are those of the logits."""
         device = device_of(model)
         self._model, self._windows, self._capture, self._device = model, windows, capture, device
+        self._clock = DeviceClock(device)
         self._input = StepInput(device)
         rows = LARGEST_TREE + 1
         self._logits = torch.zeros((rows, vocabulary), dtype=dtype, device=device)
@@ -96,8 +97,12 @@ class StaticSteps:
             cache.move(*self._moves)
             self._moves = None
 
+    def wait(self) -> float:
+        """Wait until the logits of the last step and their arg-max are there; returns the seconds that it took."""
+        return self._clock.seconds()
+
     def prepared(self, tree: DraftTree, cache: StaticKVCache) -> Callable[[], Logits]:
-        """Return the function that verifies a tree; capture the step first if its shape is new."""
+        """Return the function that starts the verification of a tree; capture the step first if its shape is new."""
         if cache.storage is not self._storage:
             self._steps.clear()  # frees their storage before more is allocated
             self._capture.reset()
@@ -118,11 +123,11 @@ class StaticSteps:
         return lambda: self._run(len(tree) + 1, *shape)
 
     def _run(self, used: int, size: int, extent: int, moves: bool) -> Logits:
+        self._clock.start()
         self._input.send(size)
         self._steps[size, extent, moves]()
         self._host_argmax.copy_(self._argmax, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._clock.stop()
         tokens, finite = self._host_argmax[:, :used].numpy()
         return Logits.of(self._logits[:used], tokens, finite)
 

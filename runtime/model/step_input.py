@@ -1,4 +1,7 @@
-"""The input of a step with fixed shapes: one buffer, filled on the host and sent to the device in one copy."""
+"""The input of a pass over a tree, filled on the host in one call.
+
+A step with fixed shapes has one buffer, which is sent to the device in one copy.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,49 @@ class StepInput:
         return StepTensors(there[:1], there[1:2], there[2:HEADER], tokens[None], positions[None], ancestor_mask)
 
 
+class TreeInput:
+    """Token ids and positions of a pass over a tree, in reused tensors: each new one takes a call of torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
+        self._slots = 0
+        self._make_room(1)
+
+    def _make_room(self, slots: int) -> None:
+        if slots > self._slots:
+            self._slots = slots
+            buffer = torch.zeros((2, slots * (LARGEST_TREE + 1)), dtype=torch.int64)
+            self._numbers: npt.NDArray[np.int64] = buffer.numpy()
+            self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+            self._buffer = buffer
+
+    def of(self, tree: DraftTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids and positions ``[1, rows]`` of a tree after a context of ``length`` tokens."""
+        ids, positions = self._numbers
+        _fill_tree(ids, positions, tree.root, tree.tokens, tree.parents, length)
+        return self._shaped(1, len(tree) + 1)
+
+    def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of several trees, ``[trees, rows]``; smaller ones are padded with their roots."""
+        rows = max(map(len, trees)) + 1
+        self._make_room(len(trees))
+        _fill_trees(
+            self._numbers,
+            np.array([(tree.root, len(tree), length) for tree, length in zip(trees, lengths, strict=True)]),
+            np.concatenate([tree.tokens for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            rows,
+        )
+        return self._shaped(len(trees), rows)
+
+    def _shaped(self, slots: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if (slots, rows) not in self._views:
+            ids, positions = self._buffer[:, : slots * rows].view(2, slots, rows)
+            self._views[slots, rows] = ids, positions
+        ids, positions = self._views[slots, rows]
+        return (ids, positions) if self._device is None else (ids.to(self._device), positions.to(self._device))
+
+
 @njit(cache=True, nogil=True)
 def _fill(
     words: npt.NDArray[np.int64],
@@ -83,3 +129,36 @@ def _fill(
             words[at] = tokens[node]
             words[at + rows] = words[above + rows] + 1
             words[at + 2 * rows] = words[above + 2 * rows] | (np.int64(1) << np.int64(node))
+
+
+@njit(cache=True, nogil=True)
+def _fill_tree(
+    ids: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    root: int,
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int32],
+    length: int,
+) -> None:
+    ids[0], positions[0] = root, length
+    for node in range(len(tokens)):
+        ids[node + 1], positions[node + 1] = tokens[node], positions[parents[node] + 1] + 1
+
+
+@njit(cache=True, nogil=True)
+def _fill_trees(
+    numbers: npt.NDArray[np.int64],
+    heads: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int32],
+    rows: int,
+) -> None:
+    """``heads`` are the root, the number of nodes and the length of the context of each tree."""
+    first = 0
+    for slot in range(len(heads)):
+        root, nodes, length = heads[slot]
+        at = slot * rows
+        numbers[0, at : at + rows], numbers[1, at : at + rows] = root, length
+        stop = first + nodes
+        _fill_tree(numbers[0, at:], numbers[1, at:], root, tokens[first:stop], parents[first:stop], length)
+        first = stop

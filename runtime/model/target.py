@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from hdtool.data.errors import FamilyError, HdtoolError, ModelError, reason_of
+from hdtool.data.errors import FamilyError, HdtoolError, reason_of
 from hdtool.runtime.model.attention_masks import Mask, MaskBuffer, continuation_mask, tree_mask, windows_of
+from hdtool.runtime.model.cache.answer_lock import AnswerLock
 from hdtool.runtime.model.cache.kept_context import KeptContext
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
@@ -32,12 +32,14 @@ from hdtool.runtime.model.placement import device_of, scattered
 from hdtool.runtime.model.precision import last_logits_only
 from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.static_steps import StaticSteps
+from hdtool.runtime.model.step_input import TreeInput
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 USABLE_ATTENTION = ("sdpa", "eager")
+NOTHING = nullcontext()
 
 
 class Target:
@@ -55,14 +57,13 @@ class Target:
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
         self.device = device_of(model)
+        self._is_cuda = self.device.type == "cuda"
         self.dtype: torch.dtype = model.dtype
         self.seconds_in_model = 0.0
         """Seconds spent in forward passes of the model since the target was made."""
         self.passes = 0
         """The number of these passes."""
-        self._busy = threading.Lock()
-        self._answer: object = None
-        """The owner of the keys and values in the cache."""
+        self._lock = AnswerLock()
         self._capture = capture
         self.processes = 1
         """Processes that share the weights (tensor parallelism)."""
@@ -75,12 +76,14 @@ class Target:
         """Tokens of the last prompt whose keys and values were in the cache."""
         self._overflow_noted = False
         self.windows = windows_of(self.config)
-        self._mask_buffer = MaskBuffer()
+        self._mask_buffer, self._tree_input = MaskBuffer(), TreeInput(self.device)
         self._prefill_options = last_logits_only(model)
         self._pending: list[int] = []
         """Tokens of the last pass that are part of the context without being drafted."""
         self._tree = DraftTree.bare(0)
         self._steps: StaticSteps | None = None
+        self._runs = False
+        """Whether a captured step was started that nobody has waited for."""
         self.hidden: torch.Tensor | None = None
         """Input of the output layer in the last pass, ``[tokens, width]``; set after ``watch_hidden``."""
         self.all_hidden = torch.empty(0)
@@ -112,22 +115,10 @@ class Target:
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)
 
-    @contextmanager
-    def locked_for(self, answer: object, *, is_first: bool) -> Iterator[None]:
+    def locked_for(self, answer: object, *, is_first: bool) -> AnswerLock:
         """Lock the model for one step of an answer; raise if another answer started since its first step."""
-        if not self._busy.acquire(blocking=False):
-            raise ModelError("two threads use one model at once: let them take turns, or load the model for each")
-        try:
-            if is_first:
-                self._answer = answer
-            elif self._answer is not answer:
-                raise ModelError(
-                    "another conversation began on this model before this one ended: finish one before the next, "
-                    "answer both by decode_batch, or load the model for each"
-                )
-            yield
-        finally:
-            self._busy.release()
+        self._lock.enter(answer, is_first=is_first)
+        return self._lock
 
     @torch.inference_mode()
     def prefill(self, context: Sequence[int], room: int = 0, *, reuse: bool = False) -> torch.Tensor:
@@ -136,6 +127,7 @@ class Target:
         ``room`` is the number of tokens that may follow. With ``reuse``, the tokens with which the last context
         begins, too, are not computed again (prefix caching).
         """
+        self.wait()
         limit = self.context_limit(len(context))
         kept = self._kept.shared_with(context, limit) if reuse and self._is_reusable(limit) else 0
         if not kept:
@@ -219,19 +211,28 @@ class Target:
             )
 
     @torch.inference_mode()
-    def verify(self, tree: DraftTree) -> torch.Tensor:
+    def verify(self, tree: DraftTree, *, wait: bool = True) -> torch.Tensor:
         """Verify all drafts in one pass: logits ``[1 + nodes, vocabulary]`` after the root and each node.
 
-        The logits are valid until the next call.
+        The logits are valid until the next call. Without ``wait``, a captured step may still run when this returns:
+        its logits are there after a call of ``wait``.
         """
         self._pending, self._tree = [tree.root], tree
         if self._steps:
             with self._kept.unfinished_from(self._settled):
                 logits = self._captured(tree)
             if logits is not None:
+                if wait:
+                    self.wait()
                 return logits
         mask = tree_mask(tree, self.length, self.windows, self.dtype, self.device, self._mask_buffer)
-        return self.forward([tree.all_tokens], [(self.length + tree.depths).tolist()], mask, self._cache)[0]
+        return self.run(*self._tree_input.of(tree, self.length), mask, self._cache)[0]
+
+    def wait(self) -> None:
+        """Wait for the captured step that still runs, if there is one."""
+        if self._steps and self._runs:
+            self._runs = False
+            self._count(self._steps.wait())
 
     def _captured(self, tree: DraftTree) -> torch.Tensor | None:
         """Verify a tree by a captured step; None if steps cannot be captured."""
@@ -241,12 +242,12 @@ class Target:
         except Exception as error:  # model code that cannot be captured raises many kinds
             self._disable_capture(reason_of(error))
             return None
-        logits = self._counted(step)
+        logits = step()
+        self._runs = True
         if self._watched:
             self.hidden = self._steps.hidden(len(tree) + 1)
         return logits
 
-    @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Append the root and the nodes of ``path`` to the context; the rest of the tree is discarded."""
         fixed = len(self._pending)
@@ -262,7 +263,8 @@ class Target:
         if hidden is not None:
             end = len(hidden) - len(self._tree)
             hidden = hidden[[*range(end - fixed, end), *(end + node for node in path)]]
-        self._kept.append([*self._pending, *self._tree.tokens[list(path)].tolist()], hidden)
+        drafted = self._tree.tokens[list(path)].tolist() if path else ()
+        self._kept.append([*self._pending, *drafted], hidden)
 
     def watch_hidden(self) -> None:
         """Set ``hidden`` in each pass from now on, for drafters that use it."""
@@ -309,31 +311,29 @@ class Target:
     ) -> torch.Tensor:
         """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
         ids = torch.tensor(tokens, device=self.device)
-        indices = torch.tensor(positions, device=self.device)
+        return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, **options)
 
-        def step() -> torch.Tensor:
-            with self._row_by_row.on() if mask is not None else nullcontext():
-                logits: torch.Tensor = self.model(
-                    input_ids=ids,
-                    position_ids=indices,
-                    attention_mask=mask,
-                    past_key_values=cache,
-                    use_cache=True,
-                    return_dict=True,
-                    **options,
-                ).logits
-            if self.device.type == "cuda":
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache: Cache, **options: int) -> torch.Tensor:
+        """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
+        with self._row_by_row.on() if self._row_by_row.layers and mask is not None else NOTHING:
+            started = time.perf_counter()
+            logits: torch.Tensor = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **options,
+            ).logits
+            if self._is_cuda:
                 torch.cuda.synchronize(self.device)
-            return logits
-
-        return self._counted(step)
-
-    def _counted(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        started = time.perf_counter()
-        logits = step()
-        self.seconds_in_model += time.perf_counter() - started
-        self.passes += 1
+            self._count(time.perf_counter() - started)
         return logits
+
+    def _count(self, seconds: float) -> None:
+        self.seconds_in_model += seconds
+        self.passes += 1
 
     @torch.inference_mode()
     def _check_trees(self) -> None:

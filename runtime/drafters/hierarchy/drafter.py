@@ -266,18 +266,22 @@ class Hierarchy(Pinned):
         if self._heads:
             self._heads.observe(accepted)
         current = not self._pending  # else the rows of logits belong to an earlier context
-        ranked = self._ranked_nodes(len(logits)) if current and len(logits) == len(self.probs) + 1 else None
-        expected = float(self.probs.sum()) if len(logits) else 0.0
-        if ranked and expected:
+        rows, nodes = len(logits), len(self.probs)
+        expected = float(self.probs.sum()) if rows and nodes else 0.0
+        is_ranked = current and rows == nodes + 1
+        if is_ranked and expected:
             if self._recycles:
-                learn_gains(self._at, np.array(accepted.path, np.int64), len(self.probs))
+                learn_gains(self._at, np.array(accepted.path, np.int64), nodes)
             self._accepted = DECAY * self._accepted + len(accepted.path)
             self._expected = DECAY * self._expected + expected
         self._pending += accepted.tokens
         if self.budget.most:
+            uses_logits = self._rankings.uses_logits
+            ranked = self._ranked_nodes(rows) if uses_logits and is_ranked else None
             self._catch_up()
-            # After the weights have learned, so that they do not learn from these very logits.
-            self._rankings.observe(accepted, logits, ranked)
+            if uses_logits:
+                # After the weights have learned, so that they do not learn from these very logits.
+                self._rankings.observe(accepted, logits, ranked)
             if self._heads and self._gate and current and expected:
                 self._gate.observe(1 + expected, time.perf_counter() - self._began)
 

@@ -155,6 +155,7 @@ class StaticKVCache(Cache):
             self.move(start, path)
         self.length = start + len(path)
 
+    @torch.inference_mode()
     def move(self, start: int, path: Sequence[int]) -> None:
         """Move the positions ``start + path`` to ``start`` and after."""
         rows = [start + offset for offset in path]
@@ -172,8 +173,8 @@ class StaticKVCache(Cache):
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Whether the positions of a path are not contiguous yet."""
-    return any(offset != place for place, offset in enumerate(path))
+    """Whether the positions of a path, which increase, are not contiguous yet."""
+    return len(path) > 0 and path[-1] != len(path) - 1
 
 
 class IndexedKVCache(Cache):

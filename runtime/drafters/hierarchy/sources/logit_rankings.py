@@ -35,8 +35,9 @@ class Rankings(Pinned):
         self._recycled = Recycled()
         self._near = np.zeros(1, NEIGHBOURS)
         self._uses_last, self._uses_recycled = last, recycled
+        self.uses_logits = last or recycled
         self.memories = self._last, self._recycled.memory, self._near
-        if last or recycled:
+        if self.uses_logits:
             self._compile()
 
     def _compile(self) -> None:
@@ -47,7 +48,7 @@ class Rankings(Pinned):
 
     def observe(self, accepted: Accepted, logits: torch.Tensor, nodes: RankedNodes | None) -> None:
         """Read the rows of logits of the root and each node; without ``nodes``, only that of the last accepted one."""
-        if not len(logits) or not (self._uses_last or self._uses_recycled):
+        if not len(logits):
             return
         rankable = for_topk(logits)
         if self._uses_last:

@@ -1,0 +1,244 @@
+"""What a step takes on the host: everything from the end of one forward pass to the start of the next.
+
+    python -m tests.benchmarks.host --model SmolLM2.gguf     # the model, and the model with larger vocabularies
+    python -m tests.benchmarks.host                          # the embedded model
+
+A real pass lies between the measurements, so caches are as cold as they are in an answer. A larger vocabulary has rows
+that are never chosen: answers and trees stay the same, and only what reads logits may take longer. The first run of
+each case has no marks and gives the whole; the second one has them and gives the parts, without what a pass of the
+model takes. Steps that read a prompt are left out. Answers are decoded to text, as ``hdtool generate`` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from hdtool.builders.demo.real_model import stores_of_real_model
+from hdtool.data import demo
+from hdtool.data.prompts import Prompt, read_prompts
+from hdtool.runtime import answerer
+from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.batch import BatchSlots
+from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, SharedBudget
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.decode import DecodeState, Step
+from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.stats import Stats
+from hdtool.runtime.text_stream import TextStream
+
+METHODS = {"plain": ("ar", None), "hd, 32 nodes": ("hd", 32), "hd+logitspec, 32": ("hd+logitspec", 32)}
+MEASURED = {"hd, as many as pay": ("hd", None)}
+LARGER = (128_256, 262_144)
+SMALL = 0.05
+"""Standard deviation of the rows of tokens that are never chosen, relative to that of the others."""
+LOOP = "loop"
+PARTS = ("drafter", "budget", "draft", "masks, ids", "accept", "commit", "learn", "observe", "text", "statistics", LOOP)
+MARKED: Sequence[tuple[type, str, str]] = (
+    (DecodeState, "draft", "draft"),
+    (DecodeState, "accept", "accept"),
+    (DecodeState, "observe", "observe"),
+    (Hierarchy, "draft", "drafter"),
+    (Hierarchy, "observe", "learn"),
+    (NoDraft, "draft", "drafter"),
+    (NoDraft, "observe", "learn"),
+    (FixedBudget, "nodes", "budget"),
+    (MeasuredBudget, "nodes", "budget"),
+    (SharedBudget, "nodes", "budget"),
+    (Target, "verify", "masks, ids"),
+    (BatchSlots, "verify", "masks, ids"),
+    (Target, "commit", "commit"),
+    (BatchSlots, "commit", "commit"),
+    (TextStream, "add", "text"),
+    (Stats, "add", "statistics"),
+)
+
+
+@dataclass
+class Marks:
+    """The time between passes, by the innermost marked part; that of passes is not in it."""
+
+    wholes: list[float] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+    passes: list[float] = field(default_factory=list)
+    _open: list[str] = field(default_factory=lambda: [LOOP])
+    _taken: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _last: float = 0.0
+    _ended: float = 0.0
+    """When the last pass of a step ended; 0 after the pass of a prompt."""
+
+    def turn(self, now: float) -> None:
+        self._taken[self._open[-1]] += now - self._last
+        self._last = now
+
+    def within(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def marked(*arguments: Any, **options: Any) -> Any:
+            self.turn(time.perf_counter())
+            self._open.append(name)
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.turn(time.perf_counter())
+                self._open.pop()
+
+        return marked
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward pass of a model with its limits noted."""
+
+        @functools.wraps(forward)
+        def noted(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            is_step = options["attention_mask"] is not None or options["input_ids"].shape[1] == 1
+            if self._ended and is_step:
+                self.turn(began)
+                self.wholes.append(began - self._ended)
+                self.parts.append(dict(self._taken))
+            found = forward(*arguments, **options)
+            ended = time.perf_counter()
+            self._ended = ended if is_step else 0.0
+            self.passes.append(ended - began)
+            self._taken.clear()
+            self._last = ended
+            return found
+
+        return noted
+
+
+@dataclass
+class Case:
+    """A method on a model: its steps, and a hash of all tokens and trees."""
+
+    marks: Marks
+    tokens: int
+    steps: int
+    seconds: float
+    hash: str
+
+
+class Bench:
+    def __init__(self, loaded: Loaded, stores: StoresConfig, prompts: Sequence[Prompt], most: int) -> None:
+        self.loaded, self._stores, self._prompts, self._most = loaded, stores, prompts, most
+
+    def run(self, method: str, nodes: int | None, batch: int, *, marked: bool) -> Case:
+        config = DecodeConfig(
+            method, self._most, draft_tokens=nodes, batch_size=batch, history="memory", prefix_caching=False
+        )
+        with mock.patch.object(answerer, "load", lambda _: self.loaded):
+            asked = Answerer(ModelConfig(device="cpu", threads=1), config, SamplingConfig(), store_set=self._stores)
+        marks, found = Marks(), hashlib.sha256()
+        tokens = steps = 0
+        model = self.loaded.target.model
+        with ExitStack() as patches:
+            if marked:
+                for owner, name, part in MARKED:
+                    patches.enter_context(mock.patch.object(owner, name, marks.within(part, getattr(owner, name))))
+            forward = model.forward
+            patches.enter_context(mock.patch.object(model, "forward", marks.around(forward)))
+            if marked:
+                patches.enter_context(mock.patch.object(Stats, "add", _hashing(Stats.add, found)))
+            gc.collect()
+            began = time.perf_counter()
+            for answer in asked.all_answers(self._prompts):
+                for piece in answer:
+                    found.update(piece.encode() if marked else b"")
+                tokens, steps = tokens + answer.stats.tokens, steps + answer.stats.steps
+            seconds = time.perf_counter() - began
+        return Case(marks, tokens, steps, seconds, found.hexdigest()[:12])
+
+
+def _hashing(add: Callable[[Stats, Step], None], found: Any) -> Callable[[Stats, Step], None]:
+    def hashed(self: Stats, step: Step) -> None:
+        for part in (step.tree.tokens, step.tree.parents, step.tree.sources, step.tokens, step.path):
+            found.update(np.array(part, np.int64).tobytes())
+        add(self, step)
+
+    return hashed
+
+
+def with_vocabulary(loaded: Loaded, tokens: int) -> Loaded:
+    """The model with more tokens, which are never chosen."""
+    model: Any = loaded.target.model
+    own = model.get_input_embeddings().weight
+    before, spread = len(own), float(own.detach().std())
+    model.resize_token_embeddings(tokens, mean_resizing=False)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            more = torch.randn(tokens - before, layer.weight.shape[1], generator=chance)
+            layer.weight[before:] = SMALL * spread * more
+    use_small_batch_products(model)
+    return replace(loaded, target=Target(model))
+
+
+def show(name: str, batch: int, plain: Case, marked: Case) -> None:
+    whole = np.array(plain.marks.wholes) * 1e6
+    cells = []
+    for part in PARTS:
+        found = np.array([step.get(part, 0.0) for step in marked.marks.parts]) * 1e6
+        cells.append(f"{np.median(found):.0f} / {np.quantile(found, 0.9):.0f}")
+    passes = f"{np.median(plain.marks.passes) * 1e3:.1f}"
+    total = f"**{np.median(whole):.0f}** / {np.quantile(whole, 0.9):.0f} | {np.median(whole) / batch:.0f}"
+    print(
+        f"| {name} | {batch} | {total} | {' | '.join(cells)} | {passes} | {marked.tokens / marked.steps:.2f} "
+        f"| {plain.tokens / plain.seconds:.1f} | {marked.hash} |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--vocabularies", type=int, nargs="*", default=None, help="larger ones to measure as well")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--methods", nargs="+", default=[*METHODS, *MEASURED])
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=48)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    is_embedded = options.model is None
+    larger = options.vocabularies if options.vocabularies is not None else () if is_embedded else LARGER
+    config = replace(ModelConfig(device="cpu"), **({} if is_embedded else {"model": options.model}))
+    loaded = load(config)
+    stores = (
+        StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX)) if is_embedded else stores_of_real_model(config)
+    )
+    files = (demo.PROMPTS,) if is_embedded else (demo.QUESTIONS, demo.PROMPTS)
+    prompts = [prompt for file in files for prompt in read_prompts(file)][: options.prompts]
+    print(f"{machine()}; 1 thread, {len(prompts)} prompts, up to {options.tokens} tokens each\n")
+    print("Microseconds of a step on the host, p50 / p90:\n")
+    head = ("method", "batch", "whole", "a row", *PARTS, "pass, ms", "tokens per step", "tokens/s", "hash")
+    for vocabulary in (loaded.target.vocabulary, *larger):
+        if vocabulary != loaded.target.vocabulary:
+            loaded = with_vocabulary(loaded, vocabulary)
+        print(f"\n{vocabulary:,} tokens of vocabulary\n\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
+        bench = Bench(loaded, stores, prompts, options.tokens)
+        for batch in options.batches:
+            for name, (method, nodes) in {**METHODS, **(MEASURED if batch == 1 else {})}.items():
+                if name in options.methods:
+                    show(name, batch, *(bench.run(method, nodes, batch, marked=marked) for marked in (False, True)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Where steps are captured, a step is given out while the next one runs; the answers and trees are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hdtool.data.errors import ModelError
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.tree import DraftTree
+from tests.support.families import model_of
+from tests.support.oracle import prompt_of
+from tests.support.rehearsed import direct
+
+SAMPLINGS = {"greedy": SamplingConfig(), "T 0.5": SamplingConfig(temperature=0.5, seed=3)}
+ORDERS: dict[str, CaptureMaker] = {"after": never, "meanwhile": direct}
+
+
+class Noted(Target):
+    """A target that notes its calls."""
+
+    notes: list[str]
+
+    def verify(self, tree: DraftTree, *, wait: bool = True) -> torch.Tensor:
+        logits = super().verify(tree, wait=wait)
+        self.notes.append("started")
+        return logits
+
+    def commit(self, path: list[int]) -> None:  # type: ignore[override]
+        super().commit(path)
+        self.notes.append("committed")
+
+
+def noted(order: str) -> Noted:
+    Noted.notes = []
+    return Noted(model_of("llama"), ORDERS[order])
+
+
+def steps_of(target: Target, sampling: SamplingConfig, length: int, drafter: Hierarchy) -> Iterator[Step]:
+    prompt = prompt_of(length)
+    return decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=40, drafter=drafter)
+
+
+def drafting() -> Hierarchy:
+    return Hierarchy(budget=FixedBudget(12), last=True, recycled=True, history=History())
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_trees_and_answers_do_not_depend_on_the_order(sampling: SamplingConfig) -> None:
+    found = {}
+    for order in ORDERS:
+        target, drafter = noted(order), drafting()
+        steps = [step for length in (20, 9, 30) for step in steps_of(target, sampling, length, drafter)]
+        found[order] = [
+            (step.tokens, step.path, step.tree.tokens.tolist(), step.tree.parents.tolist()) for step in steps
+        ]
+    assert found["after"] == found["meanwhile"]
+    assert sum(len(path) for _, path, _, _ in found["after"]) > 0, "drafts that are never accepted test little"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_step_is_given_out_as_soon_as_the_device_works(order: str) -> None:
+    target = noted(order)
+    target.notes.clear()
+    for _ in steps_of(target, SamplingConfig(), 20, drafting()):
+        target.notes.append("text")
+    pattern = {"after": ["committed", "text", "started"], "meanwhile": ["committed", "started", "text"]}[order]
+    assert target.notes[: 3 * 4] == pattern * 4
+    assert target.notes[-2:] == ["committed", "text"], "the last step waits for nothing"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_answer_that_is_left_leaves_nothing_behind(order: str) -> None:
+    target = noted(order)
+    expected = [step.tokens for step in steps_of(target, SamplingConfig(), 30, drafting())]
+    left = steps_of(target, SamplingConfig(), 20, drafting())
+    for _ in range(3):
+        next(left)
+    assert [step.tokens for step in steps_of(target, SamplingConfig(), 30, drafting())] == expected
+    with pytest.raises(ModelError, match="another conversation began"):
+        list(left)
+    assert [step.tokens for step in steps_of(target, SamplingConfig(), 30, drafting())] == expected
