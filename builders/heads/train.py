@@ -12,6 +12,7 @@ import torch
 
 from hdtool.builders.heads.batch_sampler import BatchSampler
 from hdtool.builders.heads.distributed import process_group, world_size
+from hdtool.builders.heads.draft_vocabulary import draft_vocabulary
 from hdtool.builders.heads.evaluate import evaluate, summary
 from hdtool.builders.heads.examples import Example, read_examples
 from hdtool.builders.heads.frozen_target import FrozenTarget
@@ -51,8 +52,9 @@ def train(
     yield from left_out if processes.rank == 0 else ()
     frozen = FrozenTarget(target)
     torch.manual_seed(config.seed)
-    made = new_heads(target.model, frozen.hidden_width, frozen.vocabulary, heads)
     batches = BatchSampler(texts, config)
+    heads, token_ids = draft_vocabulary(heads, batches.train, frozen.vocabulary)
+    made = new_heads(target.model, frozen.hidden_width, frozen.vocabulary, heads, token_ids)
     training = Training(made, frozen, batches, config, out, processes)
     digest = hashlib.sha256()
     for example in texts:

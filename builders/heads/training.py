@@ -15,7 +15,7 @@ import torch
 from hdtool.builders.heads.batch_sampler import BatchSampler
 from hdtool.builders.heads.distributed import Processes
 from hdtool.builders.heads.frozen_target import FrozenTarget
-from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
+from hdtool.builders.heads.loss import Batch, HeadsLoss, TargetProbs, places_of
 from hdtool.data.errors import HeadsError, OptionError, reason_of
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.runtime.config import TrainConfig
@@ -110,7 +110,8 @@ class Training:
         with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self._in_half):
             output = self._target.read(batch.ids)
             places = places_of(batch, len(self.heads.steps))
-            loss, hits = self._loss(batch, places, output.hidden, output.embedded, output.logits)
+            probs = TargetProbs.of(self._target, output, batch, self.heads)
+            loss, hits = self._loss(batch, places, output.hidden, output.embedded, probs)
         # The mean over the processes must be the mean over all labels.
         (loss * (len(self.heads.steps) * self._processes.size / known)).backward()
         return torch.cat([loss.detach()[None], hits.to(loss)])
@@ -144,8 +145,7 @@ class Training:
             raise HeadsError(
                 f"{self._checkpoint.path} cannot be read ({reason_of(error)}): move it away to start again"
             ) from error
-        if found != settings:
-            names = ", ".join(name for name in settings if found.get(name) != settings[name]) or "other settings"
+        if names := ", ".join(name for name in {**found, **settings} if found.get(name) != settings.get(name)):
             raise HeadsError(
                 f"{self._checkpoint.path} is of a training with other settings ({names}): give the same ones to "
                 "resume, choose another --out, or move it away"
