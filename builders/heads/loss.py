@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hdtool.builders.heads.cross_entropy import cross_entropy
 from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget, TargetOutput
-from hdtool.runtime.drafters.heads.modules import Heads
+from hdtool.runtime.drafters.heads.modules import Heads, OutputLayer
 
 
 class Batch(NamedTuple):
@@ -112,10 +112,11 @@ class HeadsLoss(torch.nn.Module):
         hits = []
         last = batch.ids.shape[1] - 1
         for head, (output, known) in enumerate(zip(self.heads.outputs, places.known & (labels >= 0), strict=True)):
+            assert isinstance(output, OutputLayer)
             rows = target.row_of[places.rows, (places.columns + head + 1).clamp_max(last)][known]
-            narrowed = output.narrowed(states[known, head])  # type: ignore[operator]
+            narrowed = output.narrowed(states[known, head])
             loss, right = cross_entropy(
-                narrowed, output.up.weight, target.probs, rows, labels[head][known], self._lm_weight  # type: ignore[union-attr,arg-type]
+                narrowed, output.up.weight, target.probs, rows, labels[head][known], self._lm_weight
             )
             total = total + loss
             hits.append(right)

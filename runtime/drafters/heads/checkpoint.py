@@ -132,7 +132,8 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
 
 def _check_token_ids(heads: Heads) -> None:
     """Drafts with ids that the model does not have would end an answer with an error."""
-    if heads.token_ids is not None and not ((0 <= heads.token_ids) & (heads.token_ids < heads.shape.vocabulary)).all():
+    ids = heads.token_ids
+    if ids is not None and not ((ids >= 0) & (ids < heads.shape.vocabulary)).all():
         raise ValueError("the draft vocabulary has token ids that the model does not have")
 
 
