@@ -194,7 +194,7 @@ def main() -> None:
     methods = METHODS if options.what == "retrieval" else ("medusa", "amphista", "hd", "hd+amphista")
     for nodes in options.nodes:
         for method in methods:
-            sources = {"sources": "context,model,corpus,last"} if method == "hd+logitspec" else {}
+            sources = {"sources": "CMSL"} if method == "hd+logitspec" else {}
             heads = tuple(options.heads) if method in ("medusa", "amphista", "hd+amphista") else ()
             config = DecodeConfig(method, draft_tokens=nodes, history="none", heads=heads, **sources)  # type: ignore[arg-type]
             cases[f"{method}, {nodes} nodes"] = drafter_for(config, target, store_set)
