@@ -69,7 +69,7 @@ class FixedBudget:
         pass
 
 
-class ChosenSize:
+class _ChosenSize:
     """The number of nodes with the most expected tokens per second.
 
     While drafting does not pay, steps without any draft are inserted, in pauses that double each time.
@@ -92,29 +92,6 @@ class ChosenSize:
 
     def set_draft_seconds(self, seconds: float) -> None:
         self._drafting = seconds
-
-    def expected(self, probs: Probs) -> float:
-        """Expected tokens of a step with the best number of these nodes."""
-        return self._step_of(probs)[0]
-
-    def saving(self, without: Probs, tree: Probs) -> tuple[float, float]:
-        """The seconds that a better tree saves, its own pass included, and the seconds of a step without it.
-
-        The additional tokens of ``tree`` are worth the time that they take at the pace of the tree ``without`` it.
-        """
-        (before, step), (after, longer) = self._step_of(without), self._step_of(tree)
-        return after * step / before - longer, step
-
-    def _step_of(self, probs: Probs) -> tuple[float, float]:
-        """Expected tokens and seconds of a step with the best number of nodes."""
-        gain, costs = gains(probs), self._costs_of_trees()
-        seconds = costs[: len(gain)] + self._overhead
-        best = int((gain / seconds).argmax())
-        return float(gain[best]), float(seconds[best])
-
-    def _costs_of_trees(self) -> Costs:
-        """The seconds of passes with 0, 1, 2 … nodes."""
-        raise NotImplementedError
 
     def _best(self, gain: Probs, costs: Costs) -> int:
         """The best number of nodes, by the expected tokens and the seconds of passes with 0, 1, 2 … of them."""
@@ -140,7 +117,7 @@ class ChosenSize:
             self._saved = None
 
 
-class CostBudget(ChosenSize):
+class CostBudget(_ChosenSize):
     """The number of nodes with the most expected tokens per second, by a given cost curve.
 
     The caller sets the length of the context before each step.
@@ -161,11 +138,8 @@ class CostBudget(ChosenSize):
     def nodes(self, probs: Probs) -> int:
         return self._best(gains(probs), self._costs)
 
-    def _costs_of_trees(self) -> Costs:
-        return self._costs
 
-
-class MeasuredBudget(ChosenSize):
+class MeasuredBudget(_ChosenSize):
     """Like CostBudget, with costs corrected by the measured time of the target's passes."""
 
     def __init__(self, target: Target, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
@@ -182,11 +156,8 @@ class MeasuredBudget(ChosenSize):
         self._learn()
         if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= CONTEXT_STEP:
             self._set_context(self._target.length)
-        self._sent = self._best(gains(probs), self._costs_of_trees())
+        self._sent = self._best(gains(probs), (self._costs * self._correction)[SIZE_OF])
         return self._sent
-
-    def _costs_of_trees(self) -> Costs:
-        return (self._costs * self._correction)[SIZE_OF]
 
     def _set_context(self, context: int) -> None:
         self._context = context
@@ -204,7 +175,7 @@ class MeasuredBudget(ChosenSize):
         self._seen = (passes, seconds)
 
 
-class SharedBudget(ChosenSize):
+class SharedBudget(_ChosenSize):
     """Like CostBudget for a batch, where one pass verifies all trees and costs as much as the largest of them.
 
     So all trees get the same size, chosen by the sum of their expected tokens; each budget shares its latest ones.
@@ -223,10 +194,6 @@ class SharedBudget(ChosenSize):
         self._shared[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
         in_all = np.sum(list(self._shared.values()), axis=0)
         return min(len(probs), self._best(in_all, self._costs))
-
-    def _costs_of_trees(self) -> Costs:
-        # The share of one slot; the overhead is that of the whole batch, too.
-        return self._costs / max(1, len(self._shared))
 
     def set_draft_seconds(self, seconds: float) -> None:
         # All slots draft before the shared pass.

@@ -15,7 +15,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import NODES
-from hdtool.runtime.budget.node_budget import CostBudget, FixedBudget, MeasuredBudget
+from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
@@ -274,62 +274,19 @@ def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
         feed(drafter._corpus, drafter._at, np.array([7]))
 
 
-def flat_budget() -> CostBudget:
-    """Each node makes a pass of a second a tenth slower."""
-    return CostBudget(CostCurve(tuple(range(33)), (tuple(1e3 * (1 + nodes / 10) for nodes in range(33)),), (0,)))
-
-
-def share_of_passes(gate: HeadsGate, steps: int, without: float, tree: float, seconds: float) -> float:
-    """How often the gate opens, where the best node has these probabilities without and with heads."""
-    opened = 0
-    for _ in range(steps):
-        if gate.opens(np.array([without])):
-            gate.observe(np.array([without]), np.array([tree]), seconds)
-            opened += 1
-    return opened / steps
-
-
-def test_the_saving_is_the_time_of_the_additional_tokens() -> None:
-    budget = flat_budget()
-    saved, step = budget.saving(np.array([0.5]), np.array([0.8, 0.6]))
-    overhead = 2e-4
-    assert step == pytest.approx(1.1 + overhead)
-    assert saved == pytest.approx(2.4 * (1.1 + overhead) / 1.5 - (1.2 + overhead))
-    assert budget.expected(np.array([0.05])) == 1.0, "a node that does not pay is not verified"
-
-
-@pytest.mark.parametrize(("seconds", "pays"), [(0.1, True), (0.3, False)])
-def test_heads_run_where_they_pay(seconds: float, pays: bool) -> None:
-    """From 1.3 to 1.5 tokens in passes of 1.1 seconds, they save 0.17 seconds."""
-    gate = HeadsGate(flat_budget())
-    share_of_passes(gate, 1000, 0.3, 0.5, seconds)
-    assert (share_of_passes(gate, 2000, 0.3, 0.5, seconds) == 1.0) is pays
-    assert pays or share_of_passes(gate, 2000, 0.3, 0.5, seconds) < 0.02
-
-
-def test_steps_of_other_expectations_have_their_own_decision() -> None:
-    gate = HeadsGate(flat_budget())
-    for _ in range(20):
-        share_of_passes(gate, 50, 0.9, 0.91, 0.1)
-        assert share_of_passes(gate, 50, 0.2, 0.5, 0.1) == 1.0
-    assert share_of_passes(gate, 1000, 0.9, 0.91, 0.1) < 0.02
+def test_heads_run_only_if_they_pay() -> None:
+    for gain, seconds, worth in ((3.0, 1.5, True), (2.2, 1.5, False)):
+        asking = HeadsGate()
+        asked = []
+        for _ in range(3000):
+            asked.append(asking.now)
+            asking.observe(*((gain, seconds) if asking.now else (1.8, 1.0)))
+        assert np.mean(asked[1000:]) > 0.95 if worth else np.mean(asked[1000:]) < 0.05
 
 
 def test_the_gate_follows_a_change() -> None:
-    gate = HeadsGate(flat_budget())
-    for tree, low, high in ((0.6, 0.99, 1.0), (0.3, 0.0, 0.1), (0.6, 0.9, 1.0)):
-        share_of_passes(gate, 3000, 0.3, tree, 0.1)
-        assert low <= share_of_passes(gate, 1000, 0.3, tree, 0.1) <= high
-
-
-def test_a_slow_first_pass_is_not_taken_for_the_usual_one() -> None:
-    """It reads the prompt; where heads pay, they run on."""
-    gate = HeadsGate(flat_budget())
-    gate.observe(np.array([0.3]), np.array([0.5]), 60.0, is_typical=False)
-    assert share_of_passes(gate, 100, 0.3, 0.5, 0.1) == 1.0
-    closed = HeadsGate(flat_budget())
-    share_of_passes(closed, 2000, 0.3, 0.3, 0.1)
-    while not closed.opens(np.array([0.3])):
-        pass
-    closed.observe(np.array([0.3]), np.array([0.3]), 60.0, is_typical=False)
-    assert share_of_passes(closed, 5000, 0.3, 0.3, 0.1) == 0.0, "60 seconds are 1 % of 5,454 steps"
+    asking = HeadsGate()
+    for bring in (3.0, 1.0, 3.0):
+        for _ in range(2000):
+            asking.observe(bring if asking.now else 1.5, 1.2 if asking.now else 1.0)
+        assert asking.now == (bring > 1.8) or asking._steps_left <= 2

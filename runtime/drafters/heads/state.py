@@ -37,8 +37,6 @@ class HeadsState:
         self.seconds = 0.0
         """Seconds spent in the heads' own passes."""
         self.passes = 0
-        self.tokens_read = 0
-        """Tokens that the last pass read."""
         self.tokens = np.empty((0, 0), np.int64)
         """Each head's best tokens ``[heads, best]`` after the last token read."""
         self.probs = np.empty((0, 0))
@@ -96,7 +94,6 @@ class HeadsState:
         self._is_calibrated = False
         self.seconds += time.perf_counter() - started
         self.passes += 1
-        self.tokens_read = len(tokens)
 
     def _read(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[Array, Array]:
         self._cache.make_room(self._cache.length + len(tokens))

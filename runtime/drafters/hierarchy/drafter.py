@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget.node_budget import Budget, ChosenSize, FixedBudget, Probs
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.backoff_weights import new_weights
@@ -45,8 +45,6 @@ from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 TIMED_EVERY = 32
 """Reading the clock in every draft makes it a fifth slower."""
-TYPICAL_TOKENS = 16
-"""Tokens that a pass of the heads reads at most, if it follows another one within a few steps."""
 ANY_TOKEN = 2**31 - 1
 CALIBRATION_PRIOR, DECAY = 10.0, 0.995
 """Tokens that the calibration begins with, both expected and accepted, and the decay of both in each step."""
@@ -83,9 +81,10 @@ class Hierarchy(Pinned):
         self._prediction: TokenLog
         self.budget = budget or FixedBudget()
         self._heads = heads
-        self._gate = HeadsGate(self.budget) if isinstance(self.budget, ChosenSize) else None
+        self._gate = None if isinstance(self.budget, FixedBudget) else HeadsGate()
         self._plugins = dict(plugins or {})
         self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
+        self._began = time.perf_counter()
         self.table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
@@ -222,27 +221,19 @@ class Hierarchy(Pinned):
             self._history.finish(self._memory.lane)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
+        self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:
             self.probs = self._probs[:0]
             return DraftTree.bare(context[-1])
         self._catch_up()
+        if self._heads and (not self._gate or self._gate.now):
+            self._heads.run_heads()
+            note(self._memory.heads, self._heads.tokens, self._heads.probs)
         for slot, (number, evidence) in enumerate(self._plugins.items()):
             started = time.perf_counter()
             note_plugin(self._memory.plugins[slot], evidence, context)
             self._plugin_seconds[number] += time.perf_counter() - started
-        if self._heads and not self._gate:
-            self._read_heads(self._heads)
-        probs = self._grow(most)
-        if self._heads and self._gate and self._gate.opens(probs):
-            probs = self._grow_with_heads(self._heads, self._gate, probs, most)
-        size = self.budget.nodes(probs)
-        self.probs = self._probs[:size].copy()
-        # The workspace counts the root as row 0.
-        return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
-
-    def _grow(self, most: int) -> Probs:
-        """Build the tree, and return the corrected probabilities of its nodes."""
         timed = HAS_CLOCK and self._drafts % TIMED_EVERY == 0
         self._timed[0] = timed
         started = time.perf_counter()
@@ -252,19 +243,12 @@ class Hierarchy(Pinned):
         if timed:
             self._timed[0] = 0
             self._clocked += self._laps
-        return self._probs[:grown] * min(1.0, TOLERANCE * self._accepted / self._expected)
-
-    def _read_heads(self, heads: HeadsState) -> None:
-        heads.run_heads()
-        note(self._memory.heads, heads.tokens, heads.probs)
-
-    def _grow_with_heads(self, heads: HeadsState, gate: HeadsGate, without: Probs, most: int) -> Probs:
-        """Build the tree again with the heads, and let the gate compare both."""
-        before = heads.seconds
-        self._read_heads(heads)
-        probs = self._grow(most)
-        gate.observe(without, probs, heads.seconds - before, is_typical=heads.tokens_read <= TYPICAL_TOKENS)
-        return probs
+        probs = self._probs[:grown]
+        correction = TOLERANCE * self._accepted / self._expected
+        size = self.budget.nodes(probs * correction if correction < 1.0 else probs)
+        self.probs = probs[:size].copy()
+        # The workspace counts the root as row 0.
+        return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         if self._heads:
@@ -282,6 +266,8 @@ class Hierarchy(Pinned):
             self._catch_up()
             # After the weights have learned, so that they do not learn from these very logits.
             self._rankings.observe(accepted, logits, ranked)
+            if self._heads and self._gate and current and expected:
+                self._gate.observe(1 + expected, time.perf_counter() - self._began)
 
     def _ranked_nodes(self, rows: int) -> RankedNodes:
         """The nodes of so many rows of logits; the tail of the root is copied, as the root moves on."""
