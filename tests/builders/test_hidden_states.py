@@ -21,7 +21,7 @@ from hdtool.data.errors import HeadsError
 from hdtool.runtime.config import HeadsConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import new_heads
 from hdtool.runtime.model.target import Target
-from tests.support.families import VOCABULARY, model_of
+from tests.support.families import FAMILIES, VOCABULARY, model_of
 
 CONFIG = TrainConfig(epochs=3, batch=4, val_fraction=0.1)
 
@@ -97,3 +97,26 @@ def test_models_that_change_their_logits_cannot_store_states(tmp_path: Path) -> 
     assert not capped.has_plain_output
     with pytest.raises(HeadsError, match="it changes its logits after the output layer"):
         HiddenStates(tmp_path / "states", capped, texts(), "a")
+
+
+def test_hidden_states_of_several_processes_are_refused(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    states, out = str(tmp_path / "states"), str(tmp_path / "heads")
+    assert run(["train-heads", "--from", "nowhere", "--out", out, "--hidden-states", states, "--quiet"]) == 2
+    assert "--hidden-states works in one process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_at_some_positions_are_those_of_the_model(family: str) -> None:
+    model = model_of(family)
+    target = FrozenTarget(Target(model))
+    ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    rows, columns, some = torch.tensor([0, 1, 1]), torch.tensor([3, 0, 8]), torch.tensor([5, 7, 50])
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[rows, columns]
+    output = target.read(ids)
+    torch.testing.assert_close(target.logits_at(output, rows, columns, None), expected, rtol=1e-4, atol=1e-5)
+    found = target.logits_at(output, rows, columns, some)
+    torch.testing.assert_close(found, expected[:, some], rtol=1e-4, atol=1e-5)
