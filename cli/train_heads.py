@@ -19,6 +19,10 @@ def train_heads(
         option(INPUT, "Files, folders or globs of the model's answers, as build-model-db takes them.", "--from"),
     ],
     out: Annotated[Path, option(OUTPUT, "Folder of the heads; the same command resumes an interrupted training.")],
+    hidden_states: Annotated[
+        Path | None,
+        option(OUTPUT, "File for the model's hidden states: computed once, read by each epoch and each training."),
+    ] = None,
     chat: options.Chat = None,
     loading: Annotated[ModelConfig, only("model", "gguf_file", "device", "dtype", "trust_remote_code")],
     medusa: Annotated[bool, option(HEADS, "Medusa heads: independent of each other.", "--medusa")] = False,
@@ -35,5 +39,6 @@ def train_heads(
     from hdtool.cli.output.show_answers import quiet_libraries
 
     quiet_libraries(quiet=quiet)
-    for line in train(inputs, out, loading, heads.plain if medusa else heads, config, chat=chat, quiet=quiet):
+    chosen = heads.plain if medusa else heads
+    for line in train(inputs, out, loading, chosen, config, chat=chat, hidden_states=hidden_states, quiet=quiet):
         print(line, file=sys.stderr)

@@ -11,7 +11,7 @@ import torch
 
 from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget
-from hdtool.builders.heads.loss import Batch, head_labels, head_logits, places_of
+from hdtool.builders.heads.loss import Batch, draft_labels, head_labels, head_logits, places_of
 from hdtool.runtime.config import LARGEST_BUDGET
 from hdtool.runtime.drafters.heads.calibration import BUCKETS, bucket_of, centre_of
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult
@@ -37,7 +37,7 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
         batch = Batch.of(ordered[start : start + BATCH], target.device)
         output, places = target.read(batch.ids), places_of(batch, number)
         logits = head_logits(heads, output.hidden.to(heads.like.dtype), output.embedded, places).float()
-        found = _ranks(logits, head_labels(batch, places), places.known)
+        found = _ranks(logits, draft_labels(heads, head_labels(batch, places)), places.known)
         _count(seen, logits, found)
         ranks.append(found)
     every = np.concatenate(ranks, axis=1)
@@ -52,9 +52,12 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
 
 
 def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> Ints:
-    """The rank of each true token in a head's logits, ``[heads, places]``; -1 where there is none."""
-    label_logits = logits.gather(-1, labels[..., None])
-    ranks = (logits > label_logits).sum(dim=-1)
+    """The rank of each true token in a head's logits, ``[heads, places]``; -1 where there is none.
+
+    A token that is not in the draft vocabulary (label -1) is last.
+    """
+    label_logits = logits.gather(-1, labels.clamp_min(0)[..., None])
+    ranks = (logits > label_logits).sum(dim=-1).masked_fill(labels < 0, logits.shape[-1])
     return ranks.masked_fill(~known, -1).cpu().numpy().astype(np.int64)
 
 

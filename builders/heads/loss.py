@@ -9,8 +9,10 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from hdtool.builders.heads.cross_entropy import cross_entropy
 from hdtool.builders.heads.examples import Example
-from hdtool.runtime.drafters.heads.modules import Heads
+from hdtool.builders.heads.frozen_target import FrozenTarget, TargetOutput
+from hdtool.runtime.drafters.heads.modules import Heads, OutputLayer
 
 
 class Batch(NamedTuple):
@@ -52,10 +54,41 @@ def head_labels(batch: Batch, places: Places) -> torch.Tensor:
     return batch.ids[places.rows, (places.columns + ahead).clamp_max(last)]
 
 
+def head_states(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: Places) -> torch.Tensor:
+    """``[places, heads, width]`` from hidden states and the embeddings of the next tokens."""
+    return heads.states([stage[places.rows, places.columns] for stage in heads.stages(hidden, embedded)])
+
+
 def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: Places) -> torch.Tensor:
-    """``[heads, places, vocabulary]`` from hidden states and the embeddings of the next tokens."""
-    stages = [stage[places.rows, places.columns] for stage in heads.stages(hidden, embedded)]
-    return heads.logits(heads.states(stages))
+    """``[heads, places, tokens]`` from hidden states and the embeddings of the next tokens."""
+    return heads.logits(head_states(heads, hidden, embedded, places))
+
+
+def draft_labels(heads: Heads, labels: torch.Tensor) -> torch.Tensor:
+    """Token ids as indices of the draft vocabulary; -1 for tokens that it does not have."""
+    if heads.token_ids is None:
+        return labels
+    indices = labels.new_full((heads.shape.vocabulary,), -1)
+    indices[heads.token_ids] = torch.arange(heads.vocabulary, device=labels.device)
+    return indices[labels]
+
+
+class TargetProbs(NamedTuple):
+    """The target's probabilities of the tokens of the draft vocabulary, at the positions before labels."""
+
+    probs: torch.Tensor
+    """``[positions, tokens]``; each position is computed once, for all heads that predict its token."""
+    row_of: torch.Tensor
+    """``[batch, tokens]``: the row of ``probs`` for each position."""
+
+    @classmethod
+    def of(cls, target: FrozenTarget, output: TargetOutput, batch: Batch, heads: Heads) -> TargetProbs:
+        is_read = functional.pad(batch.drafted[:, 2:], (1, 1))
+        rows, columns = is_read.nonzero(as_tuple=True)
+        row_of = torch.zeros_like(batch.ids)
+        row_of[rows, columns] = torch.arange(len(rows), device=rows.device)
+        logits = target.logits_at(output, rows, columns, heads.token_ids)
+        return cls(logits.softmax(-1, dtype=torch.float32), row_of)
 
 
 class HeadsLoss(torch.nn.Module):
@@ -67,23 +100,24 @@ class HeadsLoss(torch.nn.Module):
         self._lm_weight = lm_weight
 
     def forward(
-        self, batch: Batch, places: Places, hidden: torch.Tensor, embedded: torch.Tensor, target: torch.Tensor
+        self, batch: Batch, places: Places, hidden: torch.Tensor, embedded: torch.Tensor, target: TargetProbs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the losses over all labels, and the number of labels that are each head's arg-max.
 
-        ``target`` holds the target's logits at every token.
+        A label outside of the draft vocabulary has no loss: its probability cannot be learned.
         """
-        labels = head_labels(batch, places)
-        logits = head_logits(self.heads, hidden, embedded, places)
-        total = logits.new_zeros((), dtype=torch.float32)
+        labels = draft_labels(self.heads, head_labels(batch, places))
+        states = head_states(self.heads, hidden, embedded, places)
+        total = states.new_zeros((), dtype=torch.float32)
         hits = []
-        last = target.shape[1] - 1
-        for head, (all_logits, known) in enumerate(zip(logits, places.known, strict=True)):
-            predicted, label = all_logits[known].float(), labels[head][known]
-            probs = target[places.rows, (places.columns + head + 1).clamp_max(last)][known].float().softmax(-1)
-            logs = predicted.log_softmax(-1)
-            total = total - (probs * logs).sum()
-            if self._lm_weight:
-                total = total - self._lm_weight * logs.gather(-1, label[:, None]).sum()
-            hits.append((predicted.detach().argmax(-1) == label).sum())
+        last = batch.ids.shape[1] - 1
+        for head, (output, known) in enumerate(zip(self.heads.outputs, places.known & (labels >= 0), strict=True)):
+            assert isinstance(output, OutputLayer)
+            rows = target.row_of[places.rows, (places.columns + head + 1).clamp_max(last)][known]
+            narrowed = output.narrowed(states[known, head])
+            loss, right = cross_entropy(
+                narrowed, output.up.weight, target.probs, rows, labels[head][known], self._lm_weight
+            )
+            total = total + loss
+            hits.append(right)
         return total, torch.stack(hits)

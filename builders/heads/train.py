@@ -12,11 +12,14 @@ import torch
 
 from hdtool.builders.heads.batch_sampler import BatchSampler
 from hdtool.builders.heads.distributed import process_group, world_size
+from hdtool.builders.heads.draft_vocabulary import draft_vocabulary
 from hdtool.builders.heads.evaluate import evaluate, summary
 from hdtool.builders.heads.examples import Example, read_examples
 from hdtool.builders.heads.frozen_target import FrozenTarget
+from hdtool.builders.heads.hidden_states import HiddenStates, hidden_states_file
 from hdtool.builders.heads.training import Training, checkpoint_file
 from hdtool.builders.heads.training_curve import curve_file, draw_training
+from hdtool.data.errors import OptionError
 from hdtool.data.inputs import find_inputs
 from hdtool.data.progress import bar
 from hdtool.data.records import Reading
@@ -37,11 +40,15 @@ def train(
     config: TrainConfig,
     *,
     chat: bool | None = None,
+    hidden_states: Path | None = None,
     quiet: bool = False,
 ) -> Iterator[str]:
     """Train heads; yields lines for the user."""
-    for file in (*output_files(out), checkpoint_file(out), curve_file(out)):
+    stored_in = [hidden_states_file(hidden_states)] if hidden_states else []
+    for file in (*output_files(out), checkpoint_file(out), curve_file(out), *stored_in):
         file.check()
+    if hidden_states and world_size() > 1:
+        raise OptionError("--hidden-states works in one process: leave it out, or start one process")
     processes = process_group(on_cpu=model.device == "cpu" or not torch.cuda.is_available())
     if world_size() > 1 and model.device == "auto" and torch.cuda.is_available():
         model = replace(model, device=f"cuda:{torch.cuda.current_device()}")
@@ -51,19 +58,23 @@ def train(
     yield from left_out if processes.rank == 0 else ()
     frozen = FrozenTarget(target)
     torch.manual_seed(config.seed)
-    made = new_heads(target.model, frozen.hidden_width, frozen.vocabulary, heads)
     batches = BatchSampler(texts, config)
-    training = Training(made, frozen, batches, config, out, processes)
-    digest = hashlib.sha256()
-    for example in texts:
-        digest.update(example.ids.tobytes() + example.drafted.tobytes())
+    heads, token_ids = draft_vocabulary(heads, batches.train, frozen.vocabulary)
+    made = new_heads(target.model, frozen.hidden_width, frozen.vocabulary, heads, token_ids)
     settings = {
         **asdict(config),
         **asdict(heads),
         "target": fingerprint(target.model),
-        "texts": digest.hexdigest()[:16],
+        "texts": _digest(texts),
         "processes": processes.size,
     }
+    stored = None
+    if hidden_states:
+        stored = HiddenStates(hidden_states, frozen, texts, f"{settings['target']} {settings['texts']}")
+        if not stored.is_written():
+            yield f"{hidden_states}: hidden states of {stored.tokens:,} tokens, {stored.bytes / 1e9:.2f} GB"
+            _write(stored, quiet=quiet)
+    training = Training(made, frozen, batches, config, out, processes, stored)
     if processes.rank == 0:
         yield (
             f"{sum(weight.numel() for weight in made.parameters()):,} weights are trained on {len(batches.train):,} "
@@ -92,6 +103,19 @@ def train(
     training.finish()
     yield from summary(result)
     yield f"{out}: heads for {model.name}, evaluated on {len(batches.validation):,} texts held out"
+
+
+def _write(stored: HiddenStates, *, quiet: bool) -> None:
+    with bar(stored.tokens, "tokens", quiet=quiet) as shown:
+        for done in stored.write():
+            shown.to(done)
+
+
+def _digest(texts: Sequence[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in texts:
+        digest.update(example.ids.tobytes() + example.drafted.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _texts(

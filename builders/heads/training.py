@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,11 @@ import torch
 
 from hdtool.builders.heads.batch_sampler import BatchSampler
 from hdtool.builders.heads.distributed import Processes
+from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget
-from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
+from hdtool.builders.heads.hidden_states import HiddenStates
+from hdtool.builders.heads.loss import Batch, HeadsLoss, TargetProbs, places_of
+from hdtool.builders.heads.precision import autocast
 from hdtool.data.errors import HeadsError, OptionError, reason_of
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.runtime.config import TrainConfig
@@ -45,18 +48,20 @@ class Training:
         config: TrainConfig,
         out: Path,
         processes: Processes,
+        stored: HiddenStates | None = None,
     ) -> None:
+        """``stored`` holds the target's hidden states; without it, the target reads each batch."""
         self.heads = heads
         self.history = History()
         self.steps = batches.steps
         self._target, self._batches, self._config, self._processes = target, batches, config, processes
+        self._stored = stored
         self._checkpoint = checkpoint_file(out)
         torch.nn.Module.to(heads, target.device, torch.float32)
         if processes.size > min(config.batch, len(batches.train)):
             raise OptionError(f"batch is {config.batch}: {processes.size} processes need at least one text each")
         self._optimizer = torch.optim.AdamW(heads.parameters(), lr=config.learning_rate, betas=BETAS)
         self._loss = processes.shared(HeadsLoss(heads, config.lm_weight))
-        self._in_half = takes_bfloat16(target.device)
 
     def run(self, settings: dict[str, Any]) -> Iterator[int]:
         """Yields the number of steps done; ``settings`` must equal those of the checkpoint, if there is one."""
@@ -91,7 +96,7 @@ class Training:
         sums = torch.zeros(1 + len(known), device=self._target.device)
         for number, part in enumerate(parts, start=1):
             with self._processes.without_sync(self._loss) if number < len(parts) else nullcontext():
-                sums += self._learn(Batch.of(part, self._target.device), sum(known))
+                sums += self._learn(part, sum(known))
         length = torch.nn.utils.clip_grad_norm_(self.heads.parameters(), MAX_GRADIENT_NORM)
         if not math.isfinite(float(length)):
             raise HeadsError(
@@ -106,11 +111,13 @@ class Training:
         self.history.losses.append(total / sum(known))
         self.history.hits.append([hit / max(1, count) for hit, count in zip(hits, known, strict=True)])
 
-    def _learn(self, batch: Batch, known: int) -> torch.Tensor:
-        with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self._in_half):
-            output = self._target.read(batch.ids)
+    def _learn(self, examples: Sequence[Example], known: int) -> torch.Tensor:
+        batch = Batch.of(examples, self._target.device)
+        with autocast(self._target.device):
+            output = self._stored.read(examples, batch) if self._stored else self._target.read(batch.ids)
             places = places_of(batch, len(self.heads.steps))
-            loss, hits = self._loss(batch, places, output.hidden, output.embedded, output.logits)
+            probs = TargetProbs.of(self._target, output, batch, self.heads)
+            loss, hits = self._loss(batch, places, output.hidden, output.embedded, probs)
         # The mean over the processes must be the mean over all labels.
         (loss * (len(self.heads.steps) * self._processes.size / known)).backward()
         return torch.cat([loss.detach()[None], hits.to(loss)])
@@ -144,8 +151,7 @@ class Training:
             raise HeadsError(
                 f"{self._checkpoint.path} cannot be read ({reason_of(error)}): move it away to start again"
             ) from error
-        if found != settings:
-            names = ", ".join(name for name in settings if found.get(name) != settings[name]) or "other settings"
+        if names := ", ".join(name for name in {**found, **settings} if found.get(name) != settings.get(name)):
             raise HeadsError(
                 f"{self._checkpoint.path} is of a training with other settings ({names}): give the same ones to "
                 "resume, choose another --out, or move it away"
@@ -184,11 +190,3 @@ def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
     if step < rising:
         return (step + 1) / rising
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
-
-
-def takes_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 natively."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(device.type == "cpu" and supported and supported())

@@ -23,6 +23,9 @@ class HeadsConfig(Settings):
     adaptation: int = setting(2, "Causal layers between the model and the heads: 0, 1 or 2.")
     sampled_token: bool = setting(True, "Feed the sampled token to these layers.")
     mlp: int | None = setting(None, "MLP width of these layers. Default: that of the model.", least=1)
+    draft_vocabulary: int | None = setting(
+        None, "Number of tokens that heads can draft: the most frequent ones of the texts. Default: all.", least=16
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

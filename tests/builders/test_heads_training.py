@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from hdtool.builders.heads import distributed as processes
 from hdtool.builders.heads import training
 from hdtool.builders.heads.batch_sampler import BatchSampler
+from hdtool.builders.heads.cross_entropy import cross_entropy
 from hdtool.builders.heads.distributed import Processes
+from hdtool.builders.heads.draft_vocabulary import draft_vocabulary
 from hdtool.builders.heads.evaluate import evaluate
 from hdtool.builders.heads.examples import Example, read_examples
 from hdtool.builders.heads.frozen_target import FrozenTarget
-from hdtool.builders.heads.loss import Batch, HeadsLoss, places_of
+from hdtool.builders.heads.loss import Batch, HeadsLoss, TargetProbs, places_of
 from hdtool.builders.heads.training import Training, learning_rate_factor
 from hdtool.builders.heads.training_curve import draw_training
 from hdtool.cli.app import run
@@ -97,30 +100,66 @@ def test_gradients_of_parts_add_up_to_those_of_a_step(tmp_path: Path) -> None:
     np.testing.assert_allclose(at_once, in_parts, rtol=2e-2)  # bfloat16, where the device has it
 
 
-def test_the_loss_is_what_its_words_say() -> None:
-    """Cross-entropy to the target's odds of each token ahead, and ``lm_weight`` times that of the token itself."""
-    target = FrozenTarget(Target(model_of("llama")))
+@pytest.mark.parametrize("size", [None, 20])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cross-entropy to the target's odds of each token ahead, and ``lm_weight`` times that of the token itself.
+
+    With a draft vocabulary, both are of its tokens only, and other labels have none.
+    """
+    monkeypatch.setattr("hdtool.builders.heads.cross_entropy.CHUNK_BYTES", 4 * 97 * 5)
+    target = FrozenTarget(Target(model_of(family)))
     learned = texts(3)
-    heads = new_heads(target.model, target.hidden_width, VOCABULARY, SMALL)
+    config, token_ids = draft_vocabulary(replace(SMALL, draft_vocabulary=size), learned, VOCABULARY)
+    heads = new_heads(target.model, target.hidden_width, VOCABULARY, config, token_ids)
+    mine = torch.arange(VOCABULARY) if token_ids is None else torch.from_numpy(token_ids)
     batch = Batch.of(learned, target.device)
     output, places = target.read(batch.ids), places_of(batch, 4)
     heads.requires_grad_(False)
-    found, _ = HeadsLoss(heads, 0.3)(batch, places, output.hidden, output.embedded, output.logits)
-    expected = 0.0
+    probs = TargetProbs.of(target, output, batch, heads)
+    found, hits = HeadsLoss(heads, 0.3)(batch, places, output.hidden, output.embedded, probs)
+    expected, right = 0.0, [0] * 4
     for row, example in enumerate(learned):
         ids = torch.from_numpy(example.ids)
         alone = target.read(ids[None])
+        logits = target.model(input_ids=ids[None], use_cache=False).logits
         stages = heads.stages(alone.hidden, alone.embedded)
         for column in range(len(ids)):
             states = heads.states([stage[0, column : column + 1] for stage in stages])
             for head, said in enumerate(heads.logits(states)[:, 0]):
                 place = column + 2 + head
                 if place < len(ids) and example.drafted[place]:
-                    probs = alone.logits[0, place - 1].softmax(-1)
-                    logs = said.log_softmax(-1)
-                    expected -= float((probs * logs).sum() + 0.3 * logs[ids[place]])
+                    label = (mine == ids[place]).nonzero()
+                    if len(label):
+                        odds = logits[0, place - 1, mine].softmax(-1)
+                        logs = said.log_softmax(-1)
+                        expected -= float((odds * logs).sum() + 0.3 * logs[label[0, 0]])
+                        right[head] += int(said.argmax() == label[0, 0])
         assert output.hidden.shape[0] > row
     assert float(found) == pytest.approx(expected, rel=1e-3)
+    assert hits.tolist() == right
+
+
+@pytest.mark.parametrize("lm_weight", [0.0, 0.3])
+def test_gradients_of_the_cross_entropy_are_those_of_autograd(
+    lm_weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hdtool.builders.heads.cross_entropy.CHUNK_BYTES", 4 * 30 * 3)
+    torch.manual_seed(1)
+    rows, labels = torch.randint(5, (10,)), torch.randint(30, (10,))
+    probs = torch.randn(5, 30).softmax(-1)
+    gradients = []
+    for ours in (True, False):
+        torch.manual_seed(2)
+        states, weight = torch.randn(10, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+        if ours:
+            loss, _ = cross_entropy(states, weight, probs, rows, labels, lm_weight)
+        else:
+            logs = (states @ weight.T).log_softmax(-1)
+            loss = -(probs[rows] * logs).sum() - lm_weight * logs.gather(-1, labels[:, None]).sum()
+        (3 * loss).backward()
+        gradients.append((loss.detach(), states.grad, weight.grad))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
 
 
 def test_the_rate_rises_and_falls() -> None:
@@ -212,8 +251,10 @@ def test_a_model_with_nan_logits_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     layer = target.model.get_output_embeddings()
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", lambda states: states.new_full((*states.shape[:-1], 97), float("nan")))
+        batch = Batch.of(texts(1), target.device)
+        heads = new_heads(target.model, target.hidden_width, VOCABULARY, SMALL)
         with pytest.raises(ModelError, match="logits are not finite"):
-            target.read(torch.zeros((1, 3), dtype=torch.int64))
+            TargetProbs.of(target, target.read(batch.ids), batch, heads)
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:

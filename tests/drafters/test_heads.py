@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdtool.builders.heads.draft_vocabulary import draft_vocabulary, frequent_tokens
 from hdtool.builders.heads.evaluate import best_tree
-from hdtool.builders.heads.loss import Places, head_logits
+from hdtool.builders.heads.examples import Example
+from hdtool.builders.heads.loss import Places, draft_labels, head_logits
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.calibration import BUCKETS, Calibration, best_paths, bucket_of, centre_of
@@ -80,7 +82,7 @@ def test_captured_passes_equal_others(config: HeadsConfig) -> None:
         logits = heads.ahead(hidden, table[tokens] if heads.reads_tokens else hidden, usual[mine])
         if FixedPass.fits(new):
             best, shares = passes[mine].read(hidden, tokens.tolist(), recorded[mine])
-            expected, likely = best_of(logits, 10)
+            expected, likely = best_of(logits, 10, heads.token_ids)
             np.testing.assert_allclose(shares, likely, rtol=1e-3, atol=1e-6)
             assert (best == expected.numpy()).mean() > 0.99  # equals may stand in another order
         else:
@@ -170,7 +172,8 @@ def test_saved_heads_load_unchanged(tmp_path: Path) -> None:
         found = load_heads(tmp_path / name, target.model)
         assert found.heads.config == config and found.judged == saved.judged
         for key, weight in saved.heads.state_dict().items():
-            torch.testing.assert_close(found.heads.state_dict()[key], weight.half().float(), rtol=0, atol=0)
+            kept = weight.half().float() if weight.is_floating_point() else weight
+            torch.testing.assert_close(found.heads.state_dict()[key], kept, rtol=0, atol=0)
 
 
 def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -213,6 +216,42 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(told))
     with pytest.raises(HeadsError, match="cannot be read"):
         load_heads(tmp_path, target.model)
+
+
+def test_token_ids_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    target = Target(model_of("llama"))
+    saved = random_for(target, HeadsConfig(rank=8, draft_vocabulary=20))
+    assert saved.heads.token_ids is not None
+    saved.heads.token_ids[3] = VOCABULARY
+    saved.save(tmp_path)
+    with pytest.raises(HeadsError, match="the draft vocabulary has token ids that the model does not have"):
+        load_heads(tmp_path, target.model)
+
+
+def test_checkpoints_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Their architecture has no draft vocabulary."""
+    target = Target(model_of("llama"))
+    random_for(target, HeadsConfig(rank=8)).save(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    del told["heads"]["draft_vocabulary"]
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    assert load_heads(tmp_path, target.model).heads.token_ids is None
+
+
+def test_a_draft_vocabulary_holds_the_most_frequent_tokens_of_answers() -> None:
+    text = Example(np.array([1, 1, 1, 5, 7, 7, 3, 5]), np.array([False] * 3 + [True] * 5))
+    assert frequent_tokens([text], 2, 10).tolist() == [5, 7]
+    assert frequent_tokens([text], 5, 10).tolist() == [0, 1, 3, 5, 7]  # lower ids where none are left
+    config, ids = draft_vocabulary(HeadsConfig(draft_vocabulary=16), [text], 16)
+    assert ids is None and config.draft_vocabulary is None
+
+
+def test_labels_outside_of_the_draft_vocabulary_are_never_found() -> None:
+    heads = random_heads(HeadsConfig(rank=8, draft_vocabulary=20))
+    assert heads.token_ids is not None
+    indices = draft_labels(heads, torch.arange(SHAPE.vocabulary))
+    assert (indices >= 0).sum() == 20
+    assert torch.equal(heads.token_ids[indices[indices >= 0]], (indices >= 0).nonzero()[:, 0])
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 64))

@@ -55,8 +55,11 @@ class Checked(HeadsDrafter):
         embedded = model.get_input_embeddings()(torch.tensor(context[1:])).detach()
         expected = slowly(self.session.heads, self.reference.hidden, embedded, last=True)[-1]
         best = np.sort(expected, axis=1)[:, ::-1]
+        ids = self.session.heads.token_ids
+        indices = {int(token): index for index, token in enumerate(ids)} if ids is not None else None
         for head, tokens in enumerate(self.session.tokens):
-            np.testing.assert_allclose(expected[head][tokens], best[head, : len(tokens)], rtol=1e-3, atol=1e-3)
+            places = [indices[token] if indices else token for token in tokens.tolist()]
+            np.testing.assert_allclose(expected[head][places], best[head, : len(tokens)], rtol=1e-3, atol=1e-3)
         assert self.session._cache.length in (0, len(context) - 1)
         self.looked += 1
         return tree

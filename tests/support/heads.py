@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ VARIANTS = {
     "full": HeadsConfig(rank=0),
     "three heads": HeadsConfig(heads=3, rank=8, mlp=20),
     "medusa": HeadsConfig(rank=8).plain,
+    "draft vocabulary": HeadsConfig(rank=8, draft_vocabulary=20),
 }
 SHAPE = HeadsShape(width=16, vocabulary=53, embedding=12, attention_heads=2, mlp=24)
 
@@ -38,6 +40,8 @@ def random_heads(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, 
     with torch.no_grad():
         for weight in heads.parameters():
             weight.copy_(torch.randn(weight.shape) * size)
+    if heads.token_ids is not None:
+        heads.token_ids.copy_(torch.randperm(shape.vocabulary)[: heads.vocabulary])
     return heads.eval().requires_grad_(False)
 
 
@@ -45,7 +49,8 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
     """Random heads of a target, and a static tree for them."""
     target.watch_hidden()
     assert target.hidden is not None
-    like = new_heads(target.model, target.hidden.shape[-1], target.config.vocab_size, config)
+    every = replace(config, draft_vocabulary=None)
+    like = new_heads(target.model, target.hidden.shape[-1], target.config.vocab_size, every)
     paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2]]
     judged = EvalResult(
         tree=[path for path in paths if len(path) <= config.heads], gains=[0.9**n for n in range(len(paths))]
@@ -56,7 +61,7 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
 
 
 def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bool = False) -> Numbers:
-    """Logits ``[rows, heads, vocabulary]`` behind every row, or only the ``last``, number by number."""
+    """Logits ``[rows, heads, tokens]`` behind every row, or only the ``last``, number by number."""
     weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
     config, width = heads.config, heads.shape.attention_heads
     states = hidden.double().numpy()
@@ -64,7 +69,7 @@ def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bo
     for layer in range(config.adaptation):
         states = _adapted(weights, f"layers.{layer}.", states, tokens.double().numpy(), width, config)
         stages.append(states)
-    found = np.zeros((len(states), config.heads, heads.shape.vocabulary))
+    found = np.zeros((len(states), config.heads, heads.vocabulary))
     for row in range(len(states) - 1 if last else 0, len(states)):
         own = []
         for head in range(config.heads):

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, reason_of
@@ -72,10 +74,15 @@ class SavedHeads:
             "judged": asdict(self.judged),
             "training": self.training,
         }
-        weights = {name: weight.detach().to("cpu", SAVED_DTYPE) for name, weight in self.heads.state_dict().items()}
+        weights = {name: _for_file(weight) for name, weight in self.heads.state_dict().items()}
         weights_file, settings_file = output_files(folder)
-        weights_file.write(save({name: weight.contiguous() for name, weight in weights.items()}, METADATA))
+        weights_file.write(save(weights, METADATA))
         settings_file.write(_formatted(settings) + "\n")
+
+
+def _for_file(weight: torch.Tensor) -> torch.Tensor:
+    dtype = SAVED_DTYPE if weight.is_floating_point() else weight.dtype
+    return weight.detach().to("cpu", dtype).contiguous()
 
 
 def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
@@ -109,6 +116,7 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
     try:
         heads = Heads(HeadsShape(**settings["shape"]), HeadsConfig(**settings["heads"]))
         heads.load_state_dict(load_file(folder / WEIGHTS))
+        _check_token_ids(heads)
         judged = EvalResult(**settings["judged"])
     except FileNotFoundError:
         raise HeadsError(f"{folder / WEIGHTS} is missing: train the heads again with hdtool train-heads") from None
@@ -122,15 +130,36 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
     return SavedHeads(heads, settings["target"], settings["model"], judged, settings["training"])
 
 
-def new_heads(model: PreTrainedModel, hidden: int, vocabulary: int, config: HeadsConfig) -> Heads:
-    """Untrained heads, initialized to give the target's own next-token logits."""
+def _check_token_ids(heads: Heads) -> None:
+    """Drafts with ids that the model does not have would end an answer with an error."""
+    ids = heads.token_ids
+    if ids is not None and not ((ids >= 0) & (ids < heads.shape.vocabulary)).all():
+        raise ValueError("the draft vocabulary has token ids that the model does not have")
+
+
+def new_heads(
+    model: PreTrainedModel,
+    hidden: int,
+    vocabulary: int,
+    config: HeadsConfig,
+    token_ids: npt.NDArray[np.int64] | None = None,
+) -> Heads:
+    """Untrained heads, initialized to give the target's own next-token logits.
+
+    ``token_ids`` are those of the draft vocabulary, if ``config`` has one.
+    """
     settings = model.config.get_text_config(decoder=True)
     own = int(getattr(settings, "num_attention_heads", 1))
     attention = next(number for number in range(min(own, hidden // 2), 0, -1) if hidden % (2 * number) == 0)
     mlp = config.mlp or getattr(settings, "intermediate_size", None) or 4 * hidden
     shape = HeadsShape(hidden, vocabulary, embedding_width(model), attention, int(mlp))
     heads = Heads(shape, config)
-    _init_outputs(heads, output_layer(model).weight.detach())
+    weight = output_layer(model).weight.detach()
+    if token_ids is not None:
+        assert heads.token_ids is not None
+        heads.token_ids.copy_(torch.from_numpy(token_ids))
+        weight = weight[heads.token_ids.to(weight.device)]
+    _init_outputs(heads, weight)
     return heads
 
 

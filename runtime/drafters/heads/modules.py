@@ -115,13 +115,17 @@ class OutputLayer(nn.Module):
     down: nn.Linear | None
     up: nn.Linear
 
-    def __init__(self, shape: HeadsShape, rank: int) -> None:
+    def __init__(self, width: int, rank: int, vocabulary: int) -> None:
         super().__init__()
-        self.down = nn.Linear(shape.width, rank, bias=False) if rank else None
-        self.up = nn.Linear(rank or shape.width, shape.vocabulary, bias=False)
+        self.down = nn.Linear(width, rank, bias=False) if rank else None
+        self.up = nn.Linear(rank or width, vocabulary, bias=False)
+
+    def narrowed(self, states: torch.Tensor) -> torch.Tensor:
+        """The input of ``up``."""
+        return self.down(states) if self.down is not None else states
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.up(self.down(states) if self.down is not None else states)
+        logits: torch.Tensor = self.up(self.narrowed(states))
         return logits
 
 
@@ -143,7 +147,12 @@ class Heads(nn.Module):
         self.auto_embedding = nn.ModuleList(
             Attention(width, shape.attention_heads) for _ in range(config.auto_embedding)
         )
-        self.outputs = nn.ModuleList(OutputLayer(shape, config.rank) for _ in range(number))
+        self.vocabulary = config.draft_vocabulary or shape.vocabulary
+        """The number of tokens that the heads can draft."""
+        self.outputs = nn.ModuleList(OutputLayer(width, config.rank, self.vocabulary) for _ in range(number))
+        self.token_ids: torch.Tensor | None
+        ids = torch.arange(self.vocabulary) if config.draft_vocabulary else None
+        self.register_buffer("token_ids", ids)
         self._tables: dict[tuple[torch.device, torch.dtype, int], Rotary] = {}
 
     @property
@@ -182,11 +191,11 @@ class Heads(nn.Module):
         return states
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """``[heads, positions, vocabulary]``"""
+        """``[heads, positions, tokens]``, where ``tokens`` are those of the draft vocabulary."""
         return torch.stack([output(states[:, head]) for head, output in enumerate(self.outputs)])
 
     def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> torch.Tensor:
-        """Append new tokens to the cache ``cache``; return logits ``[heads, vocabulary]`` after the last."""
+        """Append new tokens to the cache ``cache``; return logits ``[heads, tokens]`` after the last."""
         stages = [stage[0, -1:] for stage in self.stages(hidden[None], tokens[None], cache)]
         if self.layers:
             cache.length += len(hidden)
@@ -203,11 +212,14 @@ class Heads(nn.Module):
         return cosines[indices], sines[indices]
 
 
-def best_of(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top-k tokens of each row, and their probabilities."""
+def best_of(
+    logits: torch.Tensor, number: int, token_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The top-k tokens of each row, and their probabilities; ``token_ids`` are those of a draft vocabulary."""
     logits = logits.float()
-    best = logits.topk(number, dim=-1)
-    return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+    best = logits.topk(min(number, logits.shape[-1]), dim=-1)
+    tokens = best.indices if token_ids is None else token_ids[best.indices]
+    return tokens, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
 
 
 def _table(size: int, width: int, like: torch.Tensor) -> Rotary:

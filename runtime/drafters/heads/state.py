@@ -101,7 +101,7 @@ class HeadsState:
             chosen = tokens[start : start + PROMPT_CHUNK]
             embedded = self._embed(chosen) if self.heads.reads_tokens else hidden[: len(chosen)]
             logits = self.heads.ahead(hidden[start : start + PROMPT_CHUNK], embedded, self._cache)
-        found, probs = best_of(logits, min(BEST, logits.shape[-1]))
+        found, probs = best_of(logits, BEST, self.heads.token_ids)
         return found.cpu().numpy(), probs.cpu().numpy()
 
     def _calibrate(self, accepted: Accepted) -> None:

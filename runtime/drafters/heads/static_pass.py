@@ -30,7 +30,7 @@ class FixedPass:
         like, number = heads.like, len(heads.steps)
         pinned = like.device.type == "cuda"
         self._heads, self._embed, self._capture, self._device = heads, embed, capture, like.device
-        self._best = min(best, heads.shape.vocabulary)
+        self._best = min(best, heads.vocabulary)
         self._host = torch.zeros(HEADER + SIZES[-1], dtype=torch.int64, pin_memory=pinned)
         self._input = self._host.to(self._device, copy=True)
         self._hidden = like.new_zeros((SIZES[-1], heads.shape.width))
@@ -79,7 +79,7 @@ class FixedPass:
             tokens = self._embed(device_input[HEADER : HEADER + size]) if heads.reads_tokens else hidden
             stages = heads.stages(hidden[None], tokens[None], IndexedHeadsKVCache(keys_values, indices, extent))
             last = [stage[0].index_select(0, device_input[1:HEADER]) for stage in stages]
-            found, probs = best_of(heads.logits(heads.states(last))[:, 0], self._best)
+            found, probs = best_of(heads.logits(heads.states(last))[:, 0], self._best, heads.token_ids)
             self._tokens.copy_(found)
             self._probs.copy_(probs)
 

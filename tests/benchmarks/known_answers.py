@@ -1,0 +1,206 @@
+"""Methods that read logits or hidden states, on recorded answers of a real model: one pass of the model per answer.
+
+    hdtool collect --model MODEL --prompts question.jsonl --out traces.jsonl --max-new-tokens 128
+    python -m tests.benchmarks.known_answers retrieval --model MODEL --traces traces.jsonl
+    python -m tests.benchmarks.known_answers heads --model MODEL --traces traces.jsonl --heads FOLDER --heads FOLDER
+    python -m tests.benchmarks.known_answers accuracy --model MODEL --traces traces.jsonl --heads FOLDER
+
+A greedy answer decides which drafts are accepted, and a pass over the whole answer gives the logits and the hidden
+states of all accepted tokens. So the tokens per step are those of decoding with a fixed number of nodes. Rankings of
+rejected nodes are not computed, so recycled rankings cannot be measured in this way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from hdtool.builders.heads.evaluate import evaluate
+from hdtool.builders.heads.examples import Example
+from hdtool.builders.heads.frozen_target import FrozenTarget
+from hdtool.data.traces import read_traces
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.heads.checkpoint import load_heads
+from hdtool.runtime.drafters.heads.select_heads import kind_of
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.environment import machine
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
+from hdtool.runtime.evaluation.replay import follow
+from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import ROOT, DraftTree
+
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+LENGTHS = (60, 120, 500)
+"""Prompts are grouped at these numbers of tokens."""
+METHODS = ("pld", "logitspec", "hd", "hd+logitspec")
+
+
+class Read(NamedTuple):
+    """A recorded answer, and what the model computes when it reads prompt and answer."""
+
+    turn: RecordedTurn
+    logits: torch.Tensor
+    """From the last token of the prompt on."""
+    hidden: torch.Tensor
+
+
+class Counts:
+    """Tokens, steps, and steps with drafts from a look-up, of a group of answers."""
+
+    def __init__(self) -> None:
+        self.tokens = self.steps = self.drafts = self.found = 0
+
+    def add(self, tokens: int, found: Sequence[bool]) -> None:
+        self.tokens += tokens
+        self.steps += 1 + len(found)  # the pass over the prompt is a step without drafts
+        self.drafts += len(found)
+        self.found += sum(found)
+
+
+def read(target: Target, turn: RecordedTurn) -> Read:
+    ids = torch.tensor([turn.prompt + turn.answer])
+    with torch.inference_mode():
+        logits = target.model(input_ids=ids, use_cache=False).logits[0]
+    return Read(turn, logits[len(turn.prompt) - 1 :].clone(), target.all_hidden[0])
+
+
+def replayed(target: Target, drafter: Drafter, known: Read) -> list[bool]:
+    """Whether each draft of an answer has a node from a look-up or a head; one entry per step after the first."""
+    turn, found = known.turn, []
+    length, done = len(turn.prompt), 1
+    target.hidden = known.hidden[:length]
+    drafter.begin(turn.prompt)
+    drafter.observe(Accepted([], turn.answer[:1]), known.logits[:1])
+    while done < len(turn.answer):
+        tree = drafter.draft([*turn.prompt, *turn.answer[:done]]).clipped(len(turn.answer) - done - 1)
+        accepted = follow(tree, turn.answer[done:])
+        at = length + done - 1
+        rows = torch.tensor([0, *(node + 1 for node in accepted.path)])
+        target.hidden = spread(known.hidden[at : at + len(rows)], rows, len(tree))
+        drafter.observe(accepted, spread(known.logits[done : done + len(rows)], rows, len(tree)))
+        found.append(has_match(tree))
+        done += len(accepted.tokens)
+    return found
+
+
+def spread(values: torch.Tensor, rows: torch.Tensor, nodes: int) -> torch.Tensor:
+    """The values of the accepted rows of a pass over a tree; other rows are not known."""
+    whole = values.new_zeros(1 + nodes, values.shape[-1])
+    whole[rows] = values
+    return whole
+
+
+def has_match(tree: DraftTree) -> bool:
+    """A bare candidate of the last logits was not found anywhere; all other nodes were."""
+    return bool(np.any((tree.sources != SourceName.LAST) | (tree.parents != ROOT)))
+
+
+def task_of(turn: RecordedTurn) -> str:
+    return "mt_bench" if turn.category in MT_BENCH else turn.category
+
+
+def length_group(tokens: int) -> str:
+    bounds = [0, *LENGTHS]
+    low = max(bound for bound in bounds if tokens >= bound)
+    later = [bound for bound in LENGTHS if bound > low]
+    return f"{low} to {later[0] - 1} tokens" if later else f"{low} tokens and more"
+
+
+def table(title: str, groups: Sequence[str], numbers: dict[str, int]) -> None:
+    heads = [f"{group} ({numbers[group]})" for group in groups]
+    print(f"| {title} | " + " | ".join(heads) + " | found |")
+    print("|---" * (len(groups) + 2) + "|")
+
+
+def compare(target: Target, turns: Sequence[Read], cases: dict[str, Drafter]) -> None:
+    """Tokens per step of each drafter by task and by length of the prompt."""
+    lengths = [length_group(size) for size in (0, *LENGTHS)]
+    groups = [*TASKS, *lengths, "all"]
+    numbers = {group: sum(group in groups_of(known.turn) for known in turns) for group in groups}
+    groups = [group for group in groups if numbers[group]]
+    table("tokens per step", groups, numbers)
+    for name, drafter in cases.items():
+        counts: dict[str, Counts] = defaultdict(Counts)
+        for known in turns:
+            found = replayed(target, drafter, known)
+            for group in groups_of(known.turn):
+                counts[group].add(len(known.turn.answer), found)
+        cells = [f"{counts[group].tokens / counts[group].steps:.3f}" for group in groups]
+        every = counts["all"]
+        print(f"| {name} | " + " | ".join(cells) + f" | {every.found / every.drafts:.1%} |", flush=True)
+
+
+def groups_of(turn: RecordedTurn) -> tuple[str, str, str]:
+    return task_of(turn), length_group(len(turn.prompt)), "all"
+
+
+def accuracy(target: Target, turns: Sequence[RecordedTurn], folders: Sequence[str]) -> None:
+    examples = [
+        Example(np.array(turn.prompt + turn.answer), np.arange(len(turn.prompt + turn.answer)) >= len(turn.prompt))
+        for turn in turns
+    ]
+    frozen = FrozenTarget(target)
+    for folder in folders:
+        heads = load_heads(Path(folder), target.model).heads
+        found = evaluate(heads, frozen, examples)
+        weights = sum(weight.numel() for weight in heads.parameters())
+        for best in ("1", "5", "10"):
+            cells = " | ".join(f"{share:.1%}" for share in found.top[best])
+            print(f"| {kind_of(Path(folder))}, top {best} | {weights:,} | {found.places:,} | {cells} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("retrieval", "heads", "accuracy"))
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--model-db")
+    parser.add_argument("--corpus-db")
+    parser.add_argument("--heads", action="append", default=[])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 32, 64])
+    parser.add_argument("--turns", type=int)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    loading = ModelConfig(model=options.model, device="cpu", dtype="float32")
+    loaded, reader = load(loading), TurnReader.of_model(loading)
+    target = loaded.target
+    traces = read_traces([options.traces])
+    turns = [turn for trace in traces for turn in reader.turns(trace)][: options.turns]
+    stores = StoresConfig(options.model_db, options.corpus_db)
+    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, model=checkpoint_of(loading))
+    lengths = [len(turn.answer) for turn in turns]
+    print(f"{machine()}, one thread; {len(turns)} answers, {sum(lengths):,} tokens; {store_set}")
+    print(f"prompts have {statistics.median(len(turn.prompt) for turn in turns):.0f} tokens in the median\n")
+    if options.what == "accuracy":
+        accuracy(target, turns, options.heads)
+        return
+    cases: dict[str, Drafter] = {}
+    methods = METHODS if options.what == "retrieval" else ("medusa", "amphista", "hd", "hd+amphista")
+    for nodes in options.nodes:
+        for method in methods:
+            sources = {"sources": "CMSL"} if method == "hd+logitspec" else {}
+            heads = tuple(options.heads) if method in ("medusa", "amphista", "hd+amphista") else ()
+            config = DecodeConfig(method, draft_tokens=nodes, history="none", heads=heads, **sources)  # type: ignore[arg-type]
+            cases[f"{method}, {nodes} nodes"] = drafter_for(config, target, store_set)
+    target.watch_hidden()
+    compare(target, [read(target, turn) for turn in turns], cases)
+
+
+if __name__ == "__main__":
+    main()
