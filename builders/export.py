@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from hdtool.data.errors import ModelError
 from hdtool.data.files.atomic_write import OutputFile
@@ -44,16 +42,16 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
     files = list(_files(source))
     if source / CODE in files:
         raise ModelError(f"{source} has a {CODE} of its own, which an export would replace: export another model")
+    # First, so that the folder of an export that was killed is known and completed by the next one.
+    code.write(TEMPLATE.format(first_line=FIRST_LINE, decoding=_changed(decoding), stores=_named(stores)))
     try:
         for file in files:
             _link(file, out / file.relative_to(source))
-        (out / FOLDER).mkdir(parents=True, exist_ok=True)
         (out / REQUIREMENTS).write_text("hdtool\n", encoding="utf-8")
     except OSError as error:
         raise ModelError(
             f"{out} cannot be written ({error.strerror or error}): correct the permissions, or choose another place"
         ) from error
-    code.write(TEMPLATE.format(first_line=FIRST_LINE, decoding=_changed(decoding), stores=_named(stores)))
     return files
 
 
@@ -101,9 +99,9 @@ def _changed(settings: DecodeConfig) -> str:
 
 def _named(stores: StoresConfig) -> str:
     """The stores as Python code; folders are named in full, so that the working directory does not matter."""
-    found: dict[str, Any] = {}
+    found: dict[str, str] = {}
     for name, value in asdict(stores).items():
         if value is not None:
             path = Path(value).expanduser()
             found[name] = str(path.resolve()) if path.exists() else value
-    return repr(json.loads(json.dumps(found)))
+    return repr(found)

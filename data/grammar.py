@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import PromptError
-from hdtool.data.formats.row import RowError, decoded
-from hdtool.data.inputs import faults_named
+from hdtool.data.inputs import text_in
 
 RESPONSE_FORMAT = "response_format"
 LARGEST_GRAMMAR = 1 << 20
@@ -70,13 +69,9 @@ class Grammar:
 
 def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
     """The grammar in a file."""
-    with faults_named(path, PromptError):
-        data = path.read_bytes()
+    text = text_in(path, "give it as UTF-8 text")
     try:
-        text = decoded(data)
         return Grammar.json_schema(text) if kind is GrammarKind.JSON_SCHEMA else Grammar(kind, text)
-    except RowError as fault:
-        raise PromptError(f"{path} is {fault}: give it as UTF-8 text") from None
     except PromptError as error:
         raise PromptError(f"{path}: {error}") from None
 

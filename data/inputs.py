@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hdtool.data.errors import HdtoolError, RecordError
+from hdtool.data.errors import HdtoolError, PromptError, RecordError
 from hdtool.data.formats.hub import files_of, is_hub_name
+from hdtool.data.formats.row import RowError, decoded
 from hdtool.data.formats.rows import ENDINGS, ending_of, holds_conversations
 
 MAYBE = (".log", ".db", ".sqlite", ".sqlite3", ".arrow")
@@ -52,6 +53,16 @@ def _is_input(path: Path) -> bool:
     """Whether a file of a folder is read by the ending of its name; logs and databases also by their content."""
     ending = ending_of(path)
     return ending in ENDINGS or (ending in MAYBE and holds_conversations(path))
+
+
+def text_in(path: Path, advice: str) -> str:
+    """The text of a file that a prompt needs; the error of one without text ends with ``advice``."""
+    with faults_named(path, PromptError):
+        data = path.read_bytes()
+    try:
+        return decoded(data)
+    except RowError as fault:
+        raise PromptError(f"{path} is {fault}: {advice}") from None
 
 
 @contextmanager

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import PromptError
-from hdtool.data.formats.row import RowError, decoded
-from hdtool.data.inputs import faults_named
+from hdtool.data.inputs import text_in
 from hdtool.data.unicode import lone_surrogate
 
 CONTENT, PART = "content", "text"
@@ -16,12 +15,7 @@ CONTENT, PART = "content", "text"
 
 def read_prediction(path: Path) -> str:
     """The text of a file; raises unless it holds some."""
-    with faults_named(path, PromptError):
-        data = path.read_bytes()
-    try:
-        text = decoded(data)
-    except RowError as fault:
-        raise PromptError(f"{path} is {fault}: a prediction is UTF-8 text") from None
+    text = text_in(path, "a prediction is UTF-8 text")
     if not text.strip():
         raise PromptError(f"{path} is empty: put the text in it that the answer will probably have, or leave it out")
     return text

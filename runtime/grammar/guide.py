@@ -20,23 +20,19 @@ class Guide:
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._matcher, self._tokenizer = matcher, tokenizer
-        self._length = 0
+        self.length = 0
         """Tokens of the answer that were consumed."""
-
-    @property
-    def length(self) -> int:
-        return self._length
 
     def follow(self, answer: Sequence[int]) -> None:
         """Consume the tokens of the answer that were not consumed yet."""
-        self.extend(list(answer[self._length :]))
+        self.extend(list(answer[self.length :]))
 
     def extend(self, new: list[int]) -> None:
         """Consume the next tokens of the answer."""
         # Only an end token follows a complete answer.
         if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
             raise self._stuck()
-        self._length += len(new)
+        self.length += len(new)
 
     def mask(self, device: torch.device, size: int) -> torch.Tensor:
         """Which of the first ``size`` tokens may come next."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
@@ -38,7 +38,7 @@ def generate(
 
     Calls that hdtool cannot decode, such as beams and batches, are left to the library, with a warning.
     """
-    library: Any = getattr(type(model), "generate")  # noqa: B009
+    library = cast(Any, type(model)).generate
     if options.get("custom_generate") is not None or options.get("assistant_model") is not None:
         return library(model, *arguments, **options)
     generator = _generator(model, decoding, stores)

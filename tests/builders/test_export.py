@@ -150,6 +150,17 @@ class TestNothingIsReplaced:
         assert "config.json is another file" in self.fault(capfd, out)
         assert (out / "config.json").read_text() == "{}"
 
+    def test_an_export_that_was_stopped_is_completed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def stop(file: Path, to: Path) -> None:
+            raise KeyboardInterrupt
+
+        out = tmp_path / "out"
+        with monkeypatch.context() as patched:
+            patched.setattr("hdtool.builders.export._link", stop)
+            assert exported(out) == 130
+        assert exported(out) == 0
+        assert (out / "config.json").samefile(demo.MODEL / "config.json")
+
     def test_the_model_itself(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         model = shutil.copytree(demo.MODEL, tmp_path / "model")
         assert "holds other files" in self.fault(capfd, model, model=model)

@@ -103,7 +103,7 @@ def test_gradients_of_parts_add_up_to_those_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [None, 20])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cross-entropy to the target's odds of each token ahead, and ``lm_weight`` times that of the token itself.
+    """For each head, the cross-entropy to the target's probabilities, plus ``lm_weight`` times that to the token.
 
     With a draft vocabulary, both are of its tokens only, and other labels have none.
     """
@@ -126,15 +126,15 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
         stages = heads.stages(alone.hidden, alone.embedded)
         for column in range(len(ids)):
             states = heads.states([stage[0, column : column + 1] for stage in stages])
-            for head, said in enumerate(heads.logits(states)[:, 0]):
+            for head, predicted in enumerate(heads.logits(states)[:, 0]):
                 place = column + 2 + head
                 if place < len(ids) and example.drafted[place]:
                     label = (mine == ids[place]).nonzero()
                     if len(label):
-                        odds = logits[0, place - 1, mine].softmax(-1)
-                        logs = said.log_softmax(-1)
-                        expected -= float((odds * logs).sum() + 0.3 * logs[label[0, 0]])
-                        right[head] += int(said.argmax() == label[0, 0])
+                        probs = logits[0, place - 1, mine].softmax(-1)
+                        logs = predicted.log_softmax(-1)
+                        expected -= float((probs * logs).sum() + 0.3 * logs[label[0, 0]])
+                        right[head] += int(predicted.argmax() == label[0, 0])
         assert output.hidden.shape[0] > row
     assert float(found) == pytest.approx(expected, rel=1e-3)
     assert hits.tolist() == right

@@ -211,9 +211,9 @@ def test_damaged_heads_give_one_line(tmp_path: Path, damage: object, said: str) 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     target = Target(model_of("llama"))
     random_for(target, HeadsConfig(rank=8)).save(tmp_path)
-    told = json.loads((tmp_path / "config.json").read_text())
-    told["heads"]["rank"] = 9
-    (tmp_path / "config.json").write_text(json.dumps(told))
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["heads"]["rank"] = 9
+    (tmp_path / "config.json").write_text(json.dumps(saved))
     with pytest.raises(HeadsError, match="cannot be read"):
         load_heads(tmp_path, target.model)
 
@@ -232,9 +232,9 @@ def test_checkpoints_of_earlier_versions_are_read(tmp_path: Path) -> None:
     """Their architecture has no draft vocabulary."""
     target = Target(model_of("llama"))
     random_for(target, HeadsConfig(rank=8)).save(tmp_path)
-    told = json.loads((tmp_path / "config.json").read_text())
-    del told["heads"]["draft_vocabulary"]
-    (tmp_path / "config.json").write_text(json.dumps(told))
+    saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["heads"]["draft_vocabulary"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
     assert load_heads(tmp_path, target.model).heads.token_ids is None
 
 

@@ -61,7 +61,7 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
 
 
 def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bool = False) -> Numbers:
-    """Logits ``[rows, heads, tokens]`` behind every row, or only the ``last``, number by number."""
+    """Logits ``[rows, heads, tokens]`` after every row, or only the ``last``, number by number."""
     weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
     config, width = heads.config, heads.shape.attention_heads
     states = hidden.double().numpy()
