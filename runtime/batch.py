@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 
 import torch
 
+from hdtool.data.errors import HdtoolError
 from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.model.attention_masks import batch_mask, tree_mask
-from hdtool.runtime.model.cache.kv_cache import SlotKVCache, StaticKVCache
-from hdtool.runtime.model.step_input import TreeInput
-from hdtool.runtime.model.target import Target, capacity_needed
+from hdtool.runtime.model.cache.batch_slots import BatchSlots
+from hdtool.runtime.model.cache.prefix_cache import PrefixCache
+from hdtool.runtime.model.cache.prompt_reader import PromptReader
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
-from hdtool.runtime.tree import DraftTree
 
 Key = TypeVar("Key")
 
@@ -35,69 +35,141 @@ class Request(Generic[Key]):
     """Tokens that end this answer; if empty, those of the whole batch are used."""
     prediction: Sequence[int] = ()
     """What the answer will probably look like: it is drafted from, and never read by the model."""
+    max_new_tokens: int | None = None
+    """Most tokens of this answer; None is the limit of the whole batch."""
+    owner: str = ""
+    """Kept contexts are used again for requests of the same owner only."""
 
 
-class BatchSlots:
-    """The KV cache of a batch of requests; the first slots are in use."""
+class Reading(Generic[Key]):
+    """A request whose prompt is being read."""
 
-    def __init__(self, target: Target, size: int) -> None:
-        self._target = target
-        self._size = size
-        self._caches: list[StaticKVCache] = []
-        self._pending: list[int] = []
-        self._input = TreeInput(target.device)
-        self._allocate(0)
+    def __init__(self, request: Request[Key], state: DecodeState, reader: PromptReader) -> None:
+        self.request, self.state = request, state
+        self._reader = reader
+        self.logits: torch.Tensor | None = None
+        """The logits after the prompt; None until all of it is read."""
 
-    @torch.inference_mode()
-    def prefill(self, slot: int, context: Sequence[int], room: int) -> torch.Tensor:
-        """Prefill a slot with a whole context and return the logits ``[1, vocabulary]`` after it."""
-        if (needed := capacity_needed(context, room)) > self._storage.capacity:
-            self._allocate(needed)
-        self._pending[slot] = len(context)
-        self._caches[slot].clear_from(len(context))
-        return self._target.read(context, self._caches[slot])
+    def read(self, most: int | None = None) -> bool:
+        """Read at most this many tokens of the prompt, or all; return whether it is complete."""
+        self.logits = self._reader.read(most)
+        return self.logits is not None
 
-    @torch.inference_mode()
-    def recompute(self, slot: int, root: int) -> torch.Tensor:
-        """Verify the root of one slot without drafts, after a pass with drafts overflowed."""
-        target, cache = self._target, self._caches[slot]
-        cache.clear_from(cache.length)
-        all_hidden = target.all_hidden
-        mask = tree_mask(DraftTree.bare(root), cache.length, target.windows, target.dtype, target.device)
-        logits = target.forward([[root]], [[cache.length]], mask, cache)[0]
-        target.all_hidden = all_hidden  # the drafters of the other slots still read theirs
-        return logits
+    @property
+    def reader(self) -> PromptReader:
+        return self._reader
 
-    @torch.inference_mode()
-    def verify(self, trees: Sequence[DraftTree]) -> list[torch.Tensor]:
-        """Verify one tree in each of the first slots: logits ``[1 + nodes, vocabulary]`` for each."""
-        target = self._target
-        lengths = [cache.length for cache, _ in zip(self._caches, trees, strict=False)]
-        mask = batch_mask(trees, lengths, target.windows, target.dtype, target.device)
-        ids, positions = self._input.of_batch(trees, lengths)
-        most = ids.shape[1]
-        for cache, length in zip(self._caches, lengths, strict=False):
-            cache.used = max(cache.used, length + most)
-        logits = target.run(ids, positions, mask, SlotKVCache(self._storage, lengths, most))
-        self._pending[: len(trees)] = [1] * len(trees)
-        return [logits[slot, : len(tree) + 1] for slot, tree in enumerate(trees)]
 
-    def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Append the root and the nodes of ``path`` to the context of a slot."""
-        self._caches[slot].commit(self._pending[slot], path)
+Outcome = tuple[Request[Key], Step | HdtoolError]
+"""A step of a request, or the error that ended its answer."""
 
-    @torch.inference_mode()
-    def move(self, slot: int, to: int) -> None:
-        self._caches[to].copy_from(self._caches[slot])
 
-    @torch.inference_mode()
-    def _allocate(self, capacity: int) -> None:
-        """Allocate a cache for ``capacity`` tokens a slot and copy the slots in use into it."""
-        self._storage = self._target.allocate(capacity, self._size)
-        caches = [StaticKVCache(self._storage.of_slot(slot)) for slot in range(self._size)]
-        for new, old in zip(caches, self._caches, strict=False):
-            new.copy_from(old)
-        self._caches, self._pending = caches, [0] * self._size
+class Batch(Generic[Key]):
+    """Requests that are answered together; the caller adds and removes them between steps."""
+
+    def __init__(
+        self,
+        target: Target,
+        size: int,
+        *,
+        max_new_tokens: int,
+        stops: Container[int] = (),
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """With ``prefixes``, a prompt is read from where it differs from a context that was kept there."""
+        self._target, self._size = target, size
+        self._most, self._stops = max_new_tokens, stops
+        self._prefixes = prefixes
+        self._slots = BatchSlots(target, size)
+        self._running: list[tuple[Request[Key], DecodeState]] = []
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._running) == self._size
+
+    def start(self, request: Request[Key]) -> Reading[Key]:
+        """Start an answer: its prompt is read by the returned object, in one piece or several."""
+        state = DecodeState(
+            self._target,
+            request.prompt,
+            request.sampler,
+            max_new_tokens=self._most if request.max_new_tokens is None else request.max_new_tokens,
+            stops=request.stops or self._stops,
+            drafter=request.drafter,
+            prediction=request.prediction,
+        )
+        prompt = state.begin()
+        prefix = self._prefixes.longest(request.owner, prompt) if self._prefixes else None
+        return Reading(request, state, PromptReader(self._target, prompt, prefix))
+
+    def join(self, reading: Reading[Key]) -> Outcome[Key]:
+        """Accept the first token of an answer whose prompt is read, and put it into a free slot."""
+        assert reading.logits is not None
+        request, state, slot = reading.request, reading.state, len(self._running)
+        cache = reading.reader.cache
+        self._slots.load(slot, cache, state.room)
+        outcome = self._accepted(slot, state, reading.logits)
+        if self._prefixes:
+            self._prefixes.keep(request.owner, request.prompt, cache)
+        if _has_ended(outcome):
+            state.end()
+        else:
+            self._running.append((request, state))
+        return request, outcome
+
+    def add(self, request: Request[Key]) -> Outcome[Key]:
+        """Read the whole prompt of a request and accept its first token."""
+        reading = self.start(request)
+        reading.read()
+        return self.join(reading)
+
+    def step(self) -> list[Outcome[Key]]:
+        """One forward pass for all requests; those whose answers end leave the batch."""
+        running = list(self._running)
+        verified = self._slots.verify([state.draft() for _, state in running])
+        outcomes = []
+        for slot, (_, state) in enumerate(running):
+            self._target.select_slot(slot)
+            outcomes.append(self._accepted(slot, state, verified[slot]))
+        for slot in range(len(running) - 1, -1, -1):
+            if _has_ended(outcomes[slot]):
+                self._leave(slot)
+        return [(request, outcome) for (request, _), outcome in zip(running, outcomes, strict=True)]
+
+    def remove(self, request: Request[Key]) -> None:
+        """End the answer of a request that is running."""
+        for slot, (running, _) in enumerate(self._running):
+            if running is request:
+                self._leave(slot)
+                return
+
+    def end(self) -> None:
+        """End all answers."""
+        for _, state in self._running:
+            state.end()
+        self._running.clear()
+
+    def _accepted(self, slot: int, state: DecodeState, logits: torch.Tensor) -> Step | HdtoolError:
+        try:
+            accepted, logits = state.accept(logits, partial(self._slots.recompute, slot))
+        except HdtoolError as error:  # a fault of one request does not end the others
+            return error
+        self._slots.commit(slot, accepted.path)
+        return state.observe(accepted, logits)
+
+    def _leave(self, slot: int) -> None:
+        """End the answer in a slot, keep its context, and move the last slot there."""
+        request, state = self._running[slot]
+        state.end()
+        if self._prefixes:
+            self._prefixes.keep(request.owner, state.context[: self._slots.length(slot)], self._slots.saved(slot))
+        last = self._running.pop()
+        if slot < len(self._running):
+            self._slots.move(len(self._running), to=slot)
+            self._running[slot] = last
 
 
 def decode_batch(
@@ -113,49 +185,25 @@ def decode_batch(
     ``next_request`` is called whenever a slot is free, so a request may depend on earlier answers. If it returns
     None, it is called again after the next step.
     """
-    slots = BatchSlots(target, size)
-    running: list[tuple[Request[Key], DecodeState]] = []
+    batch: Batch[Key] = Batch(target, size, max_new_tokens=max_new_tokens, stops=stops)
     try:
         while True:
-            while len(running) < size and (request := next_request()) is not None:
-                state = DecodeState(
-                    target,
-                    request.prompt,
-                    request.sampler,
-                    max_new_tokens=max_new_tokens,
-                    stops=request.stops or stops,
-                    drafter=request.drafter,
-                    prediction=request.prediction,
-                )
-                logits = slots.prefill(len(running), state.begin(), state.room)
-                step = _accept_and_commit(slots, len(running), state, logits)
-                if step.finish:
-                    state.end()
-                else:
-                    running.append((request, state))
-                yield request, step
-            if not running:
+            while not batch.is_full and (request := next_request()) is not None:
+                yield _without_error(batch.add(request))
+            if not len(batch):
                 return
-            verified = slots.verify([state.draft() for _, state in running])
-            steps = []
-            for slot, (_, state) in enumerate(running):
-                target.select_slot(slot)
-                steps.append(_accept_and_commit(slots, slot, state, verified[slot]))
-            for (request, _), step in zip(running, steps, strict=True):
-                yield request, step
-            for slot in range(len(running) - 1, -1, -1):
-                if steps[slot].finish:
-                    running[slot][1].end()
-                    last = running.pop()
-                    if slot < len(running):
-                        slots.move(len(running), to=slot)
-                        running[slot] = last
+            for outcome in batch.step():
+                yield _without_error(outcome)
     finally:
-        for _, state in running:
-            state.end()
+        batch.end()
 
 
-def _accept_and_commit(slots: BatchSlots, slot: int, state: DecodeState, logits: torch.Tensor) -> Step:
-    accepted, logits = state.accept(logits, partial(slots.recompute, slot))
-    slots.commit(slot, accepted.path)
-    return state.observe(accepted, logits)
+def _has_ended(outcome: Step | HdtoolError) -> bool:
+    return isinstance(outcome, HdtoolError) or outcome.finish is not None
+
+
+def _without_error(outcome: Outcome[Key]) -> tuple[Request[Key], Step]:
+    request, step = outcome
+    if isinstance(step, HdtoolError):
+        raise step
+    return request, step

@@ -77,6 +77,11 @@ class DecodeState:
         self._timer = _StepTimer(target)
         self._target, self._vocabulary = target, target.vocabulary
 
+    @property
+    def context(self) -> list[int]:
+        """The prompt and all tokens since."""
+        return self._sampler.context
+
     def begin(self) -> Sequence[int]:
         """Start the first step, which prefills the prompt: it has no drafts and yields one token."""
         self._timer.start()

@@ -12,12 +12,12 @@ import torch
 
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.stores.home import cost_at_home
-from hdtool.runtime.batch import BatchSlots
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file
 from hdtool.runtime.budget.node_budget import PASS_SIZES
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
+from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree

@@ -148,6 +148,10 @@ class Target:
         """
         return not self._row_by_row.layers and limit == self.context_limit(1)
 
+    def reads_in_pieces(self, length: int) -> bool:
+        """Whether a prompt of this length may be read in several passes into a cache that is not the target's own."""
+        return not self._watched and self._is_reusable(self.context_limit(length))
+
     def _provide(self, context: Sequence[int], room: int, kept: int) -> None:
         """Provide capacity for a context of which the cache holds the first ``kept`` tokens."""
         needed, old = capacity_needed(context, room), self._cache
@@ -171,9 +175,7 @@ class Target:
 
         def read(piece: list[int], first: int) -> torch.Tensor | None:
             nonlocal logits
-            positions = range(first, first + len(piece))
-            mask = continuation_mask(len(piece), first, self.windows, self.dtype, self.device)
-            logits = self.forward([piece], [positions], mask, self._cache, **self._prefill_options)[0, -1:]
+            logits = self.read_piece(piece, first, self._cache)
             self._pending = piece
             return self._hidden_rows()
 
@@ -305,6 +307,14 @@ class Target:
         cache.length = self.cached_tokens = 0
         # No mask: the model makes its own or uses a causal kernel.
         return self.forward([list(context)], [range(len(context))], None, cache, **self._prefill_options)[0, -1:]
+
+    @torch.inference_mode()
+    def read_piece(self, piece: Sequence[int], first: int, cache: StaticKVCache) -> torch.Tensor:
+        """Read tokens after the ``first`` ones, which ``cache`` holds; the logits ``[1, vocabulary]`` after them."""
+        cache.length = first
+        mask = continuation_mask(len(piece), first, self.windows, self.dtype, self.device)
+        positions = range(first, first + len(piece))
+        return self.forward([list(piece)], [positions], mask, cache, **self._prefill_options)[0, -1:]
 
     def forward(
         self, tokens: list[list[int]], positions: Sequence[Sequence[int]], mask: Mask, cache: Cache, **options: int

@@ -32,7 +32,6 @@ from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime import answerer
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.batch import BatchSlots
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, SharedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import DecodeState, Step
@@ -40,6 +39,7 @@ from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stats import Stats

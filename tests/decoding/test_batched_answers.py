@@ -215,7 +215,7 @@ SLOW = """
 import sys, time
 from hdtool.cli.app import main
 from hdtool.runtime.drafters import methods
-from hdtool.runtime.batch import BatchSlots
+from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.budget.cost_curve import CostCurve
 methods.cost_here = lambda target, batch: CostCurve.parse("0:1,64:2")
 verify = BatchSlots.verify

@@ -17,7 +17,6 @@ from torch.nn import Linear, Parameter
 from hdtool.cli import app
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, OptionError
-from hdtool.runtime.batch import BatchSlots
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
@@ -26,6 +25,7 @@ from hdtool.runtime.evaluation.model_shapes import load_shape
 from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, use_small_batch_products
 from hdtool.runtime.model import quantization as quantizing
+from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load, load_stock
 from hdtool.runtime.model.quantized_layers import quantized_layers

@@ -70,7 +70,6 @@ class KeptContext:
         before = _keys_values_at(cache, start)
         for first in range(start, len(context), PIECE):
             piece = list(context[first : first + PIECE])
-            cache.length = first
             hidden = read(piece, first)
             if first == start and _differ(before, _keys_values_at(cache, start)):
                 return False

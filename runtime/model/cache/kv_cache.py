@@ -102,6 +102,10 @@ class KVTensors:
         views = [(next(free[layer[0]]), next(free[layer[1]])) if layer else (nothing, nothing) for layer in shapes]
         return cls(list(tensors.values()), views, capacity)
 
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def of_slot(self, slot: int) -> KVTensors:
         """The views of one batch slot."""
 
@@ -163,9 +167,9 @@ class StaticKVCache(Cache):
             chosen = tensor.index_select(3, torch.tensor(rows, device=tensor.device))
             tensor.narrow(3, start, len(path)).copy_(chosen)
 
-    def copy_from(self, other: StaticKVCache) -> None:
-        """Copy another sequence, of the same batch or of a smaller cache."""
-        self.length = other.length
+    def copy_from(self, other: StaticKVCache, length: int | None = None) -> None:
+        """Copy another sequence, of the same batch or of a smaller cache, or the first ``length`` tokens of it."""
+        self.length = other.length if length is None else length
         for mine, theirs in zip(self.storage.tensors, other.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
         self.used = max(self.used, self.length)
