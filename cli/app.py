@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from hdtool.cli import (
     bench,
@@ -23,7 +24,6 @@ from hdtool.cli import (
     export,
     generate,
     replay,
-    serve,
     setup,
     train_heads,
     verify,
@@ -32,6 +32,8 @@ from hdtool.cli.chat import command as chat
 from hdtool.cli.parameters.command import Command
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import with_options
+from hdtool.cli.serving import command as serving
+from hdtool.cli.serving import vllm
 from hdtool.cli.stores import build_stores, edit_store, inspect, list_stores
 from hdtool.data.errors import HdtoolError, OptionError
 
@@ -42,8 +44,22 @@ BROKEN_PIPE = 141
 COMPLETION = "_HDTOOL_COMPLETE"
 """Set in the environment by the completion script of a shell."""
 
+VLLM_COMMAND = "serve-vllm"
+"""The command for ``serve --engine vllm``; it is not listed."""
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; the options of ``serve`` depend on its engine."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[:1] == ["serve"] and serving.engine_of(args) == serving.VLLM:
+            return "serve", self.get_command(ctx, VLLM_COMMAND), args[1:]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="hdtool",
+    cls=Commands,
     help="Speed up your language model losslessly by drafting from databases.",
     rich_markup_mode=None,  # rich would triple the time of --help
 )
@@ -105,9 +121,13 @@ COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
         "hdtool export MODEL --out drafting-model",
         "hdtool export MODEL --out drafting-model --method hd+logitspec --model-db stores/model",
     ),
-    serve.serve: (
-        "hdtool serve MODEL --port 8000",
-        "hdtool serve MODEL --served-model-name tenant-a --min-draft-prob 0.3 --dry-run",
+    serving.serve: (
+        "hdtool serve MODEL",
+        "hdtool serve MODEL --port 8000 --api-key-file keys.txt --batch-size 4",
+    ),
+    vllm.serve_vllm: (
+        "hdtool serve MODEL --engine vllm --port 8000",
+        "hdtool serve MODEL --engine vllm --served-model-name tenant-a --min-draft-prob 0.3 --dry-run",
     ),
     bench.bench: (
         "hdtool bench --model MODEL --num-prompts 24 --threads 1",
@@ -130,7 +150,8 @@ for function, examples in COMMANDS.items():
         function.__name__.replace("_", "-"),
         cls=Command,
         epilog="\n".join(f"  {line}" for line in examples),
-        context_settings=serve.PASSED_ON if function is serve.serve else None,
+        context_settings=vllm.PASSED_ON if function is vllm.serve_vllm else None,
+        hidden=function is vllm.serve_vllm,
     )(with_options(function))
 
 

@@ -45,19 +45,14 @@ class Reading(Generic[Key]):
     """A request whose prompt is being read."""
 
     def __init__(self, request: Request[Key], state: DecodeState, reader: PromptReader) -> None:
-        self.request, self.state = request, state
-        self._reader = reader
+        self.request, self.state, self.reader = request, state, reader
         self.logits: torch.Tensor | None = None
         """The logits after the prompt; None until all of it is read."""
 
     def read(self, most: int | None = None) -> bool:
         """Read at most this many tokens of the prompt, or all; return whether it is complete."""
-        self.logits = self._reader.read(most)
+        self.logits = self.reader.read(most)
         return self.logits is not None
-
-    @property
-    def reader(self) -> PromptReader:
-        return self._reader
 
 
 Outcome = tuple[Request[Key], Step | HdtoolError]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -141,7 +141,7 @@ def decode(
     drafter: Drafter | None = None,
     prediction: Sequence[int] = (),
     prefix_caching: bool = True,
-) -> Iterator[Step]:
+) -> Generator[Step]:
     """Answer a prompt, one step after another.
 
     A ``prediction`` is what the answer will probably look like: it is drafted from, and never read by the model. With

@@ -61,13 +61,13 @@ def _before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piec
         text = "".join(part for part, _ in held)
         end = first_stop(text, stops)
         ended = end is not None
-        ready, held = _split(held, len(text) - _begun(text, stops) if end is None else end)
+        ready, held = _split(held, len(text) - begun_length(text, stops) if end is None else end)
         yield from ready
     if not ended:
         yield from held
 
 
-def _begun(text: str, stops: Sequence[str]) -> int:
+def begun_length(text: str, stops: Sequence[str]) -> int:
     """The length of the longest end of a text that begins a stop string."""
     lengths = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
     return max(lengths, default=0)

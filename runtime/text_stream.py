@@ -24,9 +24,11 @@ class TextStream:
     skips, are dropped as they come, so that a long run of them is not decoded again with each new one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._decode = decoder_of(tokenizer)
+        self._decode = (
+            decoder_of(tokenizer) if skip_special_tokens else partial(text_of, tokenizer, skip_special_tokens=False)
+        )
         self._ids: list[int] = []
         self._skipped: dict[int, bool] = {}
         self._start = 0
@@ -56,7 +58,7 @@ class TextStream:
     def _is_skipped(self, id_: int) -> bool:
         """Whether an id has text only if special tokens are not skipped."""
         if id_ not in self._skipped:
-            shown = text_of(self._tokenizer, [id_])
+            shown = self._decode([id_])
             self._skipped[id_] = not shown and bool(text_of(self._tokenizer, [id_], skip_special_tokens=False))
         return self._skipped[id_]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, ServeConfig
+from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -21,7 +21,7 @@ def main() -> None:
     for method in METHODS:
         if method not in NEED_HEADS:
             drafter_within(FixedBudget, DecodeConfig(method), stores)
-    BatchDrafter(stores, ServeConfig(), rows=2, longest=64)
+    BatchDrafter(stores, VllmConfig(), rows=2, longest=64)
 
 
 if __name__ == "__main__":

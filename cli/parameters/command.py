@@ -11,11 +11,12 @@ from typer.core import TyperCommand
 from hdtool.cli.parameters.unused_options import refuse_unused
 
 INPUT, MODEL, DRAFTING, SAMPLING, OUTPUT = "Input", "Model", "Drafting", "Sampling", "Output"
-STRUCTURE = "Structured output"
+STRUCTURE, SERVER = "Structured output", "Server"
 BUILD, HEADS, TRAINING, MEASUREMENT = "Build", "Architecture of the heads", "Training", "Measurement"
 PANELS = (
     "Arguments",
     INPUT,
+    SERVER,
     MODEL,
     HEADS,
     TRAINING,

@@ -16,6 +16,7 @@ from hdtool.cli.parameters.command import (
     MEASUREMENT,
     MODEL,
     SAMPLING,
+    SERVER,
     STRUCTURE,
     TRAINING,
     option,
@@ -46,7 +47,7 @@ PANELS = {
     "ReplayConfig.limit": INPUT,
     "ReplayConfig.workers": MEASUREMENT,
     "SamplingConfig": SAMPLING,
-    "ServeConfig": DRAFTING,
+    "ServerConfig": SERVER,
     "SetupConfig": MEASUREMENT,
     "SetupConfig.max_bad_fraction": INPUT,
     "ShapeConfig": MEASUREMENT,
@@ -55,6 +56,7 @@ PANELS = {
     "TrainConfig": TRAINING,
     "TrainConfig.max_bad_fraction": INPUT,
     "VerifyConfig": INPUT,
+    "VllmConfig": DRAFTING,
 }
 """Panels of the help by settings class, and by option where it differs."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -193,22 +193,35 @@ class SharedBudget(_ChosenSize):
     """
 
     def __init__(
-        self, target: Target, curve: CostCurve, shared: dict[int, Probs], batch: int, overhead: float = STEP_OVERHEAD
+        self,
+        target: Target,
+        curves: Mapping[int, CostCurve],
+        shared: dict[int, Probs],
+        rows: Callable[[], int],
+        overhead: float = STEP_OVERHEAD,
     ) -> None:
-        """``shared`` is common to the budgets of a batch; ``curve`` holds passes with such a tree in each slot."""
-        super().__init__(batch * overhead, lambda: target.passes)
-        self._shared = shared
-        self._costs = curve.of_passes(np.array(PASS_SIZES) - 1, np.zeros(len(PASS_SIZES)))
+        """``shared`` is common to the budgets of a batch.
+
+        ``curves`` hold the passes of batches with such a tree in each slot, by the number of slots; ``rows`` returns
+        how many of them are in use.
+        """
+        super().__init__(overhead, lambda: target.passes)
+        self._shared, self._rows, self._each = shared, rows, overhead
+        sizes = np.array(PASS_SIZES) - 1
+        self._costs = {size: curve.of_passes(sizes, np.zeros(len(PASS_SIZES))) for size, curve in curves.items()}
 
     def nodes(self, probs: Probs) -> int:
-        mine = gains(probs)
+        rows, mine = self._rows(), gains(probs)
+        self._shared.pop(id(self), None)  # the latest are at the end
         self._shared[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
-        in_all = np.sum(list(self._shared.values()), axis=0)
-        return min(len(probs), self._best(in_all, self._costs, EXACT, SIZE_OF))
+        in_all = np.sum(list(self._shared.values())[-rows:], axis=0)
+        self._overhead = rows * self._each
+        measured = min((size for size in self._costs if size >= rows), default=max(self._costs))
+        return min(len(probs), self._best(in_all, self._costs[measured], EXACT, SIZE_OF))
 
     def set_draft_seconds(self, seconds: float) -> None:
         # All slots draft before the shared pass.
-        super().set_draft_seconds(seconds * max(1, len(self._shared)))
+        super().set_draft_seconds(seconds * max(1, min(self._rows(), len(self._shared))))
 
 
 @njit(cache=True, nogil=True)

@@ -29,7 +29,7 @@ from hdtool.runtime.config.methods import (
     SOURCE_NAMES,
 )
 from hdtool.runtime.config.model import LOWEST_TEMPERATURE, ModelConfig, SamplingConfig
-from hdtool.runtime.config.serving import ServeConfig
+from hdtool.runtime.config.serving import ServerConfig, VllmConfig
 
 __all__ = [
     "COLD",
@@ -59,9 +59,10 @@ __all__ = [
     "PaperConfig",
     "ReplayConfig",
     "SamplingConfig",
-    "ServeConfig",
+    "ServerConfig",
     "ShapeConfig",
     "StoresConfig",
     "TrainConfig",
     "VerifyConfig",
+    "VllmConfig",
 ]

@@ -1,4 +1,4 @@
-"""Settings of drafting inside a serving engine."""
+"""Settings of servers: vLLM's with our drafter, and our own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hdtool.runtime.config.setting import Settings, require, setting
 
 
 @dataclass(frozen=True)
-class ServeConfig(Settings):
-    """How hdtool drafts inside a serving engine."""
+class VllmConfig(Settings):
+    """How hdtool drafts inside vLLM."""
 
     draft_tokens: int = setting(8, "Most draft tokens per request and step.")
     min_draft_prob: float | None = setting(
@@ -26,3 +26,29 @@ class ServeConfig(Settings):
         require(1 <= self.draft_tokens <= largest, "draft-tokens", self.draft_tokens, f"between 1 and {largest}")
         fits = self.min_draft_prob is None or 0 < self.min_draft_prob <= 1
         require(fits, "min-draft-prob", self.min_draft_prob, "above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class ServerConfig(Settings):
+    """The address and the limits of hdtool's own server."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface of this machine.")
+    port: int = setting(8000, "Port to listen on; 0 is any free one.")
+    api_key_file: str | None = setting(
+        None,
+        "File with a key on each line, or the name of a tenant and its key. Default: HDTOOL_API_KEY in the "
+        "environment, else none.",
+    )
+    served_model_name: str | None = setting(None, "Name of the model in requests. Default: MODEL.")
+    max_waiting: int = setting(256, "Most answers that wait for a place; more are refused with status 503.", least=1)
+    max_body_mib: int = setting(8, "Largest body of a request, in MiB.", least=1)
+    body_seconds: float = setting(10.0, "Longest time for the body of a request to arrive.")
+    prefix_cache_mib: int = setting(
+        1024, "Memory for contexts that are kept after their answers, in MiB; 0 keeps none.", least=0
+    )
+    shutdown_seconds: int = setting(30, "Time that answers in progress have to end when the server stops.", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.port < 2**16, "port", self.port, "between 0 and 65535")
+        require(self.body_seconds > 0, "body-seconds", self.body_seconds, "above 0")

@@ -56,16 +56,23 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
     def budget() -> Budget:
         if config.draft_tokens is not None:
             return FixedBudget(config.draft_tokens)
-        return MeasuredBudget(target, curve()) if batch == 1 else SharedBudget(target, curve(), together, batch)
+        return (
+            MeasuredBudget(target, curve())
+            if batch == 1
+            else SharedBudget(target, {batch: curve()}, together, lambda: batch)
+        )
 
     stores = replace(store_set, history=store_set.history or history_for(config, target, store_set))
     return [drafter_within(budget, config, stores, target) for _ in range(batch)]
 
 
 def history_for(
-    config: DecodeConfig, target: Target, store_set: StoreSet, *, read_only: bool = False
+    config: DecodeConfig, target: Target, store_set: StoreSet, *, read_only: bool = False, tenant: str = ""
 ) -> History | None:
-    """The history that the drafters of a model share, if their method has one; its store may be ``read_only``."""
+    """The history that the drafters of a model share, if their method has one; its store may be ``read_only``.
+
+    A tenant's history lasts in a folder of its own below the one of ``config``.
+    """
     if "H" not in config.drafts_from:
         return None
     store = None
@@ -76,7 +83,10 @@ def history_for(
         if not store_set.tokenizer:
             raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")
         model = fingerprint(target.model)
-        folder = history_at_home(model, store_set.tokenizer) if config.history == HOME else Path(config.history)
+        at_home = config.history == HOME
+        folder = (
+            history_at_home(model, store_set.tokenizer, tenant or None) if at_home else Path(config.history) / tenant
+        )
         store = HistoryStore.open(folder, store_set.tokenizer, model, read_only=read_only)
     return History(prompts=config.history_prompts, store=store)
 

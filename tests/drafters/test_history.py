@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import cast
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +11,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.evaluation.replay import follow
@@ -90,7 +87,7 @@ def test_an_answer_that_is_broken_off_is_remembered_as_far_as_it_went() -> None:
     target, prompt, history = Target(model_of("llama")), prompt_of(9), History()
     steps = decode(target, prompt, Sampler(GREEDY, prompt), max_new_tokens=40, drafter=drafting(history))
     begun = [next(steps).tokens, next(steps).tokens, next(steps).tokens]
-    cast(Generator[Step, None, None], steps).close()
+    steps.close()
     later = run(target, prompt, GREEDY, 40, drafter=drafting(history))
     assert said(later)[: sum(map(len, begun))] == [token for tokens in begun for token in tokens]
     assert any(SourceName.HISTORY in step.sources for step in later)

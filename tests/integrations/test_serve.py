@@ -18,7 +18,7 @@ from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
-from hdtool.runtime.config import ModelConfig, ServeConfig, StoresConfig
+from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer
 from hdtool.runtime.integrations.vllm import cpu_fixes as repair
 from hdtool.runtime.integrations.vllm.launch import PROPOSER, Launch
@@ -42,7 +42,7 @@ def mark() -> TokenizerFingerprint:
 
 
 def launch(*options: str, **stores: str) -> Launch:
-    return Launch(MODEL, options, ServeConfig(), StoresConfig(**stores))
+    return Launch(MODEL, options, VllmConfig(), StoresConfig(**stores))
 
 
 def told(launched: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -79,13 +79,13 @@ def test_the_command_is_vllms_own_with_our_drafter() -> None:
 
 
 def test_a_worker_opens_the_stores_of_the_command() -> None:
-    launched = Launch(MODEL, [], ServeConfig(3, 0.5, 1), StoresConfig(corpus_db="none"))
+    launched = Launch(MODEL, [], VllmConfig(3, 0.5, 1), StoresConfig(corpus_db="none"))
     speculation, additional = told(launched)
     assert additional["hdtool"] == {
         "model_db": MODEL_STORE, "corpus_db": "none", "min_draft_prob": 0.5, "context_mib": 1
     }  # fmt: skip
     settings = Settings.of(additional, speculation["num_speculative_tokens"])
-    assert settings.serving == ServeConfig(3, 0.5, 1)
+    assert settings.serving == VllmConfig(3, 0.5, 1)
     drafter = worker(additional).drafter
     assert (drafter.store_set.model is None, drafter.store_set.corpus is None) == (False, True)
     assert drafter.min_probability.floor(1) == 0.5
@@ -194,7 +194,7 @@ def test_a_model_with_a_long_path_is_served_without_a_namespace(tmp_path: Path) 
     deep = tmp_path.joinpath(*["a_folder_with_a_long_name"] * 10)
     deep.parent.mkdir(parents=True)
     deep.symlink_to(demo.MODEL)
-    store_set = Launch(str(deep), ["--served-model-name", LONG], ServeConfig(), StoresConfig()).store_set
+    store_set = Launch(str(deep), ["--served-model-name", LONG], VllmConfig(), StoresConfig()).store_set
     assert store_set.model and store_set.model.folder == demo.MODEL_STORE
     assert worker(served=LONG).drafter.store_set.model.folder == demo.MODEL_STORE  # type: ignore[union-attr]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hdtool.data import demo
-from hdtool.runtime.config import ServeConfig
+from hdtool.runtime.config import VllmConfig
 from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable, holds
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
@@ -41,7 +41,7 @@ class Engine:
 def engine(
     *requests: list[int], min_draft_prob: float | None = 0.02, store_set: StoreSet | None = None, **limits: Any
 ) -> Engine:
-    config = ServeConfig(TOKENS, min_draft_prob, limits.pop("context_mib", 256), limits.pop("history", True))
+    config = VllmConfig(TOKENS, min_draft_prob, limits.pop("context_mib", 256), limits.pop("history", True))
     drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "longest": LONGEST, **limits})
     made = Engine(drafter)
     made.requests = [list(request) for request in requests]

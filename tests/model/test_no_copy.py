@@ -11,7 +11,7 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, ModelConfig, ServeConfig, StoresConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable
 from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import Rankings
@@ -27,7 +27,7 @@ MAKERS: dict[str, Callable[[], object]] = {
     "Hierarchy": Hierarchy,
     "Rankings": lambda: Rankings(recycled=True),
     "Recycled": Recycled,
-    "BatchDrafter": lambda: BatchDrafter(StoreSet(), ServeConfig(), rows=1, longest=16),
+    "BatchDrafter": lambda: BatchDrafter(StoreSet(), VllmConfig(), rows=1, longest=16),
     "CorpusIndex": lambda: CorpusIndex(demo.CORPUS_INDEX),
     "ModelStore": lambda: ModelStore(demo.MODEL_STORE),
 }

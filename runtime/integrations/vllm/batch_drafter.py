@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.config import ServeConfig
+from hdtool.runtime.config import VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import ANY_TOKEN, Hierarchy
 from hdtool.runtime.drafters.hierarchy.sources.context_table import TABLE, clear
 from hdtool.runtime.integrations.vllm.chain import draft_rows, no_requests
@@ -29,7 +29,7 @@ class BatchDrafter(Pinned):
     """A hierarchy with one context table per request; stores, history and learned weights are shared."""
 
     def __init__(
-        self, store_set: StoreSet, config: ServeConfig, *, rows: int, longest: int, vocabulary: int = ANY_TOKEN
+        self, store_set: StoreSet, config: VllmConfig, *, rows: int, longest: int, vocabulary: int = ANY_TOKEN
     ) -> None:
         """``rows`` is the largest batch, ``longest`` the longest context, ``vocabulary`` the number of token ids."""
         self.store_set = store_set

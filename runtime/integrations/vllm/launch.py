@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from hdtool.data.errors import ServeError
 from hdtool.data.stores.home import has_stores, namespace_among
-from hdtool.runtime.config import ModelConfig, ServeConfig, StoresConfig
+from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.endpoint import Endpoint
 from hdtool.runtime.integrations.vllm.options import read_options
 from hdtool.runtime.integrations.vllm.secrets import without_secrets
@@ -27,7 +27,7 @@ PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 class Launch:
     """The command that serves one model; stores are checked before vLLM starts, which takes long."""
 
-    def __init__(self, model: str, options: Sequence[str], serving: ServeConfig, stores: StoresConfig) -> None:
+    def __init__(self, model: str, options: Sequence[str], serving: VllmConfig, stores: StoresConfig) -> None:
         """``options`` are those of vLLM; ``read_options`` lists the ones that are used here."""
         self._model, self._options, self._serving = model, list(options), serving
         self._known = read_options(options)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hdtool.data.errors import OptionError
 from hdtool.data.stores.home import namespace_among
-from hdtool.runtime.config import ServeConfig, StoresConfig
+from hdtool.runtime.config import StoresConfig, VllmConfig
 
 KEY = "hdtool"
 STORES = ("model_db", "corpus_db")
@@ -19,7 +19,7 @@ DRAFTING = ("min_draft_prob", "context_mib", "history")
 class Settings:
     """The stores and the drafting options."""
 
-    serving: ServeConfig
+    serving: VllmConfig
     stores: StoresConfig = field(default_factory=StoresConfig)
 
     @classmethod
@@ -31,7 +31,7 @@ class Settings:
                 f"{KEY} in vLLM's additional configuration is {values!r}: it takes {', '.join((*STORES, *DRAFTING))}"
             )
         try:
-            serving = ServeConfig(draft_tokens, **{name: values[name] for name in DRAFTING if name in values})
+            serving = VllmConfig(draft_tokens, **{name: values[name] for name in DRAFTING if name in values})
         except TypeError:
             raise OptionError(
                 f"{KEY} in vLLM's additional configuration is {values!r}: its values must be numbers"
@@ -42,7 +42,7 @@ class Settings:
         """The additional configuration for vLLM's command line, without defaults."""
         values = {name: getattr(self.stores, name) for name in STORES}
         values |= {name: getattr(self.serving, name) for name in DRAFTING}
-        defaults = ServeConfig()
+        defaults = VllmConfig()
         return {KEY: {name: value for name, value in values.items() if value != getattr(defaults, name, None)}}
 
     def store_set(self, served_as: Sequence[str]) -> StoresConfig:

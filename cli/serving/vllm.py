@@ -1,4 +1,4 @@
-"""``hdtool serve``: vLLM's server, drafting from the stores that fit its model."""
+"""``hdtool serve --engine vllm``: vLLM's server, drafting from the stores that fit its model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli.parameters.command import OUTPUT, option
+from hdtool.cli.serving.command import VLLM, Engine
 from hdtool.data.errors import OptionError, ServeError
-from hdtool.runtime.config import ServeConfig, StoresConfig
+from hdtool.runtime.config import StoresConfig, VllmConfig
 
 if TYPE_CHECKING:
     from hdtool.runtime.integrations.vllm.launch import Launch
@@ -20,7 +21,7 @@ PASSED_ON = {"ignore_unknown_options": True}
 """For typer: unknown options are passed to vLLM."""
 
 
-def serve(
+def serve_vllm(
     *,
     arguments: Annotated[
         list[str] | None,
@@ -29,7 +30,8 @@ def serve(
             help="Folder or hub name of the model, then any option of vllm serve. Default: the embedded demo model.",
         ),
     ] = None,
-    serving: ServeConfig,
+    engine: Engine = VLLM,
+    serving: VllmConfig,
     stores: StoresConfig,
     dry_run: Annotated[bool, option(OUTPUT, "Print the command without running it.", "--dry-run")] = False,
 ) -> None:
@@ -41,7 +43,8 @@ def serve(
     model, *passed_on = arguments or [""]
     if model.startswith("-"):
         raise OptionError(
-            f"{model.partition('=')[0]} is in the place of the model: write hdtool serve MODEL [VLLM OPTIONS]"
+            f"{model.partition('=')[0]} is in the place of the model: write hdtool serve MODEL --engine vllm "
+            "[VLLM OPTIONS]"
         )
     if not dry_run and not find_spec("vllm"):
         raise ServeError(

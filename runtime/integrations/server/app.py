@@ -1,0 +1,232 @@
+"""The paths of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from hdtool.data.errors import ContextError, HdtoolError
+from hdtool.runtime.config import ServerConfig
+from hdtool.runtime.integrations.server.answers import Answers
+from hdtool.runtime.integrations.server.api_keys import ApiKeys
+from hdtool.runtime.integrations.server.engine.loop import Engine
+from hdtool.runtime.integrations.server.http import parsed, read_body
+from hdtool.runtime.integrations.server.metrics import Metrics
+from hdtool.runtime.integrations.server.preparation import Choice, Preparer
+from hdtool.runtime.integrations.server.protocol.delta import Collected
+from hdtool.runtime.integrations.server.protocol.errors import AUTHENTICATION, SERVER, RequestError
+from hdtool.runtime.integrations.server.protocol.responses import ChatFormat, CompletionFormat, Format, usage_of
+from hdtool.runtime.integrations.server.protocol.schema import Asked, ChatRequest, CompletionRequest
+from hdtool.runtime.model.load import Loaded
+
+T = TypeVar("T")
+PREPARING = 4
+"""Requests that are prepared at once."""
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Server:
+    """The handlers of one server."""
+
+    def __init__(
+        self, loaded: Loaded, engine: Engine, preparer: Preparer, keys: ApiKeys, config: ServerConfig, name: str
+    ) -> None:
+        """``name`` is the one under which the model is served."""
+        self._loaded, self._engine, self._preparer, self._keys = loaded, engine, preparer, keys
+        self._config, self._name = config, name
+        self._metrics = Metrics(engine)
+        self._started = int(time.time())
+        self._limiter = CapacityLimiter(PREPARING)
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
+            Route("/v1/models", self._guarded(self._models)),
+            Route("/v1/models/{name:path}", self._guarded(self._model)),
+            Route("/health", self._health),
+            Route("/metrics", self._show_metrics),
+        ]
+        handlers: Any = {HTTPException: self._http_error, Exception: self._fault}
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._engine.start()
+        yield
+        await to_thread.run_sync(self._engine.stop)
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """A handler that needs an API key, whose errors are in the API's form and whose requests are counted."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                request.state.tenant = self._tenant(request)
+                response = await handler(request)
+            except HdtoolError as error:
+                response = _refused(error)
+            path = request.scope["path"]
+            self._metrics.request(path if path in PATHS else "other", response.status_code)
+            return response
+
+        return guarded
+
+    def _tenant(self, request: Request) -> str:
+        tenant = self._keys.tenant(request.headers.get("authorization"))
+        if tenant is None:
+            raise RequestError(
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                status=401,
+                kind=AUTHENTICATION,
+                code="invalid_api_key",
+            )
+        return tenant
+
+    async def _chat(self, request: Request) -> Response:
+        asked, choices = await self._prepared(request, ChatRequest, self._preparer.chat)
+        return await self._answer(request, asked, choices, ChatFormat(self._name, self._loaded.tokenizer))
+
+    async def _completion(self, request: Request) -> Response:
+        asked, choices = await self._prepared(request, CompletionRequest, self._preparer.completion)
+        echoes = [choice.asked.echo for choice in choices]
+        return await self._answer(request, asked, choices, CompletionFormat(self._name, self._loaded.tokenizer, echoes))
+
+    async def _prepared(
+        self, request: Request, kind: type[Any], prepare: Callable[[Any], list[Choice]]
+    ) -> tuple[Any, list[Choice]]:
+        config = self._config
+        body = await read_body(request, config.max_body_mib, config.body_seconds)
+
+        def prepared() -> tuple[Any, list[Choice]]:
+            asked = parsed(kind, body)
+            self._check_model(asked.model)
+            return asked, prepare(asked)
+
+        return await to_thread.run_sync(prepared, limiter=self._limiter)
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked is not None and asked not in (self._name, self._loaded.name):
+            raise RequestError(
+                f"the model {asked[:200]!r} is not served here: ask for {self._name}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _answer(self, request: Request, asked: Asked, choices: Sequence[Choice], form: Format) -> Response:
+        answers = Answers(self._engine, self._metrics, self._loaded, self._preparer, choices)
+        answers.submit(request.state.tenant)
+        if asked.stream:
+            with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+            return StreamingResponse(
+                _events(answers, len(choices), form, with_usage=with_usage),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            )
+        return await _unless_disconnected(request, partial(_whole, answers, len(choices), form))
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._description]})
+
+    async def _model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._description)
+
+    @property
+    def _description(self) -> dict[str, Any]:
+        limit = self._loaded.target.context_limit(1)
+        made = {"id": self._name, "object": "model", "created": self._started, "owned_by": "hdtool"}
+        return made | ({"max_model_len": limit} if limit else {})
+
+    async def _health(self, request: Request) -> Response:
+        if self._engine.is_alive:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "the engine has stopped"}, status_code=503)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _http_error(self, request: Request, error: HTTPException) -> Response:
+        status = error.status_code
+        known = ", ".join(PATHS)
+        message = f"there is no {request.method} {request.url.path[:200]} here: the paths are {known}"
+        self._metrics.request("other", status)
+        return _refused(RequestError(message, status=status))
+
+    async def _fault(self, request: Request, error: Exception) -> Response:
+        return _refused(RequestError("the server failed; its log has the reason", status=500, kind=SERVER))
+
+
+async def _events(answers: Answers, choices: int, form: Format, *, with_usage: bool) -> AsyncIterator[str]:
+    """An answer as server-sent events."""
+    try:
+        for index in range(choices):
+            if first := form.first(index):
+                yield _event(first)
+        async for index, delta in answers.deltas():
+            yield _event(form.chunk(index, delta))
+        if with_usage:
+            yield _event(form.usage_chunk(usage_of(answers.prompt_tokens, answers.stats)))
+        yield "data: [DONE]\n\n"
+    except RequestError as error:
+        yield _event(error.body)
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        yield _event(RequestError("the server failed; its log has the reason", kind=SERVER).body)
+    finally:
+        answers.cancel()
+
+
+async def _whole(answers: Answers, choices: int, form: Format) -> Response:
+    collected = [Collected() for _ in range(choices)]
+    async for index, delta in answers.deltas():
+        collected[index].add(delta)
+    return JSONResponse(form.whole(collected, usage_of(answers.prompt_tokens, answers.stats)))
+
+
+async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
+    """The response, or an end of the work on it once the client has gone."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answering, leaving = asyncio.ensure_future(answer()), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            return answering.result()
+        return Response(status_code=499)  # nobody reads it
+    finally:
+        for task in (answering, leaving):
+            task.cancel()
+        await asyncio.gather(answering, leaving, return_exceptions=True)
+
+
+def _event(row: dict[str, Any]) -> str:
+    return f"data: {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _refused(error: HdtoolError) -> Response:
+    if not isinstance(error, RequestError):
+        code = "context_length_exceeded" if isinstance(error, ContextError) else None
+        error = RequestError(str(error), code=code)
+    headers = {"Retry-After": "1"} if error.status == 503 else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error.body, status_code=error.status, headers=headers)

@@ -1,0 +1,133 @@
+"""Starts the server: the model is loaded, the address is bound, requests are answered until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hdtool.data.errors import ServeError
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
+from hdtool.runtime.generate_settings import refuse_settings
+from hdtool.runtime.integrations.server.api_keys import KEY_VARIABLE, ApiKeys
+from hdtool.runtime.integrations.server.app import Server
+from hdtool.runtime.integrations.server.engine.loop import Engine
+from hdtool.runtime.integrations.server.engine.tenants import Tenants
+from hdtool.runtime.integrations.server.http import MIB
+from hdtool.runtime.integrations.server.preparation import Preparer
+from hdtool.runtime.model.cpu_threads import choose_threads
+from hdtool.runtime.model.load import load
+
+HEADER_SECONDS = 10.0
+"""A connection that has sent no request after this time is closed."""
+
+
+class Launch:
+    """A server that is ready to listen; the address is bound before the model is loaded."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        decoding: DecodeConfig,
+        sampling: SamplingConfig,
+        stores: StoresConfig,
+        config: ServerConfig,
+    ) -> None:
+        keys = ApiKeys.read(Path(config.api_key_file) if config.api_key_file else None, os.environ)
+        self._socket = _bound(config.host, config.port)
+        self._config, self._has_keys = config, bool(keys.tenant_of_key)
+        loaded = load(model)
+        refuse_settings(loaded.target.model.generation_config)
+        choose_threads(loaded.target, model.threads)
+        self.tenants = Tenants(loaded, decoding, stores, keys.tenants)
+        engine = Engine(
+            loaded.target,
+            self.tenants,
+            decoding,
+            most_waiting=config.max_waiting,
+            prefix_bytes=config.prefix_cache_mib * MIB,
+        )
+        name = config.served_model_name or loaded.name
+        self._app = Server(loaded, engine, Preparer(loaded, decoding, sampling), keys, config, name).app()
+
+    @property
+    def address(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    @property
+    def warning(self) -> str | None:
+        """What to change if other machines can use the server without a key, else None."""
+        host = self._socket.getsockname()[0]
+        if self._has_keys or host == "::1" or host.startswith("127."):
+            return None
+        return (
+            f"other machines can use this server without an API key: give --api-key-file, set {KEY_VARIABLE}, or "
+            "listen on this machine alone with --host 127.0.0.1"
+        )
+
+    def run(self) -> None:
+        """Answer requests until SIGINT or SIGTERM; answers in progress have ``shutdown_seconds`` to end."""
+        config = uvicorn.Config(
+            self._app,
+            http=_TimedProtocol,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=self._config.shutdown_seconds,
+        )
+        asyncio.run(_QuietServer(config).serve(sockets=[self._socket]))
+
+
+class _TimedProtocol(H11Protocol):
+    """Closes connections that send no request in time."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_SECONDS, self._close_without_request)
+
+    def _close_without_request(self) -> None:
+        scope: object = self.scope  # None until a request has arrived
+        if scope is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+class _QuietServer(uvicorn.Server):
+    """Ends with exit code 0 after SIGINT and SIGTERM."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        super().handle_exit(sig, frame)
+        print("shutting down", file=sys.stderr, flush=True)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        return listening
+    except OSError as error:
+        raise ServeError(
+            f"the server cannot listen on {host}, port {port} ({error.strerror or error}): choose another --port or "
+            "--host"
+        ) from None

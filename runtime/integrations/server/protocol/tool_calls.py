@@ -1,0 +1,117 @@
+"""Tool calls in the text of an answer, read by the response parser of ``transformers``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field for what a model writes before its answer."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How a family of models writes tool calls."""
+
+    marker: str
+    """The chat template contains it."""
+    opening: str
+    """What begins a call; it returns to the text if no call follows."""
+    field: dict[str, Any]
+    """The calls, as a response template of ``transformers`` describes them."""
+
+
+_JSON = {"content": "json", "content_args": {"allow_non_json": True}}
+NOTATIONS = (
+    Notation(
+        "<function=",
+        "<tool_call>",
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"name": "{name}", "arguments": "{content}"},
+        },
+    ),
+    Notation(
+        "<tool_call>",
+        "<tool_call>",
+        {"open_pattern": r"\s*<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, **_JSON},
+    ),
+    Notation("[TOOL_CALLS]", "[TOOL_CALLS]", {"open": "[TOOL_CALLS]", **_JSON}),
+    Notation("<|python_tag|>", "", {"open_pattern": r'(?:<\|python_tag\|>)?(?=\{\s*"(?:name|type)"\s*:)', **_JSON}),
+)
+"""Qwen 3.5 and Qwen Coder, Hermes and Qwen, Mistral, and Llama 3; the first marker that a template contains counts."""
+
+
+class ToolCallReader:
+    """Splits the text of an answer into plain text, reasoning and tool calls while it is generated."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str) -> None:
+        own = getattr(tokenizer, "response_template", None)
+        self._opening = ""
+        template = own or self._fallback(str(getattr(tokenizer, "chat_template", "")))
+        self._parser = (
+            tokenizer.get_response_parser(template, prefix=prompt if own else "", tools=list(tools))
+            if template
+            else None
+        )
+
+    def _fallback(self, chat_template: str) -> dict[str, Any] | None:
+        for notation in NOTATIONS:
+            if notation.marker in chat_template:
+                self._opening = notation.opening
+                fields = {"tool_calls": notation.field, "content": {"content": "text"}}
+                return {"start_anchor_pattern": "^", "fields": fields}
+        return None
+
+    def add(self, text: str) -> tuple[str, str, list[ToolCall]]:
+        """The plain text, the reasoning and the calls that more text completes."""
+        return self._read(self._parser.feed(text)) if self._parser else (text, "", [])
+
+    def end(self) -> tuple[str, str, list[ToolCall]]:
+        """The rest, at the end of the answer."""
+        return self._read(self._parser.finalize()[1]) if self._parser else ("", "", [])
+
+    def _read(self, events: Sequence[dict[str, Any]]) -> tuple[str, str, list[ToolCall]]:
+        plain, reasoning, calls = "", "", []
+        for event in events:
+            field, text = event["field"], event.get("text", "")
+            if event["type"] == "region_chunk" and not event.get("dirty"):
+                plain += text if field == "content" else ""
+                reasoning += text if field in REASONING else ""
+            elif event["type"] == "region_close" and field == "tool_calls":
+                found = calls_of(event["value"])
+                calls += found
+                if not found:
+                    plain += self._opening + _text_of(event["value"])
+        return plain, reasoning, calls
+
+
+def calls_of(value: Any) -> list[ToolCall]:
+    """The calls that a JSON value describes; none if it describes something else."""
+    if isinstance(value, list):
+        return [call for part in value for call in calls_of(part)]
+    described = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(described, dict) or not isinstance(described.get("name"), str):
+        return []
+    given = described.get("arguments", described.get("parameters", {}))
+    return [ToolCall(described["name"], given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))]
+
+
+def _text_of(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
