@@ -1,0 +1,46 @@
+"""One server of the demo model for all tests of this folder, with a chat template that presents tools."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hdtool.data import demo
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.model.load import Loaded, load
+from tests.support.server import RunningServer
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<tool_call> ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "demo-with-tools"
+    shutil.copytree(demo.MODEL, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TOOL_TEMPLATE}))
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    stores = ("--model-db", str(demo.MODEL_STORE), "--corpus-db", str(demo.CORPUS_INDEX))
+    with RunningServer(log, str(model), *stores, "--served-model-name", "demo", "--batch-size", "4") as running:
+        yield running
+        assert "Traceback" not in running.log, running.log
+
+
+@pytest.fixture(scope="session")
+def loaded(model: Path) -> Loaded:
+    return load(ModelConfig(str(model), threads=1))

@@ -1,0 +1,35 @@
+"""What the model answers without a server and without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import LogitsProcessor
+
+from hdtool.data.chat import encode_conversation
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.text_stream import text_of
+
+
+def plain_ids(
+    loaded: Loaded,
+    ids: Sequence[int],
+    most: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    first: Sequence[LogitsProcessor] = (),
+    **settings: Any,
+) -> list[int]:
+    config = SamplingConfig(temperature=temperature, seed=seed, **settings)
+    sampler, stops = loaded.sampler(config, ids, max_new_tokens=most, first=first)
+    steps = decode(loaded.target, ids, sampler, max_new_tokens=most, stops=stops, prefix_caching=False)
+    return [token for step in steps for token in step.tokens]
+
+
+def plain_text(loaded: Loaded, question: str, most: int, **settings: Any) -> str:
+    ids = encode_conversation(loaded.tokenizer, [{"role": "user", "content": question}])
+    return text_of(loaded.tokenizer, plain_ids(loaded, ids, most, **settings))

@@ -1,0 +1,78 @@
+"""``hdtool serve`` as users start it, on a free port of this machine."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LONGEST = 300.0
+"""Seconds until a start is given up; the first one compiles the drafters."""
+
+
+class RunningServer:
+    """A server until the end of the block."""
+
+    def __init__(self, log: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
+        self._log, self._options = log, options
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+
+    def __enter__(self) -> RunningServer:
+        hdtool = Path(sys.executable).parent / "hdtool"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [hdtool, "serve", *self._options, "--port", "0", "--threads", "1"],
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+            )
+        started = time.monotonic()
+        while not (found := re.search(r"listens on http://[^ ]*:(\d+)/v1", self.log)):
+            assert self.process.poll() is None, self.log[-4000:]
+            assert time.monotonic() - started < LONGEST, self.log[-4000:]
+            time.sleep(0.1)
+        self.port = int(found[1])
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def stop(self) -> int:
+        """Send SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def ask(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        """The status and the JSON of a response; ``body`` is sent as it is if it is bytes, else as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method or ("GET" if data is None else "POST"), path, data, dict(headers or {}))
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        return response.status, json.loads(text) if text.startswith("{") else text
