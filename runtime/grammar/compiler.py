@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as ``json.dumps`` writes it. Small models that may choose white space add it without end."""
-LEXER_WORK, MOST_SYMBOLS = 2_000_000, 500_000
-"""Bounds on the work of compiling a grammar, in units of the library; they are reached within seconds."""
+LEXER_WORK, MOST_SYMBOLS = 200_000, 500_000
+"""Bounds on the work of compiling a grammar, in units of the library; they are reached within a second."""
+MOST_FORCED = 20_000
+"""Most bytes that a grammar may force at its start: they are drafted as a chain, and more would take seconds."""
 KEPT = 64
 """Compiled grammars that are kept; a service asks for the same ones again and again."""
 GBNF_RULE = "::="
@@ -60,7 +62,7 @@ class GrammarCompiler:
 
         try:
             compiled = LLMatcher(self._tokenizer, _notation(grammar), log_level=0, limits=self._limits)
-            fault = compiled.get_error()
+            fault = compiled.get_error() or _too_long(compiled)
         except Exception as error:  # the conversion of GBNF raises no class of its own
             fault = str(error)
         if fault:
@@ -81,6 +83,13 @@ def _notation(grammar: Grammar) -> str:
 
         return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
     return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _too_long(compiled: LLMatcher) -> str:
+    forced = len(compiled.compute_ff_bytes())
+    return f"it begins with a text of {forced:,} bytes, and at most {MOST_FORCED:,} are possible" * (
+        forced > MOST_FORCED
+    )
 
 
 def _in_a_line(text: str) -> str:

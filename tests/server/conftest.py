@@ -22,6 +22,9 @@ TOOL_TEMPLATE = (
 )
 
 
+LIMITS = ("--body-seconds", "2", "--batch-size", "4")
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "demo-with-tools"
@@ -36,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     log = tmp_path_factory.mktemp("server") / "log"
     stores = ("--model-db", str(demo.MODEL_STORE), "--corpus-db", str(demo.CORPUS_INDEX))
-    with RunningServer(log, str(model), *stores, "--served-model-name", "demo", "--batch-size", "4") as running:
+    with RunningServer(log, str(model), *stores, "--served-model-name", "demo", *LIMITS) as running:
         yield running
         assert "Traceback" not in running.log, running.log
 

@@ -45,7 +45,8 @@ def client(server: RunningServer) -> openai.OpenAI:
 
 def chat(client: openai.OpenAI, question: str = QUESTION, **options: Any) -> Any:
     given = {"model": "demo", "max_tokens": 24, "temperature": 0.0} | options
-    return client.chat.completions.create(messages=[{"role": "user", "content": question}], **given)
+    create: Any = client.chat.completions.create
+    return create(messages=[{"role": "user", "content": question}], **given)
 
 
 def streamed(chunks: Any) -> tuple[str, list[Any]]:

@@ -94,6 +94,8 @@ class Answers:
 
 def _refusal(error: Exception) -> RequestError:
     """An error of an answer, in words for its reader: those of the engine itself are for its log alone."""
+    if isinstance(error, OverloadError):
+        return RequestError(str(error), status=503, kind=OVERLOADED)
     if isinstance(error, HdtoolError):
         return RequestError(str(error))
     return RequestError("the answer failed inside the server; its log has the reason", status=500, kind=SERVER)

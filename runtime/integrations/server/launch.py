@@ -27,6 +27,8 @@ from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import load
 
+LAST_SECONDS = 5
+"""Time for the last events of answers that were ended."""
 HEADER_SECONDS = 10.0
 """A connection that has sent no request after this time is closed."""
 
@@ -49,7 +51,7 @@ class Launch:
         refuse_settings(loaded.target.model.generation_config)
         choose_threads(loaded.target, model.threads)
         self.tenants = Tenants(loaded, decoding, stores, keys.tenants)
-        engine = Engine(
+        self._engine = Engine(
             loaded.target,
             self.tenants,
             decoding,
@@ -57,7 +59,8 @@ class Launch:
             prefix_bytes=config.prefix_cache_mib * MIB,
         )
         name = config.served_model_name or loaded.name
-        self._app = Server(loaded, engine, Preparer(loaded, decoding, sampling), keys, config, name).app()
+        self._socket.listen()
+        self._app = Server(loaded, self._engine, Preparer(loaded, decoding, sampling), keys, config, name).app()
 
     @property
     def address(self) -> str:
@@ -84,9 +87,10 @@ class Launch:
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=self._config.shutdown_seconds,
+            timeout_graceful_shutdown=self._config.shutdown_seconds + LAST_SECONDS,
         )
-        asyncio.run(_QuietServer(config).serve(sockets=[self._socket]))
+        server = _GracefulServer(config, self._engine, self._config.shutdown_seconds)
+        asyncio.run(server.serve(sockets=[self._socket]))
 
 
 class _TimedProtocol(H11Protocol):
@@ -102,8 +106,21 @@ class _TimedProtocol(H11Protocol):
             self.transport.close()
 
 
-class _QuietServer(uvicorn.Server):
-    """Ends with exit code 0 after SIGINT and SIGTERM."""
+class _GracefulServer(uvicorn.Server):
+    """Ends with exit code 0 after SIGINT and SIGTERM; answers that take too long are ended with an error."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, seconds: float) -> None:
+        super().__init__(config)
+        self._engine, self._seconds = engine, seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_answers())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_answers(self) -> None:
+        await asyncio.sleep(self._seconds)
+        await asyncio.to_thread(self._engine.stop)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -36,6 +36,9 @@ from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.text_stream import text_of
 from hdtool.runtime.tree import LARGEST_TREE
 
+MOST_GRAMMAR = 65_536
+"""Characters of a grammar; larger ones would take seconds to compile."""
+
 
 @dataclass(frozen=True)
 class Asking:
@@ -159,7 +162,7 @@ class Preparer:
         }
         set_here = {name: value for name, value in given.items() if value is not None}
         config = replace(self._defaults, seed=seed, stop=asked.stops, **set_here)
-        guide = self._compiler.guide(one.grammar) if one.grammar else None
+        guide = self._guide(one.grammar) if one.grammar else None
         first: list[LogitsProcessor] = [GrammarProcessor(guide)] if guide else []
         if asked.presence_penalty or asked.frequency_penalty:
             first.append(AnswerPenalty(len(one.prompt), asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0))
@@ -168,6 +171,14 @@ class Preparer:
         sampler, stops = self._loaded.sampler(config, one.prompt, max_new_tokens=one.most, first=first)
         recorded: list[TokenLogprobs] | None = [] if one.logprobs is not None else None
         return Choice(one, sampler, stops, config.stop, guide, recorded)
+
+    def _guide(self, grammar: Grammar) -> Guide:
+        if len(grammar.text) > MOST_GRAMMAR:
+            raise RequestError(
+                f"the {grammar.kind.label} has {len(grammar.text):,} characters, and at most {MOST_GRAMMAR:,} are "
+                "accepted"
+            )
+        return self._compiler.guide(grammar)
 
     def _limit(self, ids: Sequence[int], asked: int | None) -> int:
         """The limit of tokens of an answer; raises if the prompt leaves no room in the context."""

@@ -24,7 +24,7 @@ PIECE_ALONE, PIECE_BESIDE = 512, 128
 
 
 class OverloadError(HdtoolError):
-    """More requests wait than the server accepts."""
+    """The server takes no more requests, or ends those that it has."""
 
 
 class EngineError(Exception):
@@ -135,7 +135,7 @@ class Engine:
             except Exception as error:  # a fault of the engine ends the running answers, not the server
                 traceback.print_exc(file=sys.stderr)
                 self._fail(error)
-        self._fail(EngineError("the server is shutting down"))
+        self._fail(OverloadError("the server is shutting down: ask another one, or later"))
 
     def _advance(self) -> None:
         """One piece of a prompt, and one step of all running answers."""
@@ -199,4 +199,4 @@ class Engine:
                 jobs += self._waiting
                 self._waiting.clear()
         for job in jobs:
-            job.deliver(EngineError(str(error)))
+            job.deliver(error if isinstance(error, HdtoolError) else EngineError(str(error)))

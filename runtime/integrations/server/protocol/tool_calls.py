@@ -44,7 +44,7 @@ NOTATIONS = (
             "repeats": True,
             "content": "xml-inline",
             "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-            "transform": {"name": "{name}", "arguments": "{content}"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
     ),
     Notation(

@@ -1,0 +1,133 @@
+"""The life of a server: start, keys and tenants, limits, metrics, the end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hdtool.cli.app import run
+from hdtool.data import demo
+from hdtool.data.errors import OptionError
+from hdtool.runtime.integrations.server.api_keys import ApiKeys
+from tests.support.server import RunningServer
+
+CHAT = "/v1/chat/completions"
+STORES = ("--model-db", str(demo.MODEL_STORE), "--corpus-db", str(demo.CORPUS_INDEX))
+
+
+def asked(question: str, **options: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}], "max_tokens": 16, "temperature": 0, **options}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_keys_tenants_limits_and_the_end_of_a_server(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# ours\nacme one\nglobex two\n\nthree\n")
+    options = (*STORES, "--api-key-file", str(keys), "--batch-size", "1", "--max-waiting", "2", "--history")
+    with RunningServer(tmp_path / "log", *options, str(tmp_path / "history")) as server:
+        assert server.ask("/health") == (200, {"status": "ok"})
+        for wrong in ({}, bearer("four"), {"Authorization": "Basic one"}, bearer("")):
+            status, body = server.ask(CHAT, asked("Hi"), headers=wrong)
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        question = "What are the main differences between lists, tuples, dictionaries and sets in Python?"
+        assert _cached(server, question, "one") == 0
+        assert _cached(server, question, "two") == 0, "tenants share no contexts"
+        assert _cached(server, question, "two") > 0
+        status, body = server.ask(CHAT, asked("Hi", n=3), headers=bearer("three"))
+        assert (status, body["error"]["type"]) == (503, "overloaded_error")
+        status, metrics = server.ask("/metrics")
+        assert status == 200
+        assert 'hdtool_requests_total{path="/v1/chat/completions",status="401"} 4.0' in metrics
+        assert "hdtool_generated_tokens_total" in metrics
+        assert "hdtool_running_answers 0.0" in metrics
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", CHAT, json.dumps(asked("Tell me more.", max_tokens=200, stream=True)), bearer("one"))
+        response = connection.getresponse()
+        response.readline()
+        server.process.send_signal(signal.SIGTERM)
+        assert response.read().endswith(b"data: [DONE]\n\n"), "an answer in progress is completed"
+        connection.close()
+        assert server.process.wait(60) == 0
+    assert "Traceback" not in server.log
+    assert sorted(folder.name for folder in (tmp_path / "history").iterdir() if folder.is_dir()) == ["acme", "globex"]
+    assert run(["inspect", str(tmp_path / "history" / "acme")]) == 0
+
+
+def _cached(server: RunningServer, question: str, key: str) -> int:
+    status, body = server.ask(CHAT, asked(question), headers=bearer(key))
+    assert status == 200, body
+    return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_server_stops_in_time_although_an_answer_goes_on(tmp_path: Path) -> None:
+    with RunningServer(tmp_path / "log", *STORES, "--shutdown-seconds", "1", "--max-new-tokens", "100000") as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", CHAT, json.dumps(asked("Go on.", n=16, max_tokens=900, stream=True)))
+        response = connection.getresponse()
+        response.readline()
+        assert server.stop() == 0
+        assert response.read().rstrip().endswith(b"}}"), "the last event is an error"
+        connection.close()
+    assert "Traceback" not in server.log
+
+
+def test_an_answer_that_nobody_reads_is_not_generated(tmp_path: Path) -> None:
+    with RunningServer(tmp_path / "log", *STORES) as server:
+        for stream in (True, False):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            connection.request("POST", CHAT, json.dumps(asked("Go on.", n=16, max_tokens=900, stream=stream)))
+            while "hdtool_running_answers 0.0" in server.ask("/metrics")[1]:
+                time.sleep(0.01)
+            connection.sock.shutdown(socket.SHUT_RDWR)
+            connection.close()
+            ended = time.monotonic() + 30
+            while "hdtool_running_answers 0.0" not in (metrics := server.ask("/metrics")[1]):
+                assert time.monotonic() < ended, metrics
+            assert "hdtool_waiting_answers 0.0" in metrics
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert run(["serve", "--port", str(taken.getsockname()[1])]) == 1
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--engine", "other"], "--engine must be hdtool or vllm, got other"),
+        (["--port", "70000"], "--port must be between 0 and 65535"),
+        (["--unknown"], "No such option"),
+        (["--api-key-file", "missing.txt"], "missing.txt"),
+    ],
+)
+def test_options_that_are_wrong(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", *words]) != 0
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "a b c\n", "one\none\n", "../up key\n"])
+def test_files_of_keys_that_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(OptionError, match="keys"):
+        ApiKeys.read(path, {})
+
+
+def test_the_key_in_the_environment() -> None:
+    keys = ApiKeys.read(None, {"HDTOOL_API_KEY": "secret"})
+    assert keys.tenant("Bearer secret") == "" and keys.tenant("bearer secret") == ""
+    assert keys.tenant("Bearer Secret") is None and keys.tenant(None) is None
+    assert ApiKeys.read(None, {}).tenant(None) == ""
