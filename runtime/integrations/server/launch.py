@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -89,6 +90,9 @@ class Launch:
             server_header=False,
             timeout_graceful_shutdown=self._config.shutdown_seconds + LAST_SECONDS,
         )
+        # What was loaded stays: without it, full collections come often enough to free what requests leave.
+        gc.collect()
+        gc.freeze()
         server = _GracefulServer(config, self._engine, self._config.shutdown_seconds)
         asyncio.run(server.serve(sockets=[self._socket]))
 

@@ -1,0 +1,307 @@
+"""``hdtool serve`` under load, its next turns, and its speed beside other servers, each in one run.
+
+    python -m tests.benchmarks.server streams --model MODEL [--minutes 10] [--streams 50]
+    python -m tests.benchmarks.server turns --model MODEL
+    python -m tests.benchmarks.server refusals --model MODEL
+    python -m tests.benchmarks.server peers --model FILE.gguf [--llama-cpp PYTHON]
+
+``streams`` asks by so many streams at once, of which a third is cut off; it compares complete answers with plain
+decoding, and the memory of the server after the first minute with that at the end. ``turns`` measures the time to the
+first token of a conversation of 4,000 tokens and of its next turn. ``refusals`` measures how long malformed requests
+take beside a stream. ``peers`` asks the same questions of ``transformers serve`` and of llama-cpp-python's server,
+which a Python with that package starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.model.load import load
+from tests.server.plain import plain_text
+from tests.server.test_malformed import BODIES, CHAT
+from tests.support.server import RunningServer
+
+QUESTIONS = [
+    f"{start} {topic}?"
+    for start in ("What is", "How do I use", "When would I not use", "What is a good example of", "Who invented")
+    for topic in (
+        "a linked list", "the Fourier transform", "photosynthesis", "a sonnet", "compound interest", "a hash table",
+        "the Magna Carta", "sourdough", "plate tectonics", "binary search", "a sorting network", "the metric system",
+    )
+]  # fmt: skip
+TOKENS = 48
+
+
+def client_of(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=3600)
+
+
+async def answered(client: openai.AsyncOpenAI, model: str, question: str, cut: int | None = None) -> tuple[str, int]:
+    """The text of a stream, cut off after so many chunks, and its tokens."""
+    create: Any = client.chat.completions.create
+    stream = await create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, tokens, chunks = "", 0, 0
+    async for chunk in stream:
+        tokens = chunk.usage.completion_tokens if chunk.usage else tokens
+        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        chunks += 1
+        if cut is not None and chunks > cut:
+            await stream.close()
+            break
+    return text, tokens
+
+
+def streams(options: argparse.Namespace) -> None:
+    print(f"answers to {len(QUESTIONS)} questions by plain decoding", flush=True)
+    loaded = load(ModelConfig(options.model, threads=1))
+    expected = {question: plain_text(loaded, question, TOKENS) for question in QUESTIONS}
+    del loaded
+    kept = ("--prefix-cache-mib", str(options.prefix_cache_mib))
+    with RunningServer(options.log, options.model, "--method", options.method, *kept) as server:
+        process = psutil.Process(server.process.pid)
+        memory: list[tuple[float, float]] = []
+        counts = asyncio.run(_load(server, options, expected, process, memory))
+        assert "Traceback" not in server.log, server.log[-3000:]
+        status, metrics = server.ask("/metrics")
+        assert status == 200
+        for name in ("running", "waiting"):
+            assert f"hdtool_{name}_answers 0.0" in metrics, metrics
+        assert server.stop() == 0
+    print(", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    minute = [mib for at, mib in memory if at > memory[-1][0] * options.settled]
+    print(
+        f"resident memory: {memory[0][1]:.0f} MiB at the start, {minute[0]:.0f} MiB after "
+        f"{memory[-1][0] * options.settled:.0f} s, {minute[-1]:.0f} MiB after {memory[-1][0]:.0f} s "
+        f"({minute[-1] / minute[0] - 1:+.2%}; highest {max(minute):.0f})"
+    )
+
+
+async def _load(
+    server: RunningServer,
+    options: argparse.Namespace,
+    expected: dict[str, str],
+    process: psutil.Process,
+    memory: list[tuple[float, float]],
+) -> dict[str, int]:
+    client, model = client_of(server.url), options.model
+    counts = {"complete and equal": 0, "different": 0, "cut off": 0, "errors": 0}
+    started = time.monotonic()
+
+    async def stream(number: int) -> None:
+        chosen = random.Random(number)
+        while time.monotonic() - started < 60 * options.minutes:
+            question = chosen.choice(QUESTIONS)
+            cut = chosen.randrange(1, 12) if chosen.random() < 1 / 3 else None
+            try:
+                text, _ = await answered(client, model, question, cut)
+            except openai.OpenAIError as error:
+                print(f"error: {error}", flush=True)
+                counts["errors"] += 1
+                continue
+            if cut is not None and text != expected[question]:
+                counts["cut off" if expected[question].startswith(text) else "different"] += 1
+            else:
+                counts["complete and equal" if text == expected[question] else "different"] += 1
+
+    async def watch() -> None:
+        while True:
+            memory.append((time.monotonic() - started, process.memory_info().rss / 2**20))
+            await asyncio.sleep(1)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*map(stream, range(options.streams)))
+    await asyncio.sleep(2)
+    watching.cancel()
+    return counts
+
+
+def turns(options: argparse.Namespace) -> None:
+    text = " ".join(QUESTIONS) * 40
+    with RunningServer(options.log, options.model, "--method", options.method) as server:
+        ratios = []
+        for turn in range(options.times):
+            messages = [{"role": "user", "content": f"{turn}. {text[: options.characters]} Summarize this."}]
+            first, answer, prompt = _first_token(server, messages)
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And in one word?"}]
+            second, _, _ = _first_token(server, messages)
+            ratios.append(first / second)
+            print(
+                f"{prompt:,} tokens: {first:.2f} s to the first token, next turn {second:.3f} s: {first / second:.1f}"
+            )
+        print(f"median ratio {statistics.median(ratios):.1f}")
+
+
+def _first_token(server: RunningServer, messages: list[dict[str, str]]) -> tuple[float, str, int]:
+    client: Any = openai.OpenAI(base_url=server.url, api_key="none", timeout=3600)
+    started = time.perf_counter()
+    stream = client.chat.completions.create(
+        model=server.ask("/v1/models")[1]["data"][0]["id"],
+        messages=messages,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    first, answer, prompt = 0.0, "", 0
+    for chunk in stream:
+        text = (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        first = first or (time.perf_counter() - started if text else 0.0)
+        answer += text
+        prompt = chunk.usage.prompt_tokens if chunk.usage else prompt
+    return first, answer, prompt
+
+
+def refusals(options: argparse.Namespace) -> None:
+    with RunningServer(options.log, options.model, "--body-seconds", "2") as server:
+        server.ask(CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4})
+        seconds = {}
+        for name, body in BODIES.items():
+            started = time.perf_counter()
+            status, _ = server.ask(CHAT, body)
+            assert 400 <= status < 500, name
+            seconds[name] = time.perf_counter() - started
+        slowest = sorted(seconds, key=lambda name: -seconds[name])[:5]
+        print(f"{len(seconds)} requests, median {statistics.median(seconds.values()) * 1e3:.1f} ms; the slowest:")
+        for name in slowest:
+            print(f"  {name}: {seconds[name]:.3f} s")
+
+
+def peers(options: argparse.Namespace) -> None:
+    """Tokens per second of each server, in turns, by one stream and by several."""
+    from hdtool.runtime.model.gguf.converted import converted
+
+    folder = str(converted(Path(options.model), weights=True)) if options.model.endswith(".gguf") else options.model
+    with (
+        RunningServer(options.log, options.model, "--method", options.method) as ours,
+        RunningServer(options.log.with_suffix(".plain"), options.model, "--method", "ar") as plain,
+        _transformers(folder, options.log.with_suffix(".transformers")) as (library, name),
+        _llama_cpp(options, options.log.with_suffix(".llama")) as llama,
+    ):
+        servers = {
+            f"hdtool serve ({options.method})": (ours.url, options.model),
+            "hdtool serve (ar)": (plain.url, options.model),
+            "transformers serve": (library, name),
+        }
+        if llama:
+            servers["llama-cpp-python, Q4_1"] = (llama, "model")
+        rates: dict[tuple[str, int], list[float]] = {}
+        texts: dict[str, dict[str, str]] = {server: {} for server in servers}
+        for at_once in options.at_once:
+            for turn in range(options.times):
+                asked = QUESTIONS[turn * options.questions : (turn + 1) * options.questions]
+                for server, (url, model) in servers.items():
+                    rate, answers = asyncio.run(_rate(url, model, asked, at_once))
+                    rates.setdefault((server, at_once), []).append(rate)
+                    texts[server] |= answers
+                    print(f"{server}, {at_once} at once: {rate:.1f} tokens/s", flush=True)
+        first, *_ = servers
+        for (server, at_once), found in rates.items():
+            ratio = statistics.median(a / b for a, b in zip(rates[first, at_once], found, strict=True))
+            equal = sum(texts[first][question] == text for question, text in texts[server].items())
+            print(
+                f"{server} | {at_once} at once | {statistics.median(found):.1f} tokens/s | "
+                f"{first} makes {ratio:.2f} times | {equal} of {len(texts[server])} answers equal"
+            )
+
+
+async def _rate(url: str, model: str, questions: list[str], at_once: int) -> tuple[float, dict[str, str]]:
+    client, places = client_of(url), asyncio.Semaphore(at_once)
+
+    async def one(question: str) -> tuple[str, int]:
+        async with places:
+            return await answered(client, model, question)
+
+    started = time.perf_counter()
+    found = await asyncio.gather(*map(one, questions))
+    seconds = time.perf_counter() - started
+    answers = {question: text for question, (text, _) in zip(questions, found, strict=True)}
+    return sum(tokens for _, tokens in found) / seconds, answers
+
+
+@contextmanager
+def _transformers(folder: str, log: Path) -> Iterator[tuple[str, str]]:
+    port = _free_port()
+    command = [str(Path(sys.executable).parent / "transformers"), "serve", "--port", str(port), "--device", "cpu"]
+    with _started([*command, "--dtype", "float32"], log, port):
+        yield f"http://localhost:{port}/v1", folder
+
+
+@contextmanager
+def _llama_cpp(options: argparse.Namespace, log: Path) -> Iterator[str | None]:
+    if not options.llama_cpp:
+        yield None
+        return
+    port = _free_port()
+    command = [options.llama_cpp, "-m", "llama_cpp.server", "--model", options.model, "--port", str(port)]
+    with _started([*command, "--n_threads", "1", "--n_threads_batch", "1", "--n_ctx", "2048"], log, port):
+        yield f"http://localhost:{port}/v1"
+
+
+@contextmanager
+def _started(command: list[str], log: Path, port: int) -> Iterator[None]:
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            with socket.socket() as tried:
+                if tried.connect_ex(("localhost", port)) == 0:
+                    break
+            time.sleep(0.5)
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("part", choices=[part.__name__ for part in (streams, turns, refusals, peers)])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--method", default="hd")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--prefix-cache-mib", type=int, default=64)
+    parser.add_argument("--settled", type=float, default=0.2, help="Share of the time after which memory is compared.")
+    parser.add_argument("--characters", type=int, default=15_000)
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--questions", type=int, default=6)
+    parser.add_argument("--at-once", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
+    parser.add_argument("--llama-cpp", help="A Python with llama-cpp-python[server].")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        options.log = Path(folder) / "log"
+        globals()[options.part](options)
+
+
+if __name__ == "__main__":
+    main()
