@@ -23,6 +23,7 @@ COMMANDS = (
     "train-heads",
     "export",
     "serve",
+    "serve --engine vllm",
     "replay",
     "verify",
     "bench",

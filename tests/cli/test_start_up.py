@@ -22,7 +22,8 @@ HEAVY = ("torch", "transformers", "tokenizers", "numpy", "rich", "jinja2", "matp
         ["bench-cost", "--help"],
         ["generate", "--method", "pld", "--draft-tokens", "4"],
         ["serve", "--help"],
-        ["serve", "--port", "9"],
+        ["serve", "--port", "90000"],
+        ["serve", "--engine", "vllm", "--port", "9"],
     ],
 )
 def test_nothing_heavy_is_imported(arguments: list[str]) -> None:

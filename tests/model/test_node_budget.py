@@ -121,7 +121,7 @@ def test_costs_follow_the_length_of_the_context() -> None:
 
 def shared(costs: list[float], slots: int, clock: Clock) -> list[SharedBudget]:
     curve, together = curve_of(costs), dict[int, Probs]()
-    return [SharedBudget(clock, curve, together, slots, overhead=0.0) for _ in range(slots)]  # type: ignore[arg-type]
+    return [SharedBudget(clock, {slots: curve}, together, lambda: slots, overhead=0.0) for _ in range(slots)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -154,3 +154,22 @@ def test_in_a_batch_one_size_is_chosen_by_all_trees() -> None:
         other.nodes(good)
     assert first.nodes(good) == 7
     assert others[2].nodes(poor[:3]) == 3, "who has fewer sends what there is, which costs nothing more"
+
+
+def test_a_budget_counts_the_slots_in_use_and_their_costs() -> None:
+    """Nodes pay in a batch of one, where they are free, and not in one of four, where they double the pass."""
+    free = CostCurve(tuple(size - 1 for size in PASS_SIZES), ((1.0,) * len(PASS_SIZES),))
+    dear = CostCurve(free.nodes, (tuple(1.0 if size == 1 else 2.0 for size in PASS_SIZES),))
+    rows, together = 1, dict[int, Probs]()
+    clock, curves, probs = Clock(), {1: free, 4: dear}, np.full(7, 0.3)
+    first, *others = [
+        SharedBudget(clock, curves, together, lambda: rows, overhead=0.0)  # type: ignore[arg-type]
+        for _ in range(4)
+    ]
+    for other in others:
+        other.nodes(np.full(7, 0.001))  # answers that have ended since
+    assert first.nodes(probs) == 7
+    rows = 3
+    for other in others[:2]:
+        other.nodes(np.full(7, 0.001))
+    assert first.nodes(probs) == 0

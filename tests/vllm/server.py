@@ -35,7 +35,11 @@ class Server:
         environment = {**os.environ, **HERE, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [hdtool, "serve", *self._options, *place], cwd=ROOT, env=environment, stdout=log, stderr=log
+                [hdtool, "serve", "--engine", "vllm", *self._options, *place],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
             )
         started = time.monotonic()
         while not self.answers():

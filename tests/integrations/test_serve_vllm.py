@@ -1,4 +1,4 @@
-"""`hdtool serve`, the settings of vLLM's workers, and the stores that they open. vLLM itself is not needed."""
+"""`hdtool serve --engine vllm`, the settings of vLLM's workers, and their stores. vLLM itself is not needed."""
 
 from __future__ import annotations
 
@@ -224,7 +224,8 @@ def test_a_tenants_stores_are_built_where_the_server_finds_them(
 
 
 def test_the_command_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["serve", MODEL, "--port", "9", "--draft-tokens", "5", "--max-num-seqs", "2", "--dry-run"]) == 0
+    options = ["--port", "9", "--draft-tokens", "5", "--max-num-seqs", "2", "--dry-run"]
+    assert run(["serve", "--engine", "vllm", MODEL, *options]) == 0
     shown = capsys.readouterr()
     assert f"serve {MODEL} --port 9 --max-num-seqs 2 --speculative-config" in shown.out
     assert '"num_speculative_tokens": 5' in shown.out
@@ -257,9 +258,9 @@ def test_secrets_are_never_printed(
     options: list[str], dry_run: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr("hdtool.cli.serve.find_spec", lambda name: name)
+    monkeypatch.setattr("hdtool.cli.serving.vllm.find_spec", lambda name: name)
     monkeypatch.setattr("os.execv", lambda program, command: started.append(command))
-    arguments = ["serve", MODEL, "--max-num-seqs", "2", *options, "--ssl-keyfile", "key.pem"]
+    arguments = ["serve", "--engine", "vllm", MODEL, "--max-num-seqs", "2", *options, "--ssl-keyfile", "key.pem"]
     assert run([*arguments, *["--dry-run"] * dry_run]) == 0
     shown = capsys.readouterr()
     assert SECRET not in shown.out + shown.err and "-123" not in shown.out + shown.err
@@ -273,8 +274,8 @@ def test_secrets_are_never_printed(
 
 @pytest.mark.parametrize("options", [["--api-key", SECRET], [f"--api-key={SECRET}", MODEL], [f"--a={SECRET}"]])
 def test_secrets_are_not_in_errors_either(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["serve", *options]) == 2
-    assert run(["serve", MODEL, f"--a={SECRET}", "--dry-run"]) == 2
+    assert run(["serve", "--engine", "vllm", *options]) == 2
+    assert run(["serve", "--engine", "vllm", MODEL, f"--a={SECRET}", "--dry-run"]) == 2
     assert SECRET not in capsys.readouterr().err
 
 
@@ -305,12 +306,12 @@ def test_the_address_is_named_and_an_open_server_is_warned_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert run(["serve", MODEL, *options, "--dry-run"]) == 0
+    assert run(["serve", "--engine", "vllm", MODEL, *options, "--dry-run"]) == 0
     shown = capsys.readouterr().err.splitlines()
     assert f"the server listens on {address}" in shown
     assert any(line.startswith("warning: other machines can use this server") for line in shown) is is_open
     monkeypatch.setenv("VLLM_API_KEY", SECRET)
-    assert run(["serve", MODEL, *options, "--dry-run"]) == 0
+    assert run(["serve", "--engine", "vllm", MODEL, *options, "--dry-run"]) == 0
     has_key = options != ["--api-key", ""]
     assert ("warning" not in capsys.readouterr().err) is has_key
 
@@ -319,7 +320,7 @@ def test_the_address_is_named_and_an_open_server_is_warned_of(
     ("arguments", "code", "said"),
     [
         ([MODEL], 1, 'pip install "hdtool[vllm]"'),
-        (["--port", "9"], 2, "hdtool serve MODEL"),
+        (["--port", "9"], 2, "hdtool serve MODEL --engine vllm"),
         ([MODEL, "--draft-tokens", "0"], 2, "draft-tokens"),
         ([MODEL, "--min-draft-prob", "2"], 2, "--min-draft-prob"),
         (["./nowhere", "--dry-run"], 1, "does not exist"),
@@ -328,8 +329,8 @@ def test_the_address_is_named_and_an_open_server_is_warned_of(
 def test_what_goes_wrong_is_one_line(
     arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.cli.serve.find_spec", lambda name: None)
-    assert run(["serve", *arguments]) == code
+    monkeypatch.setattr("hdtool.cli.serving.vllm.find_spec", lambda name: None)
+    assert run(["serve", "--engine", "vllm", *arguments]) == code
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 1 and said in shown[0]
 
