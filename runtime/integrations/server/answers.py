@@ -68,6 +68,7 @@ class Answers:
                     yield index, delta
         finally:
             self.cancel()
+            self._jobs.clear()  # they refer to this object, and memory would wait for a full collection
             self._count_drafts()
 
     def cancel(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -34,6 +35,7 @@ from hdtool.runtime.integrations.server.protocol.schema import Asked, ChatReques
 from hdtool.runtime.model.load import Loaded
 
 T = TypeVar("T")
+COLLECTION_SECONDS = 5.0
 PREPARING = 4
 """Requests that are prepared at once."""
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
@@ -68,7 +70,9 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._engine.start()
+        collecting = asyncio.create_task(_collect_garbage())
         yield
+        collecting.cancel()
         await to_thread.run_sync(self._engine.stop)
 
     def _guarded(self, handler: Handler) -> Handler:
@@ -170,6 +174,13 @@ class Server:
 
     async def _fault(self, request: Request, error: Exception) -> Response:
         return _refused(RequestError("the server failed; its log has the reason", status=500, kind=SERVER))
+
+
+async def _collect_garbage() -> None:
+    """Python collects by the number of objects, and a few of an ended answer may hold megabytes of tensors."""
+    while True:
+        await asyncio.sleep(COLLECTION_SECONDS)
+        gc.collect()
 
 
 async def _events(answers: Answers, choices: int, form: Format, *, with_usage: bool) -> AsyncIterator[str]:

@@ -119,7 +119,7 @@ class Preparer:
     def job(self, choice: Choice, tenant: str, deliver: Callable[[Step | Exception], None]) -> Job:
         """The job of the engine that generates a choice."""
 
-        def request(drafter: Drafter) -> Request[Job]:
+        def request(job: Job, drafter: Drafter) -> Request[Job]:
             if choice.guide:
                 drafter = guided(drafter, choice.guide, self._most_drafted)
             if choice.recorded is not None:
@@ -135,8 +135,7 @@ class Preparer:
                 tenant,
             )
 
-        job = Job(tenant, request, deliver)
-        return job
+        return Job(tenant, request, deliver)
 
     @property
     def _most_drafted(self) -> int:

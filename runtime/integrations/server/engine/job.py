@@ -16,8 +16,8 @@ class Job:
     """A request to the engine, and where its steps go."""
 
     tenant: str
-    request: Callable[[Drafter], Request[Job]]
-    """Makes the request once a drafter is free."""
+    request: Callable[[Job, Drafter], Request[Job]]
+    """Makes the request of this job once a drafter is free."""
     deliver: Callable[[Step | Exception], None]
     """Called in the engine's thread with each step, and with the error that ends the answer if there is one."""
     is_cancelled: bool = False

@@ -158,7 +158,7 @@ class Engine:
                 continue
             drafter = self._drafters[job] = self._tenants.take(job.tenant)
             try:
-                self._reading = self._batch.start(job.request(drafter))
+                self._reading = self._batch.start(job.request(job, drafter))
                 return
             except HdtoolError as error:
                 self._finish(job)
