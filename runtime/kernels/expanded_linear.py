@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from hdtool.runtime.kernels.output_memory import OutputMemory
 
 BLOCK_NUMBERS = 1 << 18
-"""Numbers of a block: a megabyte in float32, which the second cache of most processors holds."""
+"""Numbers of a block for each thread: a megabyte in float32, which the second cache of most processors holds."""
 BLOCK_MULTIPLE = 64
 """Matrix rows of a block are a multiple of this, as libraries compute tiles of 64 or fewer."""
 COMPARED_NUMBERS = 1 << 23
@@ -35,7 +35,7 @@ class BlockwiseLinear:
         memory: OutputMemory | None = None,
     ) -> torch.Tensor:
         outs, columns = stored.shape
-        size = max(1, BLOCK_NUMBERS // columns // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
+        size = max(1, BLOCK_NUMBERS * torch.get_num_threads() // columns // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
         if size >= outs or not self._holds(input, stored, bias, size):
             return linear(input, stored.float(), bias)
         rows = input.numel() // columns
