@@ -57,6 +57,7 @@ def compact_weights(model: Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype in FORMATS:
                 module._buffers[name] = buffer.float()
+    model.register_state_dict_post_hook(_expand_state)
     _return_free_memory()
 
 
@@ -154,6 +155,17 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
     except ModelError:  # loading it raises an error that names the fault
         return None
     return STORED.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Have a model give its weights in float32 to what saves them; tied ones share their memory."""
+    expanded: dict[int, torch.Tensor] = {}
+    for name, weight in state.items():
+        if is_compact(weight):
+            address = weight.stored.data_ptr()
+            if address not in expanded:
+                expanded[address] = in_float32(weight)
+            state[name] = expanded[address]
 
 
 def _return_free_memory() -> None:

@@ -291,3 +291,19 @@ def test_new_numbers_of_a_weight_count() -> None:
         layer.weight.data = layer.weight.data + 1 / 3
     assert not is_compact(layer.weight) and has_compact_weights(compact)
     assert torch.equal(all_logits(compact, 9), all_logits(wide, 9))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_is_saved_in_float32(tmp_path: Path, tied: bool) -> None:
+    folder = saved(tmp_path / "model", torch.bfloat16, tie_word_embeddings=tied)
+    models = {
+        kind: load(ModelConfig(str(folder), device="cpu", dtype=kind)).target.model for kind in ("auto", "float32")
+    }
+    files = {}
+    for kind, model in models.items():
+        model.save_pretrained(tmp_path / kind)
+        files[kind] = load_file(tmp_path / kind / "model.safetensors")
+    assert {tensor.dtype for tensor in files["auto"].values()} == {torch.float32}
+    assert files["auto"].keys() == files["float32"].keys()
+    assert all(torch.equal(tensor, files["float32"][name]) for name, tensor in files["auto"].items())
+    assert has_compact_weights(models["auto"])
