@@ -90,12 +90,14 @@ class SmallBatchLinear(Linear):
             stored = weight.stored if is_compact(weight) else weight
             if self.choice.own(input.numel() // self.in_features):
                 return own_linear(input, stored, self.bias, self.memory)
-            if stored is not weight:
+            if stored is not weight and not torch.is_autocast_enabled("cpu"):
                 return self.blockwise(input, stored, self.bias, self.memory)
             if self.memory:
                 rows = input.view(-1, self.in_features)
                 found = self.memory.room_for(len(rows), self.out_features, input)
                 return torch.mm(rows, weight.t(), out=found).view(*input.shape[:-1], self.out_features)
+        if is_compact(weight) and weight.stored.dtype == input.dtype and torch.is_autocast_enabled("cpu"):
+            weight = weight.stored  # what autocast would round the expanded weight to
         return linear(input, weight, self.bias)
 
 

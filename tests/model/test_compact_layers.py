@@ -136,6 +136,16 @@ def test_drafts_do_not_change_the_answer(family: str) -> None:
     assert generated(compact, prompt, 48) == generated(wide, prompt, 48)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_automatic_mixed_precision_gives_the_same_bits(dtype: torch.dtype) -> None:
+    """As in the training of heads, which reads the target in bfloat16."""
+    wide, compact = both(dtype)
+    for length in (3, 80):
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = all_logits(compact, length), all_logits(wide, length)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
 def test_tied_layers_share_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.SHAPE, "tie_word_embeddings", True)
     _, compact = both(torch.bfloat16)
