@@ -14,6 +14,7 @@ import transformers
 from hdtool.data.stores.store import MANIFEST, checksum
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
+from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.quantization import library_of
 from hdtool.runtime.model.quantized_layers import parts_of
@@ -39,6 +40,7 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
         "fingerprint": fingerprint(target.model),
         "quantized": library_of(target.model.config),
         "own_products": has_own_products(target.model),
+        "compact_weights": has_compact_weights(target.model),
         "stores": {
             store.manifest.kind: {
                 "folder": str(store.folder.resolve()),

@@ -29,7 +29,9 @@ class ModelConfig(Settings):
     gguf_file: str | None = setting(None, "GGUF file in the folder or the hub's repository that --model names.")
     device: str = setting("auto", f"Device: {', '.join(DEVICES)} or cuda:N.", values=DEVICES)
     dtype: str = setting(
-        "auto", f"{', '.join(DTYPES)}. auto: float32 on CPUs, else that of the checkpoint.", values=DTYPES
+        "auto",
+        f"{', '.join(DTYPES)}. auto: float32 on CPUs, with weights of 16 bits kept so; else that of the checkpoint.",
+        values=DTYPES,
     )
     attn_implementation: str | None = setting(
         None,

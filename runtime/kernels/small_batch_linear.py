@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from importlib import metadata
 from pathlib import Path
 from typing import cast
@@ -14,13 +14,16 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from hdtool.data.stores.home import product_choice_at_home
+from hdtool.runtime.kernels.compact_weight import in_float32, is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
+from hdtool.runtime.kernels.expanded_linear import BlockwiseLinear
 from hdtool.runtime.kernels.gemm_choice import saved_choice
 from hdtool.runtime.kernels.output_memory import OutputMemory
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, multiply
+from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, COLUMN_MULTIPLE, FLOAT16, FLOAT32, multiply
 
 TIMED_ROWS = (1, 4, 16, 64)
 """Numbers of rows at which both products are timed; other numbers of rows use the next larger one."""
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 REPEATS = 3
 TIMED_LAYERS = 4
 """Layers of a shape that are timed in turn: a single one would stay in the cache."""
@@ -29,7 +32,11 @@ TIMED_NUMBERS = 1 << 19
 
 
 class ProductChoice:
-    """The faster product for layers of one shape, measured once on a machine for each number of threads."""
+    """The faster product for layers of one shape, measured once on a machine for each number of threads.
+
+    It is measured in float32 for weights in 16 bits as well: the products round differently, and an answer does not
+    depend on how weights are kept.
+    """
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self._weights = weights
@@ -51,8 +58,9 @@ class ProductChoice:
 
     def _own_is_faster(self, rows: int) -> bool:
         columns = self._weights[0].shape[1]
-        parts = [weight.detach()[: max(1, TIMED_NUMBERS // columns)] for weight in self._weights[:TIMED_LAYERS]]
-        numbers = self._weights[0].new_ones(rows, columns)
+        size = max(1, TIMED_NUMBERS // columns)
+        parts = [in_float32(weight.detach()[:size]) for weight in self._weights[:TIMED_LAYERS]]
+        numbers = parts[0].new_ones(rows, columns)
         seconds = [float("inf"), float("inf")]
         for _ in range(REPEATS):
             for place, product in enumerate((linear, own_linear)):
@@ -64,6 +72,7 @@ class SmallBatchLinear(Linear):
     """A ``torch.nn.Linear`` with unchanged weights and another product."""
 
     choice: ProductChoice
+    blockwise: BlockwiseLinear
     memory: OutputMemory | None = None
     """Of an output layer without bias: the memory of its output is used again."""
 
@@ -78,25 +87,32 @@ class SmallBatchLinear(Linear):
             and input.shape[-1] == self.in_features
             and not torch.is_grad_enabled()
         ):
+            stored = weight.stored if is_compact(weight) else weight
             if self.choice.own(input.numel() // self.in_features):
-                return own_linear(input, weight, self.bias, self.memory)
+                return own_linear(input, stored, self.bias, self.memory)
+            if stored is not weight and not torch.is_autocast_enabled("cpu"):
+                return self.blockwise(input, stored, self.bias, self.memory)
             if self.memory:
                 rows = input.view(-1, self.in_features)
                 found = self.memory.room_for(len(rows), self.out_features, input)
                 return torch.mm(rows, weight.t(), out=found).view(*input.shape[:-1], self.out_features)
+        if is_compact(weight) and weight.stored.dtype == input.dtype and torch.is_autocast_enabled("cpu"):
+            weight = weight.stored  # what autocast would round the expanded weight to
         return linear(input, weight, self.bias)
 
 
 def own_linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, memory: OutputMemory | None = None
 ) -> torch.Tensor:
-    """As ``torch.nn.functional.linear``, for contiguous float32 tensors on a CPU."""
+    """As ``torch.nn.functional.linear``, for contiguous float32 tensors on a CPU; the weight may be in 16 bits."""
     outs, columns = weight.shape
     rows = input.numel() // columns
     # Of the input's dtype and device, not the defaults of torch.
     found = memory.room_for(rows, outs, input) if memory else input.new_empty(rows, outs)
     multiply(
         weight.data_ptr(),
+        KINDS[weight.dtype],
+        weight.itemsize,
         outs,
         columns,
         input.data_ptr(),
@@ -110,13 +126,15 @@ def own_linear(
 def use_small_batch_products(model: torch.nn.Module) -> None:
     """Use the product of ``small_batch_gemm.py`` in the linear layers of a CPU model; weights are not changed."""
     choices: dict[torch.Size, list[torch.Tensor]] = {}
-    fit = [module for module in model.modules() if type(module) is Linear and _fits(module)]
+    fit = [module for module in model.modules() if type(module) is Linear and fits_own_product(module)]
     for layer in fit:
         choices.setdefault(layer.weight.shape, []).append(layer.weight)
     made = {shape: ProductChoice(weights) for shape, weights in choices.items()}
+    blockwise = {shape: BlockwiseLinear() for shape in choices}
     for layer in fit:
         layer.__class__ = SmallBatchLinear
         cast(SmallBatchLinear, layer).choice = made[layer.weight.shape]
+        cast(SmallBatchLinear, layer).blockwise = blockwise[layer.weight.shape]
     last = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if isinstance(last, SmallBatchLinear) and last._parameters["bias"] is None:
         last.memory = OutputMemory()
@@ -128,9 +146,12 @@ def has_own_products(model: torch.nn.Module) -> bool:
 
 
 def share_weights(stock: torch.nn.Module, own: torch.nn.Module) -> None:
-    """Let the stock copy of a model use the weights of ours, to save memory; its products stay those of torch."""
+    """Let the stock copy of a model use the weights of ours, to save memory; its products stay those of torch.
+
+    Weights in 16 bits are not shared: the stock model computes as its users have it.
+    """
     for name, layer in own.named_modules():
-        if isinstance(layer, SmallBatchLinear):
+        if isinstance(layer, SmallBatchLinear) and not is_compact(layer.weight):
             other = stock.get_submodule(name)
             assert isinstance(other, Linear)
             other.weight.data = layer.weight.data
@@ -157,12 +178,14 @@ def has_plain_weight(layer: torch.nn.Module) -> bool:
     weight: object = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return False
-    return type(weight).__module__.startswith("torch.") and weight.is_floating_point() and weight.itemsize > 1
+    ordinary = is_compact(weight) or type(weight).__module__.startswith("torch.")
+    return ordinary and weight.is_floating_point() and weight.itemsize > 1
 
 
-def _fits(layer: Linear) -> bool:
+def fits_own_product(layer: Linear, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
+    """Whether our own product takes the weight of a layer once it has one of these dtypes."""
     weight = layer.weight
-    plain = has_plain_weight(layer) and weight.dtype == torch.float32 and weight.is_cpu
+    plain = has_plain_weight(layer) and weight.dtype in dtypes and weight.is_cpu
     bias = layer.bias is None or (layer.bias.dtype == torch.float32 and layer.bias.is_contiguous())
     return plain and bias and weight.is_contiguous() and weight.numel() > 0 and layer.in_features % COLUMN_MULTIPLE == 0
 

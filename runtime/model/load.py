@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Container, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,6 +21,7 @@ from hdtool.runtime.generate_settings import generation_settings, sampler_as_gen
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import place_of
+from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
@@ -91,11 +92,23 @@ def load(config: ModelConfig | str) -> Loaded:
         placed = _weights(config, settings, device, device_map=config.device_map)
         target = _attempt(name, f"with device map {config.device_map}", lambda: Target(placed))
     else:
-        model = _on_one_device(config, settings, device)
-        if device.type == "cpu":
-            use_small_batch_products(model)
-        target = _attempt(name, f"on {device}", lambda: Target(model))
+        target = _target_on(device, config, settings)
     return Loaded(name, target, tokenizer, checkpoint_of(config))
+
+
+def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Target:
+    if device.type != "cpu":
+        model = _on_one_device(config, settings, device)
+        return _attempt(config.name, f"on {device}", lambda: Target(model))
+    is_compact = config.dtype == "auto" and not (config.quantization or library_of(settings))
+    with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)) if is_compact else nullcontext():
+        model = _on_one_device(config, settings, device)
+    if is_compact:
+        compact_weights(model)
+    use_small_batch_products(model)
+    target = _attempt(config.name, f"on {device}", lambda: Target(model))
+    expand_weights_read(model)
+    return target
 
 
 def load_part(config: ModelConfig) -> Target:
@@ -239,7 +252,7 @@ def _listed(available: dict[str, int]) -> str:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
-    """For auto: float32 on CPUs, where it is fastest and exact; the checkpoint's dtype elsewhere."""
+    """For auto: float32 on CPUs, which is exact, from weights kept in 16 bits; the checkpoint's dtype elsewhere."""
     if wanted == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     dtype = getattr(torch, wanted)

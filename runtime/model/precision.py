@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import ModelError
+from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.model.compact_layers import compact_places, replace_parameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,9 +27,13 @@ def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]
     if model.dtype not in HIGHER:
         raise ModelError(f"there is no higher precision than {model.dtype}")
     higher = HIGHER[model.dtype]
-    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point()]
+    compact = compact_places(model)
+    parameters = (tensor for tensor in model.parameters() if not is_compact(tensor))
+    tensors = [tensor for tensor in chain(parameters, model.buffers()) if tensor.is_floating_point()]
     kept = [tensor.data for tensor in tensors]
     try:
+        for weight, places in compact:
+            replace_parameter(places, weight.stored.to(device, higher))
         for tensor in tensors:
             wider = tensor.dtype in HIGHER and torch.finfo(tensor.dtype).bits < torch.finfo(higher).bits
             tensor.data = tensor.data.to(device, higher if wider else tensor.dtype)
@@ -35,6 +41,8 @@ def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]
     finally:
         for tensor, data in zip(tensors, kept, strict=True):
             tensor.data = data
+        for weight, places in compact:
+            replace_parameter(places, weight)
 
 
 def last_logits_only(model: PreTrainedModel) -> dict[str, int]:

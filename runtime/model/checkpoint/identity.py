@@ -103,7 +103,8 @@ def _is_like(parameter: Any, sample: Sample) -> bool:
         and parameter.is_floating_point()
         and parameter.is_contiguous()
         and not parameter.is_meta
-        and type(parameter.data).__name__ == "Tensor"  # libraries that quantize have classes of their own
+        # Libraries that quantize have classes of their own.
+        and type(parameter.data).__name__ in ("Tensor", "CompactWeight")
     )
 
 

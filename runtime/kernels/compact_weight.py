@@ -1,0 +1,135 @@
+"""A float32 weight that is kept in 16 bits, which hold its numbers exactly.
+
+Wherever code reads the weight it is a float32 tensor: an operation expands it first. Those that read some rows, as an
+embedding does, expand these rows only, and ``small_batch_linear.py`` multiplies by the 16-bit numbers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, cast
+
+import torch
+
+FORMATS = (torch.bfloat16, torch.float16)
+ATEN = torch.ops.aten
+OF_ROWS = (ATEN.embedding.default, ATEN.index.Tensor, ATEN.index_select.default)
+"""Operations that copy rows of their first argument."""
+
+
+class Reads:
+    """How often operations had to expand a weight as a whole."""
+
+    number = 0
+
+
+class CompactWeight(torch.Tensor):
+    """A read-only tensor of dtype float32; ``stored`` has its numbers in 16 bits."""
+
+    stored: torch.Tensor
+    reads: Reads
+    """Of the weight and all its views."""
+
+    @staticmethod
+    def __new__(cls, stored: torch.Tensor, reads: Reads | None = None, *, requires_grad: bool = False) -> CompactWeight:
+        with torch.inference_mode(False):  # a view of an ordinary tensor must be one
+            made: Any = torch.Tensor._make_wrapper_subclass(
+                cls,
+                stored.shape,
+                strides=stored.stride(),
+                dtype=torch.float32,
+                device=stored.device,
+                requires_grad=requires_grad,
+            )
+        made.stored, made.reads = stored, reads or Reads()
+        return cast(CompactWeight, made)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Become an ordinary parameter: what a model is converted to, or merged with, has other numbers."""
+        if is_compact(value):
+            self.stored, self.reads = value.stored, value.reads
+        else:
+            made = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
+            torch.utils.swap_tensors(self, made)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if operation in OF_ROWS and is_compact(args[0]) and not any(map(is_compact, args[1:])):
+            return operation(args[0].stored, *args[1:], **kwargs).float()
+        if operation.is_view and is_compact(args[0]) and not _changes_dtype(operation):
+            viewed = operation(args[0].stored, *args[1:], **kwargs)
+            reads = args[0].reads
+            return [cls(one, reads) for one in viewed] if isinstance(viewed, (list, tuple)) else cls(viewed, reads)
+        _refuse_changes(operation, args, kwargs)
+        expanded = [_expanded(one) for one in args]
+        return operation(*expanded, **{name: _expanded(one) for name, one in kwargs.items()})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompactWeight:
+        made = CompactWeight(self.stored.clone(), requires_grad=self.requires_grad)
+        return cast(CompactWeight, memo.setdefault(id(self), made))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.stored.float().__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"CompactWeight({tuple(self.shape)}, kept in {self.stored.dtype})"
+
+
+def is_compact(weight: object) -> TypeGuard[CompactWeight]:
+    return isinstance(weight, CompactWeight)
+
+
+def in_float32(weight: torch.Tensor) -> torch.Tensor:
+    """The same numbers as an ordinary tensor."""
+    return weight.stored.float() if is_compact(weight) else weight
+
+
+def narrowed(weight: torch.Tensor) -> torch.Tensor | None:
+    """The same numbers in 16 bits; None if these do not hold them exactly."""
+    if weight.dtype in FORMATS:
+        return weight
+    if weight.dtype != torch.float32:
+        return None
+    for dtype in FORMATS:
+        # A part is compared first: of most weights in float32 no part fits.
+        for part in (weight.flatten()[:1024], weight):
+            narrow = part.to(dtype)
+            if not torch.equal(narrow.to(weight.dtype).view(torch.int32), part.view(torch.int32)):
+                break
+        else:
+            return narrow
+    return None
+
+
+def _changes_dtype(operation: Any) -> bool:
+    return operation is ATEN.view.dtype or operation.overloadpacket is ATEN.to
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_expanded(one) for one in value)
+    if not is_compact(value):
+        return value
+    value.reads.number += 1
+    return value.stored.float()
+
+
+def _refuse_changes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if not operation._schema.is_mutable:
+        return
+    for place, described in enumerate(operation._schema.arguments):
+        given = args[place] if place < len(args) else kwargs.get(described.name)
+        if described.alias_info is not None and described.alias_info.is_write and is_compact(given):
+            raise RuntimeError(
+                "this weight is kept in 16 bits and cannot be changed: load the model with dtype float32 to change it"
+            )

@@ -1,0 +1,174 @@
+"""Keeps the weights of a model on a CPU in the 16 bits of their checkpoint and computes in float32 as before.
+
+Every result has the bits of the computation with expanded weights. A weight stays in 16 bits only if these hold its
+numbers exactly, if only linear layers and embeddings have it, and if the compiled product gives the same bits for both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch.nn import Embedding, Linear, Module, Parameter
+from transformers import PreTrainedModel
+
+from hdtool.data.errors import ModelError
+from hdtool.runtime.kernels.compact_weight import FORMATS, CompactWeight, in_float32, is_compact, narrowed
+from hdtool.runtime.kernels.small_batch_gemm import EXPANDS_FLOAT16, OUTS
+from hdtool.runtime.kernels.small_batch_linear import KINDS, fits_own_product, own_linear
+from hdtool.runtime.model.checkpoint.fingerprint import samples
+from hdtool.runtime.model.checkpoint.weight_files import weight_files
+
+Place = tuple[Module, str]
+"""A module and the name of one of its parameters."""
+STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
+PLAN = "_get_dtype_plan"
+"""The method of transformers that names parameters with a dtype of their own."""
+TRIED_ROWS = (1, 2, 4, 7)
+"""Together, these use all tiles of the compiled product."""
+_loading = Lock()
+
+
+def compact_weights(model: Module) -> None:
+    """Keep the weights of linear layers and embeddings in 16 bits where possible, and all others in float32."""
+    proved: dict[tuple[int, torch.dtype], bool] = {}
+    for places in list(_places(model).values()):
+        module, name = places[0]
+        weight: Any = module._parameters[name]
+        narrow = narrowed(weight.detach()) if all(_takes(*place) for place in places) else None
+        if narrow is not None and any(isinstance(module, Linear) for module, _ in places):
+            case = narrow.shape[1], narrow.dtype
+            if case not in proved:
+                proved[case] = _has_same_bits(narrow)
+            narrow = narrow if proved[case] else None
+        if narrow is not None:
+            # A copy: tensors of a file are mapped, at any address, and the file may change.
+            narrow = narrow.clone() if weight.dtype in FORMATS else narrow
+            replace_parameter(places, CompactWeight(narrow), requires_grad=weight.requires_grad)
+        elif weight.dtype in FORMATS:
+            replace_parameter(places, weight.detach().float(), requires_grad=weight.requires_grad)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in FORMATS:
+                module._buffers[name] = buffer.float()
+    model.register_state_dict_post_hook(_expand_state)
+    _return_free_memory()
+
+
+@contextmanager
+def loading_as_stored(folder: Path) -> Iterator[None]:
+    """Have transformers load float32 models with weights in 16 bits if all tensors of the checkpoint are stored so.
+
+    Loading in float32 and narrowing afterwards gives the same, but needs twice the memory meanwhile.
+    """
+    dtype, usual = _stored_dtype(folder), getattr(PreTrainedModel, PLAN, None)
+    if dtype is None or usual is None:
+        yield
+        return
+
+    def plan(model: PreTrainedModel, wanted: torch.dtype) -> dict[str, torch.dtype]:
+        return {**usual(model, wanted), "weight": dtype}
+
+    with _loading:
+        setattr(PreTrainedModel, PLAN, plan)
+        try:
+            yield
+        finally:
+            setattr(PreTrainedModel, PLAN, usual)
+
+
+def expand_weights_read(model: Module) -> None:
+    """Keep the weights in float32 that the passes at loading read otherwise than by linear layers and embeddings.
+
+    Such code is right with weights in 16 bits, but expands them in each pass.
+    """
+    for weight, places in compact_places(model):
+        if weight.reads.number:
+            replace_parameter(places, in_float32(weight), requires_grad=weight.requires_grad)
+
+
+def has_compact_weights(model: Module) -> bool:
+    return any(map(is_compact, model.parameters()))
+
+
+def compact_places(model: Module) -> list[tuple[CompactWeight, list[Place]]]:
+    """The weights that are kept in 16 bits, with all places of each."""
+    found = ((module._parameters[name], places) for places in _places(model).values() for module, name in places[:1])
+    return [(weight, places) for weight, places in found if is_compact(weight)]
+
+
+def replace_parameter(places: list[Place], weight: torch.Tensor, *, requires_grad: bool = False) -> None:
+    made = weight if isinstance(weight, Parameter) else Parameter(weight, requires_grad=requires_grad)
+    for module, name in places:
+        module._parameters[name] = made
+
+
+def _places(model: Module) -> dict[int, list[Place]]:
+    """The places of each parameter: a tied one has several."""
+    found: dict[int, list[Place]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((module, name))
+    return found
+
+
+def _takes(module: Module, name: str) -> bool:
+    """Whether a module computes with a weight in 16 bits without expanding all of it."""
+    if name != "weight" or not isinstance(module, Embedding | Linear):
+        return False
+    weight = module.weight
+    if not weight.is_cpu or type(weight.data) is not torch.Tensor or weight.dim() != 2 or not weight.is_contiguous():
+        return False
+    if isinstance(module, Embedding):
+        return module.max_norm is None  # a limit changes the weight
+    return type(module) is Linear and fits_own_product(module, KINDS)
+
+
+@torch.inference_mode()
+def _has_same_bits(narrow: torch.Tensor) -> bool:
+    """Whether our product with weights in 16 bits has the bits of that with the expanded ones."""
+    if narrow.dtype == torch.float16 and not EXPANDS_FLOAT16:
+        return False
+    part = narrow[: 2 * OUTS + 1].contiguous()
+    inputs = torch.randn(
+        max(TRIED_ROWS), part.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32
+    )
+    return all(
+        torch.equal(own_linear(inputs[:rows], part), own_linear(inputs[:rows], part.float())) for rows in TRIED_ROWS
+    )
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    """The 16-bit dtype of all tensors of a checkpoint; None if they have several, or another one."""
+    files = weight_files(folder) or []
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        return None
+    try:
+        kinds = {sample.dtype for file in files for sample in samples(file)}
+    except ModelError:  # loading it raises an error that names the fault
+        return None
+    return STORED.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Have a model give its weights in float32 to what saves them; tied ones share their memory."""
+    expanded: dict[int, torch.Tensor] = {}
+    for name, weight in state.items():
+        if is_compact(weight):
+            address = weight.stored.data_ptr()
+            if address not in expanded:
+                expanded[address] = in_float32(weight)
+            state[name] = expanded[address]
+
+
+def _return_free_memory() -> None:
+    """Return to the system what was allocated for weights in float32."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)

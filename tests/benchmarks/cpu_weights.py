@@ -1,0 +1,194 @@
+"""Weights in 16 bits against weights in float32, on a CPU.
+
+    python -m tests.benchmarks.cpu_weights                      # random weights in the shape of a Llama of 1.2 billion
+    python -m tests.benchmarks.cpu_weights --model FILE.gguf    # a model, rounded to bfloat16 first
+
+Both sides have the same numbers: the checkpoint is saved in 16 bits, and loaded with --dtype auto and float32. Memory
+is measured in a process for each; passes and answers are timed in turn, in one process. Each answer is cold: its
+drafter has seen no earlier question. On a busy machine, --processor-time counts the time of this process on the
+processor only; with one thread and nothing else running, both clocks agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging
+
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.prompts import read_prompts
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.budget.node_budget import MeasuredBudget
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.compact_layers import compact_places
+from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
+from hdtool.runtime.model.target import some_context
+from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import DraftTree
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+"""That of Llama 3.2 1B."""
+SIDES = {"float32": "float32", "16 bits": "auto"}
+ROWS = (1, 2, 4, 8, 16, 32)
+CONTEXT = 200
+CHILD = "--memory-of"
+METHODS = ("ar", "hd")
+CLOCK = time.perf_counter
+
+
+def checkpoint(model: str | None, dtype: torch.dtype, folder: Path) -> None:
+    """Save the model, or random weights, in 16 bits."""
+    config = ModelConfig(model, device="cpu", dtype="float32")
+    if model is None:
+        torch.manual_seed(0)
+        shape = LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        saved: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+    else:
+        saved = load_stock(config).to(dtype)  # type: ignore[arg-type]
+    saved.save_pretrained(folder)
+    load_tokenizer(config).save_pretrained(folder)
+
+
+def resident() -> dict[str, int]:
+    """Bytes of this process in memory, of its own and of mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = dict(line.split(":") for line in lines if line.startswith(("RssAnon", "RssFile", "VmHWM")))
+    return {name: int(size.split()[0]) * 1024 for name, size in found.items()}
+
+
+def memory_of(folder: str, dtype: str) -> None:
+    load(ModelConfig(device="cpu"))  # what the libraries take is not the model's
+    before = resident()
+    loaded = load(ModelConfig(folder, device="cpu", dtype=dtype))
+    after, parameters = resident(), list(loaded.target.model.parameters())
+    compact = {id(weight): weight.stored.nbytes for weight, _ in compact_places(loaded.target.model)}
+    weights = sum(compact.get(id(weight), weight.nbytes) for weight in parameters)
+    anon, file = (after[name] - before[name] for name in ("RssAnon", "RssFile"))
+    peak = after["VmHWM"] - before["RssAnon"] - before["RssFile"]
+    print(f"{weights / 1e6:.0f} | {anon / 1e6:.0f} | {file / 1e6:.0f} | {peak / 1e6:.0f}")
+
+
+def memory(folder: Path) -> None:
+    print("| weights | their bytes, MB | own memory, MB | mapped files, MB | most while loading, MB |")
+    print("|---|---|---|---|---|")
+    for side, dtype in SIDES.items():
+        command = [sys.executable, "-m", "tests.benchmarks.cpu_weights", CHILD, str(folder), dtype]
+        print(f"| {side} | {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()} |")
+
+
+def passes(sides: dict[str, Loaded], repeats: int) -> None:
+    print(f"\n| milliseconds of a pass, rows | {' | '.join(map(str, ROWS))} |\n|---|{'---|' * len(ROWS)}")
+    for loaded in sides.values():
+        loaded.target.prefill(some_context(CONTEXT, 4000))
+        loaded.target.commit([])
+    taken: dict[str, list[list[float]]] = {side: [[] for _ in ROWS] for side in sides}
+    same = 0
+    for place, rows in enumerate(ROWS):
+        tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
+        for repeat in range(repeats + 1):
+            logits = []
+            for side, loaded in sides.items():
+                started = CLOCK()
+                logits.append(loaded.target.verify(tree).clone())
+                if repeat:
+                    taken[side][place].append(CLOCK() - started)
+            same += repeat > 0 and torch.equal(*logits)
+    medians = {side: [statistics.median(each) * 1e3 for each in times] for side, times in taken.items()}
+    for side, found in medians.items():
+        print(f"| {side} | {' | '.join(f'{each:.1f}' for each in found)} |")
+    wide, compact = medians.values()
+    print(f"| ratio | {' | '.join(f'{a / b:.2f}' for a, b in zip(wide, compact, strict=True))} |")
+    print(f"\nall logits of a pass have the same bits in {same} of {repeats * len(ROWS)} passes")
+
+
+def answer(loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], most: int) -> tuple[list[int], float, int]:
+    """The tokens, the seconds and the steps of an answer."""
+    target, config = loaded.target, DecodeConfig(method, max_new_tokens=most)
+    drafter = drafter_within(partial(MeasuredBudget, target, curve), config, StoreSet(), target)
+    started = CLOCK()
+    steps = list(decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most, drafter=drafter))
+    return [token for step in steps for token in step.tokens], CLOCK() - started, len(steps)
+
+
+def answers(sides: dict[str, Loaded], questions: int, most: int) -> None:
+    print("\n| method | weights | tokens/s | tokens a step | ratio | answers with the same tokens |")
+    print("|---|---|---|---|---|---|")
+    loaded = next(iter(sides.values()))
+    asked = [
+        encode_conversation(loaded.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)[: questions + 1]
+    ]
+    curves = {side: cost_here(loaded.target) for side, loaded in sides.items()}
+    for method in METHODS:
+        totals = {side: [0.0, 0.0, 0.0] for side in sides}
+        same = 0
+        for number, prompt in enumerate(asked):
+            found = {side: answer(loaded, curves[side], method, prompt, most) for side, loaded in sides.items()}
+            if number:  # the first one is the warm-up
+                same += len({tuple(tokens) for tokens, _, _ in found.values()}) == 1
+                for side, (tokens, seconds, steps) in found.items():
+                    totals[side] = [a + b for a, b in zip(totals[side], (len(tokens), seconds, steps), strict=True)]
+        slowest = totals["float32"][0] / totals["float32"][1]
+        for side, (number_of_tokens, seconds, number_of_steps) in totals.items():
+            speed, per_step = number_of_tokens / seconds, number_of_tokens / number_of_steps
+            row = method, side, f"{speed:.2f}", f"{per_step:.2f}", f"{speed / slowest:.2f}"
+            print(f"| {' | '.join(row)} | {same} of {questions} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder, a hub name or a GGUF file; default: random weights")
+    parser.add_argument("--stored", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--questions", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--processor-time", action="store_true")
+    parser.add_argument(CHILD, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    if options.processor_time:
+        global CLOCK
+        CLOCK = time.process_time
+    if options.memory_of:
+        return memory_of(*options.memory_of)
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    print(f"{machine(torch.device('cpu'))}; threads: {options.threads}, stored in {options.stored}\n", flush=True)
+    with TemporaryDirectory() as folder:
+        checkpoint(options.model, getattr(torch, options.stored), Path(folder))
+        memory(Path(folder))
+        sides = {side: load(ModelConfig(folder, device="cpu", dtype=dtype)) for side, dtype in SIDES.items()}
+    passes(sides, options.repeats)
+    answers(sides, options.questions, options.tokens)
+
+
+if __name__ == "__main__":
+    main()

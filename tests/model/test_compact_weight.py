@@ -1,0 +1,207 @@
+"""Weights in 16 bits: products with the bits of float32, and a tensor that other code reads as float32."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import embedding, linear
+
+from hdtool.runtime.kernels import expanded_linear
+from hdtool.runtime.kernels.compact_weight import CompactWeight, in_float32, is_compact, narrowed
+from hdtool.runtime.kernels.expanded_linear import BLOCK_NUMBERS, BlockwiseLinear
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, LONG_ROW
+from hdtool.runtime.kernels.small_batch_linear import own_linear
+
+DTYPES = [torch.bfloat16, torch.float16]
+SPECIAL = [0.0, -0.0, 6e-8, -5.9e-5, 1e-40, float("inf"), -float("inf"), float("nan"), 65504.0]
+"""Zeros, numbers that are subnormal in either format, infinities, NaN and the largest float16."""
+
+
+def weight_of(outs: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (0.05 * torch.randn(outs, columns, generator=generator)).to(dtype)
+
+
+@given(
+    rows=st.integers(1, 70),
+    outs=st.integers(1, 40),
+    columns=st.sampled_from([COLUMN_MULTIPLE, 9 * COLUMN_MULTIPLE, LONG_ROW, LONG_ROW + COLUMN_MULTIPLE]),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None)
+def test_a_product_has_the_bits_of_that_with_the_expanded_weight(
+    rows: int, outs: int, columns: int, dtype: torch.dtype, bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    numbers, stored = torch.randn(rows, columns), weight_of(outs, columns, dtype, seed)
+    added = torch.randn(outs) if bias else None
+    found = own_linear(numbers, stored, added)
+    assert torch.equal(found, own_linear(numbers, stored.float(), added))
+    wide = numbers.numpy().astype(np.float64), stored.float().numpy().astype(np.float64)
+    exact = wide[0] @ wide[1].T + (0 if added is None else added.numpy())
+    magnitude = np.abs(wide[0]) @ np.abs(wide[1]).T + (0 if added is None else added.abs().numpy())
+    assert (np.abs(found.numpy() - exact) <= columns * np.finfo(np.float32).eps * magnitude).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
+def test_special_numbers_are_expanded_exactly(rows: int, dtype: torch.dtype) -> None:
+    """The rows are those of an identity, so a product is one number of the weight."""
+    for columns in (COLUMN_MULTIPLE, LONG_ROW):
+        stored = torch.zeros(6, columns, dtype=dtype)
+        for place, number in enumerate(SPECIAL):
+            stored[place % 6] = 0
+            stored[place % 6, place] = number
+            numbers = torch.zeros(rows, columns)
+            numbers[:, place] = 1
+            found = own_linear(numbers, stored)
+            torch.testing.assert_close(found, own_linear(numbers, stored.float()), rtol=0, atol=0, equal_nan=True)
+            expected = stored[place % 6, place].float().expand(rows)
+            torch.testing.assert_close(found[:, place % 6], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+    for columns in (2 * COLUMN_MULTIPLE, LONG_ROW):
+        stored = weight_of(30, columns, dtype)
+        for rows in range(2, 20):
+            numbers = torch.randn(rows, columns)
+            found = own_linear(numbers, stored)
+            for row in range(rows):
+                others = 100 * torch.randn(rows, columns)
+                others[(row + 1) % rows] = float("nan")
+                others[row] = numbers[row]
+                assert torch.equal(own_linear(others, stored)[row], found[row])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 65, 130])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_have_the_bits_of_the_whole_product(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stored, numbers = weight_of(3 * BLOCK_NUMBERS // 128 + 5, 128, dtype), torch.randn(1, rows, 128)
+    added = torch.randn(len(stored)) if bias else None
+    product = BlockwiseLinear()
+    found = product(numbers, stored, added)
+    assert found.shape == (1, rows, len(stored))
+    assert torch.equal(found, linear(numbers, stored.float(), added))
+    assert len(product._is_same) == 1
+
+
+def test_where_blocks_would_change_a_bit_the_whole_weight_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(input: torch.Tensor, stored: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.nextafter(linear(input, stored.float()), torch.tensor(9.0))
+
+    monkeypatch.setattr(expanded_linear, "_by_blocks", rounded)
+    stored, numbers = weight_of(2 * BLOCK_NUMBERS // 64, 64, torch.bfloat16), torch.randn(3, 64)
+    assert torch.equal(BlockwiseLinear()(numbers, stored, None), linear(numbers, stored.float()))
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20), st.sampled_from([None, *DTYPES]))
+def test_numbers_are_narrowed_only_if_none_changes(numbers: list[float], dtype: torch.dtype | None) -> None:
+    weight = torch.tensor(numbers, dtype=torch.float32)
+    weight = weight if dtype is None else weight.to(dtype).float()
+    narrow = narrowed(weight)
+    if narrow is not None:
+        assert narrow.dtype in DTYPES
+        assert torch.equal(narrow.float().view(torch.int32), weight.view(torch.int32))
+    elif dtype is not None:
+        assert weight.isnan().any()
+
+
+def test_numbers_past_the_first_ones_count() -> None:
+    weight = torch.ones(100, 100)
+    assert narrowed(weight) is not None
+    weight[99, 99] += 1e-6
+    assert narrowed(weight) is None
+
+
+OPERATIONS: dict[str, Any] = {
+    "sum": lambda weight: weight.sum(),
+    "matmul": lambda weight: torch.ones(3, weight.shape[1]) @ weight.t(),
+    "linear": lambda weight: linear(torch.ones(3, weight.shape[1]), weight),
+    "index": lambda weight: weight[torch.tensor([3, 1, 3])],
+    "mask": lambda weight: weight[weight > 0],
+    "slice": lambda weight: weight[1:3, ::2] * 1,
+    "row": lambda weight: weight[2].to(torch.bfloat16).tolist(),
+    "embedding": lambda weight: embedding(torch.tensor([[1, 4]]), weight),
+    "cat": lambda weight: torch.cat([weight, weight]),
+    "to": lambda weight: weight.to(torch.float64),
+    "narrow": lambda weight: weight.to(torch.bfloat16),
+    "clone": lambda weight: weight.clone().mul_(3),
+    "split": lambda weight: [part * 2 for part in weight.split(2)],
+    "numpy": lambda weight: in_float32(weight.detach()).numpy(),
+    "bits": lambda weight: weight.view(torch.int32),
+    "reduced": lambda weight: torch.stack([weight.std(), weight.abs().max()]),
+    "where": lambda weight: torch.where(weight > 0, weight, -weight),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_other_code_reads_a_float32_tensor(name: str, inference: bool) -> None:
+    stored = weight_of(8, 64, torch.bfloat16)
+    weight = torch.nn.Parameter(CompactWeight(stored), requires_grad=False)
+    assert is_compact(weight) and weight.dtype == torch.float32 and weight.shape == (8, 64)
+    with torch.inference_mode(inference):
+        found, expected = (OPERATIONS[name](one) for one in (weight, stored.float()))
+    pairs = zip(found, expected, strict=True) if isinstance(found, (list, tuple)) else [(found, expected)]
+    for one, other in pairs:
+        assert type(one) is type(other)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else np.array_equal(one, other)
+
+
+def test_a_weight_is_counted_as_read_if_all_of_it_was_expanded() -> None:
+    weight = CompactWeight(weight_of(8, 64, torch.float16))
+    embedding(torch.tensor([1]), weight), weight[torch.tensor([2])], weight.detach()[:2].t()
+    assert weight.reads.number == 0
+    linear(torch.ones(1, 64), weight)
+    assert weight.reads.number == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight[0].zero_(),
+        lambda weight: weight.data.copy_(torch.zeros(8, 64)),
+        lambda weight: torch.add(weight, 1, out=weight),
+    ],
+)
+def test_a_weight_in_16_bits_cannot_be_changed_unnoticed(change: Any) -> None:
+    stored = weight_of(8, 64, torch.bfloat16)
+    before = stored.clone()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be changed: load the model with dtype float32"):
+        change(CompactWeight(stored))
+    assert torch.equal(stored, before)
+
+
+def test_copies_and_files_of_a_weight() -> None:
+    stored = weight_of(8, 64, torch.bfloat16)
+    weight = torch.nn.Parameter(CompactWeight(stored), requires_grad=False)
+    copied = copy.deepcopy(weight)
+    assert is_compact(copied) and torch.equal(copied.stored, stored)
+    assert copied.stored.data_ptr() != stored.data_ptr()
+    file = io.BytesIO()
+    torch.save(weight, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    assert not is_compact(read) and torch.equal(read, stored.float())
+    assert "bfloat16" in repr(weight)
+
+
+def test_gradients_pass_through() -> None:
+    weight = torch.nn.Parameter(CompactWeight(weight_of(8, 64, torch.bfloat16)), requires_grad=True)
+    numbers = torch.ones(2, 64, requires_grad=True)
+    linear(numbers, weight).sum().backward()
+    assert numbers.grad is not None and torch.equal(numbers.grad[0], in_float32(weight.detach()).sum(0))
+    assert weight.grad is not None and torch.equal(weight.grad, torch.full((8, 64), 2.0))
