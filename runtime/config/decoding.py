@@ -78,6 +78,8 @@ class DecodeConfig(Settings):
         require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
         object.__setattr__(self, "sources", source_letters("sources", self.sources, ALL_LETTERS))
         method = METHODS[self.method]
+        in_memory = self.method in HIERARCHIES or not method.history or self.history in (MEMORY, NO_HISTORY)
+        require(in_memory, "history", self.history, f"{MEMORY} or {NO_HISTORY} with method {self.method}")
         known = method.databases + HISTORY_LETTER * method.history + method.logits
         names = ", ".join(SOURCE_NAMES[letter] for letter in known)
         require(

@@ -364,7 +364,7 @@ def test_json_has_the_figures_under_their_names(command: list[str], capfd: pytes
         assert not {"tokens_per_second", "pays"} & set(one)
     assert set(told["methods"]["hd"]["by_source"]) == {"context", "history", "model", "corpus"}
     assert {name: one["history"] for name, one in told["methods"].items()} == {
-        name: "growing" if name == "hd" else "none" for name in REPLAYED
+        name: "growing" if METHODS[name].history else "none" for name in REPLAYED
     }
     assert told["warm"] == [] and {one["warm_tokens"] for one in told["methods"].values()} == {0}
 
