@@ -64,8 +64,10 @@ METHODS = {
 HIERARCHIES = ("hd", "hd+logitspec", "hd+amphista")
 """Methods that draft from plug-ins as well."""
 NEED_HEADS = ("medusa", "amphista", "hd+amphista")
-NEED_LOGITS = ("lade", *NEED_HEADS, *(name for name, method in METHODS.items() if method.logits))
-"""Methods that need the model's computation, not only its text."""
+NEED_MODEL = ("lade", *NEED_HEADS)
+"""Methods that compute with the model."""
+NEED_LOGITS = (*NEED_MODEL, *(name for name, method in METHODS.items() if method.logits))
+"""Methods that need the model's computation or its logits, not only its text."""
 OPTION_METHODS = {
     "draft_tokens": tuple(name for name in METHODS if name not in ("ar", "pld", "lade", "hd-paper")),
     "sources": ("hd-paper", "hd", "hd+logitspec", "hd+amphista"),
