@@ -92,7 +92,8 @@ def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) 
     if any(part.manifest.model != first.model for part in parts):
         first = replace(first, model=None)
     check = unchanged(replaced) if replaced else check
-    rankings = rankings_in(folders[0], first) if first.model else None
+    known = (rankings_in(part.folder, part.manifest) for part in parts if first.model)
+    rankings = next((found for found in known if found is not None), None)
     return _build(out, first, chain.from_iterable(chosen), list(sources.values()), check, rankings)
 
 

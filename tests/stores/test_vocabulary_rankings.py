@@ -80,9 +80,10 @@ def test_they_last_as_long_as_their_model(tmp_path: Path) -> None:
     build(tmp_path / "one", DOCUMENTS, VOCABULARY, rankings=rows, model=OF_MODEL)
     build(tmp_path / "same", [prompt_of(25)], VOCABULARY, model=OF_MODEL)
     build(tmp_path / "other", [prompt_of(26)], VOCABULARY, model=Checkpoint("f" * 16, "other"))
-    merge([tmp_path / "one", tmp_path / "same"], tmp_path / "merged")
-    merged = ModelStore(tmp_path / "merged")
-    assert merged.rankings is not None and (merged.rankings == rows).all()
+    for number, order in enumerate((["one", "same"], ["same", "one"])):
+        merge([tmp_path / name for name in order], tmp_path / f"merged{number}")
+        merged = ModelStore(tmp_path / f"merged{number}")
+        assert merged.rankings is not None and (merged.rankings == rows).all()
     merge([tmp_path / "one", tmp_path / "other"], tmp_path / "of two models")
     assert ModelStore(tmp_path / "of two models").rankings is None
 
