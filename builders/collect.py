@@ -20,19 +20,23 @@ from hdtool.data.prompts import Prompt
 from hdtool.runtime.answer import Answer
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.drafters.ranking_recorder import RankingRecorder
 
 
 class GenerationFile:
     """A file of answers, in the order of their prompts."""
 
-    def __init__(self, path: Path, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig) -> None:
+    def __init__(
+        self, path: Path, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig, rankings: int = 0
+    ) -> None:
+        """``rankings`` is the number of the target's best tokens that are recorded at each position."""
         self.path = path
         self._settings = {
             "model": model.name,
             "temperature": sampling.temperature,
             "seed": sampling.seed,
             "max_new_tokens": decoding.max_new_tokens,
-        }
+        } | ({"rankings": rankings} if rankings else {})
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise if the file holds anything but answers to these prompts; changes nothing."""
@@ -58,7 +62,7 @@ class GenerationFile:
     def add(self, prompt: Prompt, given: Sequence[Answer]) -> None:
         """Append the answers to all turns of a prompt."""
         conversation = prompt.conversation([answer.text for answer in given])
-        answers = [{"output_ids": answer.output_ids, "finish": answer.stats.finish} for answer in given]
+        answers = [_recorded(answer) for answer in given]
         append(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
 
     def _asked(self, prompt: Prompt) -> dict[str, Any]:
@@ -103,6 +107,13 @@ class GenerationFile:
         for name, wanted in self._settings.items():
             if known[name] != wanted:
                 raise PromptError(f"{where} was answered with {name} {known[name]}, not {wanted}: choose another --out")
+
+
+def _recorded(answer: Answer) -> dict[str, Any]:
+    recorded: dict[str, Any] = {"output_ids": answer.output_ids, "finish": answer.stats.finish}
+    if isinstance(answer.drafter, RankingRecorder):
+        recorded["rankings"] = answer.drafter.rankings.as_json()
+    return recorded
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:

@@ -10,7 +10,7 @@ from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import only, without
 from hdtool.data.prompts import read_prompts
 from hdtool.data.tally import Tally
-from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, RecordingConfig, SamplingConfig
 
 
 def collect(
@@ -23,12 +23,14 @@ def collect(
     loading: Annotated[ModelConfig, without("device_map")],
     decoding: Annotated[DecodeConfig, only("max_new_tokens", "batch_size", max_new_tokens=1024)],
     sampling: Annotated[SamplingConfig, without("stop")],
+    recording: RecordingConfig,
     reading: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
 ) -> None:
     """Collect a model's answers for a model store.
 
-    Writes one JSON line for each prompt: id, category, model, settings, messages, answers (ids and how each ended).
+    Writes one JSON line for each prompt: id, category, model, settings, messages, answers (ids, how each ended, and
+    rankings if asked for).
     """
     tally = Tally()
     asked = read_prompts(prompts, tolerance=reading.max_bad_fraction, tally=tally)
@@ -43,9 +45,9 @@ def collect(
     quiet_libraries(quiet=quiet)
     print_left_out(tally)
     # A file that cannot be resumed is refused before the model is loaded.
-    file = GenerationFile(out, loading, decoding, sampling)
+    file = GenerationFile(out, loading, decoding, sampling, recording.rankings)
     file.check(asked)
-    answerer = Answerer(loading, decoding, sampling, chat)
+    answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
     answerer.check(asked)
     with bar(len(asked), "answers", quiet=quiet) as shown:
         for answered in collected(answerer, asked, file):

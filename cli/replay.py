@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -76,8 +77,8 @@ def replay(
     """Estimate gains offline from recorded answers.
 
     A recorded answer shows of every draft which tokens the model would have accepted, so no model is needed. Methods
-    that draft from logits cannot be replayed; hd-paper is replayed without its lookahead branch. The history of hd
-    grows with the recordings, in their order.
+    that draft from logits need recordings of collect --rankings; hd-paper is replayed without its lookahead branch. The
+    history grows with the recordings, in their order.
     """
     from hdtool.cli.output.replay_table import in_words, record, turn_record
     from hdtool.cli.output.show_answers import quiet_libraries
@@ -112,7 +113,9 @@ def replay(
         prepare(report)
     reader = TurnReader.of_model(loading, chat)
     store_set = StoreSet.for_tokenizer(reader.tokenizer, stores, model=checkpoint_of(loading))
-    chosen = config.methods_with(corpus=store_set.corpus is not None)
+    ranked = all(answer.rankings for trace in (*recorded, *before) for answer in trace.answers)
+    chosen = config.methods_with(corpus=store_set.corpus is not None, rankings=ranked)
+    _refuse_unranked(chosen, ranked=ranked)
     print(f"drafting from {store_set}", file=sys.stderr)
     if "hd-paper" in chosen:
         print(NO_LOOKAHEAD, file=sys.stderr)
@@ -162,6 +165,15 @@ def _refuse_useless(warm: list[Path] | None, config: ReplayConfig) -> None:
         raise OptionError(
             f"--warm has no effect with method {', '.join(config.methods)}, which keeps nothing between conversations: "
             "leave it out"
+        )
+
+
+def _refuse_unranked(methods: Sequence[str], *, ranked: bool) -> None:
+    reading = [name for name in methods if METHODS[name].logits]
+    if reading and not ranked:
+        raise OptionError(
+            f"method {reading[0]} drafts from the model's logits, which these recordings lack: record them with "
+            "hdtool collect --rankings 64"
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hdtool.data.conversations.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, answered
+from hdtool.data.conversations.rankings import Rankings
 from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.formats.row import RowError
@@ -28,6 +29,7 @@ class Recorded:
     """Its tokens, with the one that ends the turn, if they were recorded."""
     most: int | None = None
     """The limit of its tokens, if known; an answer of this length was cut off."""
+    rankings: Rankings | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def _recorded(conversation: Conversation) -> Iterator[Recorded]:
     for place in conversation.answers:
         turn = conversation.turns[place]
         if turn.ids:
-            yield Recorded(place, turn.ids, conversation.max_new_tokens if turn.finish == STOPPED else len(turn.ids))
+            most = conversation.max_new_tokens if turn.finish == STOPPED else len(turn.ids)
+            yield Recorded(place, turn.ids, most, turn.rankings)
         elif turn.text.strip():
             yield Recorded(place)

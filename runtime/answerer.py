@@ -16,6 +16,7 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 from hdtool.runtime.decode import decode, room_for
 from hdtool.runtime.drafter import Drafter, HistoryDrafter
 from hdtool.runtime.drafters.methods import drafters_for
+from hdtool.runtime.drafters.ranking_recorder import RankingRecorder
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.grammar.guided_drafter import guided
@@ -40,7 +41,10 @@ class Answerer:
         sampling: SamplingConfig,
         chat: bool | None = None,
         store_set: StoresConfig | None = None,
+        *,
+        rankings: int = 0,
     ) -> None:
+        """With ``rankings``, so many of the target's best tokens are recorded at each position of an answer."""
         check_decoding(decoding)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
@@ -56,6 +60,7 @@ class Answerer:
         self._decoding = decoding
         self.sampling = sampling
         self._chat = chat
+        self._rankings = rankings
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise PromptError if any prompt cannot be answered, before the first one is."""
@@ -119,6 +124,10 @@ class Answerer:
 
     def _guided(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
         """The drafter of an answer, and the mask of the grammar that the answer must match, if there is one."""
+        drafter, masks = self._masked(drafter, prompt)
+        return (RankingRecorder(drafter, self._rankings) if self._rankings else drafter), masks
+
+    def _masked(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
         if prompt.grammar is None:
             return drafter, ()
         guide = self._compiler.guide(prompt.grammar)

@@ -54,13 +54,15 @@ def build_model_store(
     once_per_document: bool = True,
     engine: Engine | None = None,
     model: Checkpoint | None = None,
+    rankings: Ints | None = None,
     check: FolderCheck | None = None,
 ) -> Manifest:
     """Write the store of all documents to ``folder``, replacing the one there in one step.
 
     The ``top_k`` most frequent sequences of each length are kept, as prefixes with their next token, and those
     of five tokens also as phrases after their first token; at most ``per_key`` for each prefix or token. Among
-    equals the one with the smaller tokens comes first. ``model`` gave the answers. ``check`` raises if the
+    equals the one with the smaller tokens comes first. ``model`` gave the answers, and ``rankings``
+    are its own, of the vocabulary. ``check`` raises if the
     store at ``folder`` must stay.
     """
     end = tokenizer.vocab_size
@@ -80,6 +82,8 @@ def build_model_store(
         write_entries(build.path("entries"), numbered, (LONGEST_PREFIX + 1) * min(top_k, len(tokens)))
         *by_length, phrases = groups
         arrays = {**_hashed(by_length), **_by_token(phrases, end)}
+        if rankings is not None:
+            arrays["rankings"] = rankings
         for part, array in arrays.items():
             array.tofile(build.path(part))
         shares = file.shares()
@@ -89,6 +93,7 @@ def build_model_store(
             "keys": len(arrays["keys"]),
             "continuations": len(arrays["rows"]),
             "phrases": len(arrays["phrases"]),
+            **({"rankings": len(rankings)} if rankings is not None else {}),
         }
         options = {
             "token_bytes": tokens.itemsize,

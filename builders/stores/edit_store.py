@@ -31,6 +31,7 @@ from hdtool.data.stores.store import (
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.mapped_file import documents_of
+from hdtool.runtime.stores.model_store import Ints, rankings_in
 
 CORPUS_OPTIONS = ("shard_bytes",)
 MODEL_OPTIONS = ("top_k", "per_key", "once_per_document")
@@ -90,9 +91,10 @@ def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) 
     replaced = next((part.manifest for part in parts if out.exists() and out.samefile(part.folder)), None)
     if any(part.manifest.model != first.model for part in parts):
         first = replace(first, model=None)
-    return _build(
-        out, first, chain.from_iterable(chosen), list(sources.values()), unchanged(replaced) if replaced else check
-    )
+    check = unchanged(replaced) if replaced else check
+    known = (rankings_in(part.folder, part.manifest) for part in parts if first.model)
+    rankings = next((found for found in known if found is not None), None)
+    return _build(out, first, chain.from_iterable(chosen), list(sources.values()), check, rankings)
 
 
 def add(
@@ -113,9 +115,8 @@ def add(
             )
     before = len(old.sources)
     added = (Document(document.ids, before + document.source) for document in documents)
-    return _build(
-        folder, old.manifest, chain(old.documents(), added), [*old.sources, *sources], unchanged(old.manifest)
-    )
+    documents, check = chain(old.documents(), added), unchanged(old.manifest)
+    return _build(folder, old.manifest, documents, [*old.sources, *sources], check, rankings_in(folder, old.manifest))
 
 
 def drop(folder: Path, name: str) -> Dropped:
@@ -130,7 +131,8 @@ def drop(folder: Path, name: str) -> Dropped:
     if not places:
         raise StoreError(f"{name} is all that {folder} holds: delete the store instead")
     kept = [source for number, source in enumerate(old.sources) if number in places]
-    manifest = _build(folder, old.manifest, _moved(old.documents(), places), kept, unchanged(old.manifest))
+    documents, check = _moved(old.documents(), places), unchanged(old.manifest)
+    manifest = _build(folder, old.manifest, documents, kept, check, rankings_in(folder, old.manifest))
     return Dropped(manifest, removed)
 
 
@@ -160,11 +162,18 @@ def _moved(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Do
 
 
 def _build(
-    folder: Path, like: Manifest, documents: Iterable[Document], sources: Sequence[Source], check: FolderCheck | None
+    folder: Path,
+    like: Manifest,
+    documents: Iterable[Document],
+    sources: Sequence[Source],
+    check: FolderCheck | None,
+    rankings: Ints | None,
 ) -> Manifest:
     """A store with the kind, the tokenizer and the options of another."""
     build, names = (build_corpus_index, CORPUS_OPTIONS) if like.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
     options = {name: like.options[name] for name in names if name in like.options}
     if like.model:
         options["model"] = like.model
+    if rankings is not None:
+        options["rankings"] = rankings
     return build(folder, documents, like.tokenizer, sources, check=check, **options)

@@ -14,6 +14,8 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from hdtool.data.stores.store import Checkpoint, FolderCheck, Manifest, TokenizerFingerprint
 
 
@@ -26,6 +28,14 @@ def build_model_db(
         ),
     ],
     loading: options.Tokenizer,
+    rankings: Annotated[
+        bool,
+        option(
+            INPUT,
+            "Add what the model ranks highest after each token of its vocabulary: loads the model, and takes a pass "
+            "for each 256 tokens.",
+        ),
+    ] = False,
     out: options.StoreOut = None,
     namespace: options.Namespace = None,
     replace: options.Replace = False,
@@ -43,7 +53,7 @@ def build_model_db(
 
     how = {"top_k": config.top_k, "per_key": config.per_key}
     place = Destination(KIND, out, namespace, replace)
-    _build(place, build_model_store, how, inputs, loading, config, quiet=quiet, as_json=as_json)
+    _build(place, build_model_store, how, inputs, loading, config, rankings=rankings, quiet=quiet, as_json=as_json)
 
 
 def build_corpus_db(
@@ -124,6 +134,7 @@ def _build(
     loading: ModelConfig,
     config: BuildConfig,
     *,
+    rankings: bool = False,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -142,7 +153,7 @@ def _build(
     model = checkpoint_of(loading) if kind == MODEL else None
     folder = place.folder(model, fingerprint, loading.name)
     if kind == MODEL:
-        how = {**how, "model": model}
+        how = {**how, "model": model, "rankings": _rankings(loading, fingerprint, quiet=quiet) if rankings else None}
     with (
         engine_for(config, quiet=quiet) as engine,
         reading(inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet) as (
@@ -154,3 +165,13 @@ def _build(
             folder, documents, fingerprint, read.sources, engine=engine, check=place.replacement_check, **how
         )
     report(folder, manifest, as_json=as_json)
+
+
+def _rankings(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet: bool) -> npt.NDArray[Any]:
+    from hdtool.builders.stores.vocabulary_rankings import vocabulary_rankings
+    from hdtool.data.progress import bar
+    from hdtool.runtime.model.load import load
+
+    loaded = load(loading)
+    with bar(tokenizer.vocab_size, "rankings", quiet=quiet) as shown:
+        return vocabulary_rankings(loaded, tokenizer.vocab_size, shown.to)

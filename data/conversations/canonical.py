@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.conversations.conversation import QUESTIONS, TEXT, Conversation
+from hdtool.data.conversations.conversation import QUESTIONS, TEXT, Conversation, Turn
 from hdtool.data.conversations.reader import Found
 from hdtool.data.errors import RecordError
 from hdtool.data.files.atomic_write import OutputFile
@@ -37,10 +37,15 @@ def _content(conversation: Conversation) -> dict[str, Any]:
     if recorded:
         if conversation.max_new_tokens is not None:
             content["max_new_tokens"] = conversation.max_new_tokens
-        content["answers"] = [{"output_ids": list(turn.ids or ()), "finish": turn.finish} for turn in recorded]
+        content["answers"] = [_answer(turn) for turn in recorded]
     elif any(turn.by_model for turn in turns[: conversation.prompted]):
         content["prompt_messages"] = conversation.prompted
     return content
+
+
+def _answer(turn: Turn) -> dict[str, Any]:
+    answer: dict[str, Any] = {"output_ids": list(turn.ids or ()), "finish": turn.finish}
+    return answer | {"rankings": turn.rankings.as_json()} if turn.rankings else answer
 
 
 def canonical_file(path: Path) -> OutputFile:

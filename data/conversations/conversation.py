@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hdtool.data.conversations.rankings import Rankings
 from hdtool.data.formats.row import RowError
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -33,6 +34,8 @@ class Turn(NamedTuple):
     """The tokens of an answer, with the one that ends it, if they were recorded."""
     finish: str = ""
     """How a recorded answer ended: ``stop`` or a limit."""
+    rankings: Rankings | None = None
+    """Of a recorded answer."""
 
     @property
     def by_model(self) -> bool:

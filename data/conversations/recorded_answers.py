@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hdtool.data.conversations.conversation import STOPPED, Turn
+from hdtool.data.conversations.rankings import Rankings
 from hdtool.data.formats.row import RowError
 
 
@@ -37,7 +38,8 @@ def _recorded(turn: Turn, answer: Any, most: int | None) -> Turn:
     finish = str(answer.get("finish") or "")
     if finish == STOPPED and most is not None and most < len(ids):
         raise RowError(f"an answer is {len(ids)} tokens long, and `max_new_tokens` is {most}")
-    return turn._replace(ids=tuple(ids), finish=finish)
+    rankings = Rankings.of_json(answer["rankings"], len(ids)) if "rankings" in answer else None
+    return turn._replace(ids=tuple(ids), finish=finish, rankings=rankings)
 
 
 def _is_number(value: Any) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.stores.manifest_fields import check_name, flag_of, list_of, mapping_of, number_of, text_of
-from hdtool.data.stores.store_files import PARTS, is_name_of, printable
+from hdtool.data.stores.store_files import OPTIONAL_PARTS, PARTS, is_name_of, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,7 +134,7 @@ class Manifest:
             counts=counts,
             options=_options_of(row),
             sources=sources,
-            files=_files_of(row, PARTS[kind]),
+            files=_files_of(row, PARTS[kind], OPTIONAL_PARTS[kind]),
             format=number_of(row, "format"),
             model=_model_of(row) if row.get("model") is not None else None,
         )
@@ -172,9 +172,10 @@ def _counts_of(row: Any) -> dict[str, int]:
     return counts
 
 
-def _files_of(row: Any, parts: Iterable[str]) -> dict[str, StoredFile]:
-    """The files by part: exactly the parts of the kind, with names that hdtool gives."""
+def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[str, StoredFile]:
+    """The files by part: the parts of the kind, with names that hdtool gives."""
     files = mapping_of(row, "files")
+    parts = [*parts, *(part for part in optional if part in files)]
     if unknown := files.keys() - set(parts):
         raise ValueError(f"it has a part {printable(min(unknown))[:40]!r}, which is unknown")
     found = {}

@@ -36,7 +36,11 @@ PARTS = {
     },
 }
 """The parts of each kind of store, with the endings of their files."""
-ENDINGS = {part: ending for parts in PARTS.values() for part, ending in parts.items()}
+OPTIONAL_PARTS = {CORPUS: {}, MODEL: {"rankings": "bin"}}
+"""Parts that only some stores of a kind have."""
+ENDINGS = {
+    part: ending for parts in (PARTS, OPTIONAL_PARTS) for kind in parts.values() for part, ending in kind.items()
+}
 FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
 """The fields of a manifest."""
 FIELDS_OF_OURS = 5

@@ -4,7 +4,15 @@ Imports `data` and nothing heavy.
 """
 
 from hdtool.runtime.config.building import BuildConfig
-from hdtool.runtime.config.decoding import HOME, DecodeConfig, PaperConfig, ReplayConfig, StoresConfig, VerifyConfig
+from hdtool.runtime.config.decoding import (
+    HOME,
+    DecodeConfig,
+    PaperConfig,
+    RecordingConfig,
+    ReplayConfig,
+    StoresConfig,
+    VerifyConfig,
+)
 from hdtool.runtime.config.grammar import GrammarConfig
 from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
 from hdtool.runtime.config.measuring import (
@@ -24,6 +32,7 @@ from hdtool.runtime.config.methods import (
     METHODS,
     NEED_HEADS,
     NEED_LOGITS,
+    NEED_MODEL,
     OPTION_METHODS,
     SOURCE_LETTERS,
     SOURCE_NAMES,
@@ -42,6 +51,7 @@ __all__ = [
     "MOST_HEADS",
     "NEED_HEADS",
     "NEED_LOGITS",
+    "NEED_MODEL",
     "OPTION_METHODS",
     "PEERS",
     "SHAPES",
@@ -57,6 +67,7 @@ __all__ = [
     "HeadsConfig",
     "ModelConfig",
     "PaperConfig",
+    "RecordingConfig",
     "ReplayConfig",
     "SamplingConfig",
     "ServerConfig",

@@ -11,8 +11,10 @@ from hdtool.runtime.config.methods import (
     HIERARCHIES,
     HISTORY_LETTER,
     LARGEST_BUDGET,
+    LOGIT_LETTERS,
     METHODS,
     NEED_LOGITS,
+    NEED_MODEL,
     SOURCE_LETTERS,
     SOURCE_NAMES,
     STORE_LETTERS,
@@ -24,6 +26,7 @@ TREES = ("dynamic", "static")
 MEMORY, HOME, NO_HISTORY = "memory", "home", "none"
 STORE_SOURCES = tuple(SOURCE_NAMES[letter] for letter in SOURCE_LETTERS)
 REPLAYED_SOURCES = tuple(SOURCE_NAMES[letter] for letter in STORE_LETTERS)
+MOST_RANKED = 64
 ORDER = "Order in which hd-paper queries its sources: names or letters."
 
 
@@ -78,6 +81,8 @@ class DecodeConfig(Settings):
         require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
         object.__setattr__(self, "sources", source_letters("sources", self.sources, ALL_LETTERS))
         method = METHODS[self.method]
+        in_memory = self.method in HIERARCHIES or not method.history or self.history in (MEMORY, NO_HISTORY)
+        require(in_memory, "history", self.history, f"{MEMORY} or {NO_HISTORY} with method {self.method}")
         known = method.databases + HISTORY_LETTER * method.history + method.logits
         names = ", ".join(SOURCE_NAMES[letter] for letter in known)
         require(
@@ -109,6 +114,22 @@ class DecodeConfig(Settings):
 
 
 @dataclass(frozen=True)
+class RecordingConfig(Settings):
+    """What ``collect`` records beside the answers."""
+
+    rankings: int = setting(
+        0,
+        "Record so many of the model's best tokens at each position, for replays of methods that read logits; "
+        "logitspec reads 61.",
+        least=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.rankings <= MOST_RANKED, "rankings", self.rankings, f"at most {MOST_RANKED}")
+
+
+@dataclass(frozen=True)
 class StoresConfig(Settings):
     """Stores to draft from: a folder, ``none``, or None for those in hdtool's home that fit the model."""
 
@@ -134,7 +155,7 @@ class VerifyConfig(Settings):
     max_new_tokens: int = setting(128, "Most tokens of each answer.", least=1)
 
 
-REPLAYED = tuple(method for method in METHODS if method not in NEED_LOGITS)
+REPLAYED = tuple(method for method in METHODS if method not in NEED_MODEL)
 
 
 @dataclass(frozen=True)
@@ -146,8 +167,7 @@ class ReplayConfig(Settings):
     )
     draft_tokens: int | None = setting(
         None,
-        f"Most draft tokens per step of hd and rest, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by "
-        "--cost.",
+        f"Most draft tokens per step, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by --cost.",
     )
     sources: str = setting(
         STORE_LETTERS,
@@ -163,22 +183,22 @@ class ReplayConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "sources", source_letters("sources", self.sources, STORE_LETTERS))
         for method in self.methods:
-            if method in NEED_LOGITS:
+            if method in NEED_MODEL:
                 raise OptionError(
-                    f"method {method} cannot be replayed: it drafts from the model's logits, which recordings lack; "
+                    f"method {method} cannot be replayed: it computes with the model; "
                     f"run the model, as in hdtool generate --method {method} --stats"
                 )
             if self.methods.count(method) > 1:
                 raise OptionError(f"method {method} is given twice: name each method once")
             self.decoding(method)
         _require_draft_tokens(self.draft_tokens)
-        object.__setattr__(self, "sources", source_letters("sources", self.sources, STORE_LETTERS))
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
 
-    def methods_with(self, *, corpus: bool) -> tuple[str, ...]:
-        """The chosen methods, or all that can be replayed."""
-        left_out = ("ar", *NEED_LOGITS, *(() if corpus else ("rest",)))
+    def methods_with(self, *, corpus: bool, rankings: bool = False) -> tuple[str, ...]:
+        """The chosen methods, or all that can be replayed; ``rankings`` is whether the recordings have them."""
+        left_out = ("ar", *(NEED_MODEL if rankings else NEED_LOGITS), *(() if corpus else ("rest",)))
         return self.methods or tuple(method for method in METHODS if method not in left_out)
 
     def decoding(self, method: str) -> DecodeConfig:
@@ -186,7 +206,7 @@ class ReplayConfig(Settings):
         return DecodeConfig(
             method=method,
             draft_tokens=self.draft_tokens,
-            sources=self.sources,
+            sources=self.sources + LOGIT_LETTERS,
             order=self.order,
             lookahead=False,
             history=MEMORY if self.history else NO_HISTORY,

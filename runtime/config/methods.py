@@ -44,12 +44,18 @@ METHODS = {
     "ar": Method("plain decoding", ""),
     "pld": Method("prompt lookup decoding", "C"),
     "lade": Method("lookahead decoding", "C"),
+    "sam": Method("SAM-Decoding: the longest match in the conversation", "C"),
+    "suffix": Method(
+        "SuffixDecoding: frequent continuations in the conversation and earlier answers", "C", history=True
+    ),
     "rest": Method("the corpus index alone (REST)", "S"),
     "hd-paper": Method("Hierarchy Drafting as in its paper", SOURCE_LETTERS),
     "medusa": Method("trained Medusa heads", ""),
     "amphista": Method("trained Amphista heads", ""),
     "hd": Method("context table, history, model store and corpus index in one tree", SOURCE_LETTERS, history=True),
     "logitspec": Method("LogitSpec: last-token logits extended by prompt lookup", "C", "L"),
+    "tr": Method("Token Recycling: a static tree over the rankings of all verified tokens", "", "R", history=True),
+    "racer": Method("RACER: retrieved n-grams and rankings of all verified tokens", "C", "R", history=True),
     "hd+logitspec": Method(
         "hd with last-token logits and recycled rankings", SOURCE_LETTERS, LOGIT_LETTERS, history=True
     ),
@@ -58,17 +64,19 @@ METHODS = {
 HIERARCHIES = ("hd", "hd+logitspec", "hd+amphista")
 """Methods that draft from plug-ins as well."""
 NEED_HEADS = ("medusa", "amphista", "hd+amphista")
-NEED_LOGITS = ("lade", *NEED_HEADS, *(name for name, method in METHODS.items() if method.logits))
-"""Methods that need the model's computation, not only its text."""
+NEED_MODEL = ("lade", *NEED_HEADS)
+"""Methods that compute with the model."""
+NEED_LOGITS = (*NEED_MODEL, *(name for name, method in METHODS.items() if method.logits))
+"""Methods that need the model's computation or its logits, not only its text."""
 OPTION_METHODS = {
-    "draft_tokens": ("rest", "medusa", "amphista", "hd", "logitspec", "hd+logitspec", "hd+amphista"),
+    "draft_tokens": tuple(name for name in METHODS if name not in ("ar", "pld", "lade", "hd-paper")),
     "sources": ("hd-paper", "hd", "hd+logitspec", "hd+amphista"),
     "order": ("hd-paper",),
     "lookahead": ("hd-paper",),
     "heads": NEED_HEADS,
     "prediction": HIERARCHIES,
     "tree": ("medusa", "amphista"),
-    "history": HIERARCHIES,
+    "history": tuple(name for name, method in METHODS.items() if method.history),
     "history_prompts": HIERARCHIES,
     "model_db": tuple(name for name, method in METHODS.items() if "M" in method.databases),
     "corpus_db": tuple(name for name, method in METHODS.items() if "S" in method.databases),

@@ -16,6 +16,7 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Probs, SharedBudget
 from hdtool.runtime.config import HOME, NEED_HEADS, DecodeConfig, PaperConfig
+from hdtool.runtime.config.methods import HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
@@ -24,6 +25,10 @@ from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
+from hdtool.runtime.drafters.published.racer import Racer
+from hdtool.runtime.drafters.published.sam_decoding import SamDecoding
+from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
+from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.target import Target
@@ -122,6 +127,22 @@ def _lookahead(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
     return lookahead_decoding()
 
 
+def _sam(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+    return SamDecoding(budget())
+
+
+def _suffix(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+    return SuffixDecoding(budget(), remembers=HISTORY_LETTER in config.drafts_from)
+
+
+def _token_recycling(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+    return TokenRecycling(budget(), remembers=HISTORY_LETTER in config.drafts_from)
+
+
+def _racer(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+    return Racer(budget(), remembers=HISTORY_LETTER in config.drafts_from)
+
+
 def _corpus(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     if not store_set.corpus:
         raise StoreError(
@@ -173,12 +194,16 @@ MAKERS: dict[str, Maker] = {
     "ar": _plain,
     "pld": _prompt_lookup,
     "lade": _lookahead,
+    "sam": _sam,
+    "suffix": _suffix,
     "rest": _corpus,
     "hd-paper": _paper,
     "medusa": _heads,
     "amphista": _heads,
     "hd": _hierarchy,
     "logitspec": _logitspec,
+    "tr": _token_recycling,
+    "racer": _racer,
     "hd+logitspec": _hierarchy,
     "hd+amphista": _hierarchy,
 }

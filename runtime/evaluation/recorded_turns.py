@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hdtool.data.chat import conversation_text, encode_text, has_chat_template
+from hdtool.data.conversations.rankings import Rankings
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.prompts import Message
 from hdtool.data.tally import Tally
@@ -32,6 +33,8 @@ class RecordedTurn:
     """Ends with the token that ends a turn, unless the answer was cut off."""
     most: int | None = None
     """The limit of the answer's length: near the limit, the loop clips draft trees."""
+    rankings: Rankings | None = None
+    """The target's best tokens at each position, if they were recorded."""
 
 
 class TurnReader:
@@ -76,7 +79,7 @@ class TurnReader:
             answer, most = self._answer(asked, prompt, trace.messages[: recorded.place + 1]), None
         else:
             answer, most = self._checked(recorded.ids, trace.messages[recorded.place]["content"]), recorded.most
-        return RecordedTurn(trace.id, trace.category, number, prompt, answer, most)
+        return RecordedTurn(trace.id, trace.category, number, prompt, answer, most, recorded.rankings)
 
     def _answer(self, asked: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
         """The tokens of an answer recorded as text, which counts as complete."""

@@ -1,9 +1,10 @@
 """Replay: the drafts of a method compared with recorded answers, without the model.
 
 A recorded answer decides for every draft whether the model would have accepted it, as long as the method drafts
-from tokens alone. As in the loop, the pass over the prompt is a step with one token, and the token that ends an
-answer counts. The drafter starts each turn with its whole prompt. Where the method has a history, it grows with the
-answers, as it does for a user.
+from tokens alone. Methods that read logits get those of accepted positions, if the recording has rankings; after
+rejected nodes it has none, so their figures are lower bounds. As in the loop, the pass over the prompt is a step with
+one token, and the token that ends an answer counts. The drafter starts each turn with its whole prompt. Where the
+method has a history, it grows with the answers, as it does for a user.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import CostBudget, FixedBudget
-from hdtool.runtime.config import FIXED_BUDGET, DecodeConfig
+from hdtool.runtime.config import FIXED_BUDGET, METHODS, DecodeConfig
 from hdtool.runtime.config.methods import HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.evaluation.recorded_logits import RecordedLogits
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, tree_mask
@@ -49,6 +51,10 @@ class Contender:
     @property
     def has_history(self) -> bool:
         return has_history(self.config)
+
+    @property
+    def needs_logits(self) -> bool:
+        return bool(METHODS[self.config.method].logits)
 
     def budget(self) -> FixedBudget | CostBudget:
         if self.config.draft_tokens is None and self.curve:
@@ -91,11 +97,12 @@ def _replayed(
 ) -> ReplayResult:
     budget = contender.budget()
     drafter = drafter_within(lambda: budget, contender.config, with_own_history(store_set, contender.config))
+    logits = RecordedLogits((*warm, *turns)) if contender.needs_logits else None
     observe = budget.start_step if isinstance(budget, CostBudget) else lambda context: None
 
     def played(some: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
         for turn in some:
-            yield _play_turn(drafter, turn, observe)
+            yield _play_turn(drafter, turn, observe, logits)
             on_turn()
 
     warmed = sum(len(turn.tokens) for turn in played(warm))
@@ -106,11 +113,17 @@ def _replayed(
     return ReplayResult(contender.name, done, seconds, contender.has_history, warmed)
 
 
-def _play_turn(drafter: Drafter, turn: RecordedTurn, observe_context: Callable[[int], None]) -> ReplayedTurn:
+def _play_turn(
+    drafter: Drafter, turn: RecordedTurn, observe_context: Callable[[int], None], recorded: RecordedLogits | None
+) -> ReplayedTurn:
+    def logits(path: Sequence[int], nodes: int) -> torch.Tensor:
+        return recorded.after(turn.rankings, done, path, nodes) if recorded and turn.rankings else NO_LOGITS
+
+    done = 0
     clock, truth, masks = time.perf_counter, turn.answer, MaskBuffer()
     drafter.begin(turn.prompt)
     context = [*turn.prompt, truth[0]]
-    drafter.observe(Accepted([], truth[:1]), NO_LOGITS)
+    drafter.observe(Accepted([], truth[:1]), logits([], 0))
     trees = [DraftTree.bare(turn.prompt[-1])]
     paths: list[list[int]] = [[]]
     seconds = [(0.0, 0.0)]
@@ -125,8 +138,9 @@ def _play_turn(drafter: Drafter, turn: RecordedTurn, observe_context: Callable[[
         (len(context) - 1 + tree.depths).tolist()
         drafted = clock()
         accepted = follow(tree, truth[done:])
+        known = logits(accepted.path, len(tree))
         followed = clock()
-        drafter.observe(accepted, NO_LOGITS)
+        drafter.observe(accepted, known)
         seconds.append((drafted - started, clock() - followed))
         trees.append(tree)
         paths.append(accepted.path)

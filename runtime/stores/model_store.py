@@ -31,6 +31,9 @@ LONGEST_PROBE = 256
 ROWS_READ = 64
 """Next tokens that a lookup reads of an entry, the most frequent ones."""
 
+RANKED = 8
+"""Tokens of a ranking of the vocabulary: rows hold them, best first, and then their probabilities in millionths."""
+
 HASH_LOW, HASH_HIGH, START, STOP, TOTAL, DISTINCT = range(6)
 KEY_WIDTH = 6
 """A key is the hash of its prefix, the range of its rows, and the counts of all that follows the prefix."""
@@ -89,9 +92,12 @@ class ModelStore(Pinned):
         self.rows = self._part("rows", 2)
         self._heads = self._part("heads", 1).reshape(-1)
         self._phrases = self._part("phrases", PHRASE + 1)
+        self.rankings = self._part("rankings", 2 * RANKED) if "rankings" in manifest.files else None
+        """The model's own ranking after each token of the vocabulary, if the store was built with them."""
         self.record = model_record(self)
         """The addresses of its arrays, for compiled code."""
-        if len(self.slots) & (len(self.slots) - 1) or len(self._heads) != self.vocabulary + 1:
+        fits = self.rankings is None or len(self.rankings) == self.vocabulary
+        if len(self.slots) & (len(self.slots) - 1) or len(self._heads) != self.vocabulary + 1 or not fits:
             raise StoreError(f"{self.folder} is damaged (its tables do not have the sizes they need): build it again")
 
     def _part(self, part: str, width: int) -> Ints:
@@ -121,6 +127,13 @@ class ModelStore(Pinned):
         found = self._phrases[start : max(start, min(stop, start + most))]
         found = found[(found[:, :PHRASE] >= 0).all(1) & (found[:, :PHRASE] < self.vocabulary).all(1)]
         return found[:, :PHRASE], found[:, PHRASE]
+
+
+def rankings_in(folder: Path, manifest: Manifest) -> Ints | None:
+    """A copy of the rankings of the vocabulary in a store, if it has any."""
+    if "rankings" not in manifest.files:
+        return None
+    return np.array(mapped_part(folder, manifest, "rankings", np.int32, 2 * RANKED))
 
 
 def model_record(store: ModelStore | None) -> Ints:

@@ -18,6 +18,10 @@ from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
+from hdtool.runtime.drafters.published.racer import Racer
+from hdtool.runtime.drafters.published.sam_decoding import SamDecoding
+from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
+from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
@@ -31,8 +35,10 @@ from tests.support.stores import build, index_of
 from tests.support.trees import check_integrity
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "opt", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "mixtral"]
-PEERS = ["hd-paper", "hd-paper without lookahead", "lade", "pld", "rest", "logitspec"]
+PEERS = ["hd-paper", "hd-paper without lookahead", "lade", "pld", "rest", "logitspec", "sam", "suffix", "tr", "racer"]
 DRAFTERS = ["hd", "hd of the context alone", "hd at the largest budget", "hd+logitspec", *PEERS]
+OF_REPETITIONS = ("lade", "pld", "sam", "suffix", "racer", "hd of the context alone")
+"""Drafters that are seldom right here, as a random model rarely repeats itself."""
 PROMPT = prompt_of(20) * 2  # says something twice, for those that look into the prompt
 
 
@@ -61,6 +67,10 @@ def drafter_of(name: str, store: ModelStore, index: CorpusIndex) -> Drafter:
         "pld": PromptLookup(),
         "rest": CorpusDrafter(index),
         "logitspec": LogitSpec(),
+        "sam": SamDecoding(),
+        "suffix": SuffixDecoding(),
+        "tr": TokenRecycling(),
+        "racer": Racer(),
     }
     return others[name]
 
@@ -94,7 +104,7 @@ def test_drafts_change_nothing(family: str, name: str, samplings: list[str], fol
             check_integrity(step.tree)
             assert len(step.tree) <= LARGEST_TREE
         accepted += sum(len(step.path) for step in steps)
-    if name not in ("lade", "pld", "hd of the context alone"):  # a random model rarely says again what it has said
+    if name not in OF_REPETITIONS:
         assert accepted > 8 * len(samplings), "drafts that are never right test nothing"
 
 

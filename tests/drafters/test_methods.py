@@ -44,7 +44,7 @@ for method in sys.argv[1:]:
     before = ready()
     drafter.begin(words)
     drafted = size = 0
-    for _ in range(4):
+    for _ in range(9):
         words.append(words[-7])
         drafter.observe(Accepted([], words[-1:]), torch.zeros(1 + size, 4096))
         tree = drafter.draft(words)

@@ -364,7 +364,7 @@ def test_json_has_the_figures_under_their_names(command: list[str], capfd: pytes
         assert not {"tokens_per_second", "pays"} & set(one)
     assert set(told["methods"]["hd"]["by_source"]) == {"context", "history", "model", "corpus"}
     assert {name: one["history"] for name, one in told["methods"].items()} == {
-        name: "growing" if name == "hd" else "none" for name in REPLAYED
+        name: "growing" if METHODS[name].history else "none" for name in REPLAYED
     }
     assert told["warm"] == [] and {one["warm_tokens"] for one in told["methods"].values()} == {0}
 
@@ -470,7 +470,7 @@ def test_steps_replace_no_other_file(
     [
         (["--methods", "magic"], "--method must be one of ar, pld"),
         (["--methods", "pld,hd", "--methods", "pld"], "method pld is given twice"),
-        (["--methods", "pld,lade"], "method lade cannot be replayed: it drafts from the model's logits"),
+        (["--methods", "pld,lade"], "method lade cannot be replayed: it computes with the model"),
         (["--draft-tokens", "65"], "--draft-tokens must be between 0 and 64, got 65"),
         (["--sources", "X"], "--sources must be names from context, history, model"),
         (["--order", "CM"], "--order must be all of CMS, in any order, got CM"),

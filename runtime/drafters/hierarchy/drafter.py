@@ -90,7 +90,7 @@ class Hierarchy(Pinned):
         self._shards = corpus.shards if corpus else no_shards()
         self._corpus = self._shards.tokens
         ranges, self._places = range_record(self._shards)
-        self._rankings = Rankings(last=last, recycled=recycled)
+        self._rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
         work, learned = np.zeros(1, WORK), new_weights()
         heads_record, plugin_records = np.zeros(1, HEADS), np.zeros(MOST_PLUGINS, PLUGIN)
         plugin_records["source"][: len(self._plugins)] = list(self._plugins)

@@ -116,7 +116,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
             lap(work, HISTORY)
             if left < least:
                 break
-        if order <= recycled.longest:
+        if order <= recycled.longest > 1:
             left = add_recycled(work, weights, recycled, node, order, left, floor, truth)
             lap(work, RECYCLED)
             if left < least:
@@ -132,6 +132,10 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
             lap(work, CORPUS)
             if left < least:
                 break
+    if recycled.longest == 1 and left >= least:
+        # Rankings of single tokens that nothing replaces count less than what followed the token in texts.
+        left = add_recycled(work, weights, recycled, node, 1, left, floor, truth)
+        lap(work, RECYCLED)
     if node == 0 and last.count > 0 and left >= least:
         add_last(work, weights, last, left, floor, truth)
         lap(work, LAST)

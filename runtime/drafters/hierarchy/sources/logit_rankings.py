@@ -30,13 +30,16 @@ class RankedNodes(NamedTuple):
 class Rankings(Pinned):
     """The last logit and the rankings recycled from all nodes, as far as they are in use."""
 
-    def __init__(self, *, last: bool = False, recycled: bool = False) -> None:
+    def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:
+        """``known`` are rankings of single tokens that are there from the first step on."""
         self._last = np.zeros(1, LAST)
         self._recycled = Recycled()
         self._near = np.zeros(1, NEIGHBOURS)
         self._uses_last, self._uses_recycled = last, recycled
         self.uses_logits = last or recycled
         self.memories = self._last, self._recycled.memory, self._near
+        if known is not None:
+            self._recycled.begin_with(known, recycles=recycled)
         if self.uses_logits:
             self._compile()
 

@@ -69,11 +69,24 @@ class Recycled(Pinned):
             self._allocate(vocabulary)
         _keep(self.memory, tails, tokens, scores)
 
-    def _allocate(self, vocabulary: int) -> None:
-        rows = vocabulary + (LONGEST_NODE - 1) * HASHED_ROWS
+    def begin_with(self, known: Array, *, recycles: bool) -> None:
+        """Begin with rankings of single tokens: rows of tokens and of their probabilities in millionths.
+
+        A table that ``recycles`` has room for more, and replaces these as the target reads the tokens.
+        """
+        self._allocate(len(known), LONGEST_NODE if recycles else 1)
+        longest, self.memory["longest"] = int(self.memory["longest"][0]), 1
+        tails = np.arange(len(known)).reshape(-1, 1)
+        with np.errstate(divide="ignore"):
+            scores = np.log(known[:, BEST:].astype(np.float32))
+        _keep(self.memory, tails, known[:, :BEST].astype(np.int64), scores)
+        self.memory["longest"] = longest
+
+    def _allocate(self, vocabulary: int, longest: int = LONGEST_NODE) -> None:
+        rows = vocabulary + (longest - 1) * HASHED_ROWS
         self._lines = np.zeros((rows + 1) * LINE, np.uint8)  # one more, for alignment
         self.memory["rankings"] = -(-self._lines.ctypes.data // LINE) * LINE
-        self.memory["vocabulary"], self.memory["longest"] = vocabulary, LONGEST_NODE
+        self.memory["vocabulary"], self.memory["longest"] = vocabulary, longest
 
 
 @njit(cache=True, nogil=True)

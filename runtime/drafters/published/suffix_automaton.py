@@ -1,0 +1,199 @@
+"""The suffix automaton of some texts (Blumer et al., 1985), built online, with the occurrences of all substrings.
+
+A state stands for substrings with the same places of occurrence. Its link leads to the longest suffix with more
+places, so the links from a state on are the matches of a text's end, longest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+NONE = -1
+START = 0
+"""The state of the empty string."""
+TOKENS, STATES, EDGES, LAST = range(4)
+"""Sizes in use, and the state of the text so far."""
+STATES_PER_TOKEN, EDGES_PER_TOKEN, SLOTS_PER_TOKEN = 2, 3, 8
+
+Ints = npt.NDArray[Any]
+
+
+class Automaton(NamedTuple):
+    """The arrays of an automaton, which compiled code reads and extends."""
+
+    sizes: Ints
+    tokens: Ints
+    lengths: Ints
+    """By state: tokens of its longest substring."""
+    links: Ints
+    ends: Ints
+    """By state: the place after its first occurrence."""
+    counts: Ints
+    """By state: its occurrences."""
+    edges: Ints
+    """By state: its latest edge."""
+    sources: Ints
+    """By edge: the state it leaves, its token, the state it enters, and the edge before of the same state."""
+    labels: Ints
+    targets: Ints
+    nexts: Ints
+    slots: Ints
+    """A hash table of the edges by state and token."""
+
+
+class SuffixAutomaton:
+    """Grows as texts are added."""
+
+    def __init__(self, tokens: int = 1024) -> None:
+        """Begin with room for so many ``tokens``, a power of two."""
+        self.arrays = _empty(tokens)
+        self.extend((0,))  # compiles it, or loads it
+        self.clear()
+
+    def __len__(self) -> int:
+        return int(self.arrays.sizes[TOKENS])
+
+    def clear(self) -> None:
+        self.arrays.sizes[:] = 0, 1, 0, START
+        self.arrays.edges[START] = NONE
+        self.arrays.slots[:] = NONE
+
+    def extend(self, tokens: Sequence[int] | Ints) -> None:
+        """Add tokens to the end of the text."""
+        needed = len(self) + len(tokens)
+        if needed > len(self.arrays.tokens):
+            before, self.arrays = self.arrays, _empty(1 << (needed - 1).bit_length())
+            _move(before, self.arrays)
+        _extend_all(self.arrays, np.asarray(tokens, np.int64))
+
+    def end_text(self) -> None:
+        """The next token begins another text."""
+        self.arrays.sizes[LAST] = START
+
+
+def _empty(tokens: int) -> Automaton:
+    states, edges = STATES_PER_TOKEN * tokens + 1, EDGES_PER_TOKEN * tokens + 1
+    lengths, links, ends, counts, latest = (np.zeros(states, np.int32) for _ in range(5))
+    sources, labels, targets, nexts = (np.zeros(edges, np.int32) for _ in range(4))
+    links[START] = latest[START] = NONE
+    slots = np.full(SLOTS_PER_TOKEN * tokens, NONE, np.int32)
+    sizes, text = np.array([0, 1, 0, START]), np.zeros(tokens, np.int32)
+    return Automaton(sizes, text, lengths, links, ends, counts, latest, sources, labels, targets, nexts, slots)
+
+
+def _move(old: Automaton, new: Automaton) -> None:
+    for before, after in zip(old[:-1], new[:-1], strict=True):
+        after[: len(before)] = before
+    _index(new)
+
+
+@njit(cache=True, nogil=True)
+def _index(automaton: Automaton) -> None:
+    for edge in range(automaton.sizes[EDGES]):
+        automaton.slots[_slot(automaton, automaton.sources[edge], automaton.labels[edge])] = edge
+
+
+@njit(cache=True, nogil=True)
+def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
+    """The slot of an edge, or the free one where it would go."""
+    mark = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
+    most = np.int64(len(automaton.slots) - 1)
+    slot = np.int64((mark ^ (mark >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & most
+    while True:
+        edge = automaton.slots[slot]
+        if edge == NONE or (automaton.sources[edge] == state and automaton.labels[edge] == token):
+            return slot
+        slot = (slot + 1) & most
+
+
+@njit(cache=True, nogil=True)
+def after(automaton: Automaton, state: Any, token: Any) -> Any:
+    """The state that a token leads to, or ``NONE``."""
+    edge = automaton.slots[_slot(automaton, state, token)]
+    return automaton.targets[edge] if edge != NONE else np.int32(NONE)
+
+
+@njit(cache=True, nogil=True)
+def advance(automaton: Automaton, state: Any, matched: Any, tokens: Ints) -> tuple[Any, Any]:
+    """The state of the longest suffix that occurs, and its length, after more tokens of another text."""
+    for token in tokens:
+        while state != START and after(automaton, state, token) == NONE:
+            state = automaton.links[state]
+            matched = automaton.lengths[state]
+        further = after(automaton, state, token)
+        if further != NONE:
+            state, matched = further, matched + 1
+    return state, matched
+
+
+@njit(cache=True, nogil=True)
+def _extend_all(automaton: Automaton, tokens: Ints) -> None:
+    for token in tokens:
+        _extend(automaton, token)
+
+
+@njit(cache=True, nogil=True)
+def _extend(automaton: Automaton, token: Any) -> None:
+    sizes, links, counts = automaton.sizes, automaton.links, automaton.counts
+    automaton.tokens[sizes[TOKENS]] = token
+    sizes[TOKENS] += 1
+    last = sizes[LAST]
+    known = after(automaton, last, token)
+    if known != NONE:
+        current = _reached(automaton, last, token, known)
+    else:
+        current = _new_state(automaton, automaton.lengths[last] + 1, sizes[TOKENS])
+        state = last
+        while state != NONE and after(automaton, state, token) == NONE:
+            _add_edge(automaton, state, token, current)
+            state = links[state]
+        suffix = np.int64(START)
+        if state != NONE:
+            suffix = _reached(automaton, state, token, after(automaton, state, token))
+        links[current] = suffix
+    sizes[LAST] = current
+    while current != START:
+        counts[current] += 1
+        current = links[current]
+
+
+@njit(cache=True, nogil=True)
+def _reached(automaton: Automaton, state: Any, token: Any, target: Any) -> Any:
+    """The state of a state's longest substring and a token: the target of that edge, divided if it holds more."""
+    length = automaton.lengths[state] + 1
+    if automaton.lengths[target] == length:
+        return np.int64(target)
+    part = _new_state(automaton, length, automaton.ends[target])
+    automaton.counts[part], automaton.links[part] = automaton.counts[target], automaton.links[target]
+    edge = automaton.edges[target]
+    while edge != NONE:
+        _add_edge(automaton, part, automaton.labels[edge], automaton.targets[edge])
+        edge = automaton.nexts[edge]
+    while state != NONE and after(automaton, state, token) == target:
+        automaton.targets[automaton.slots[_slot(automaton, state, token)]] = part
+        state = automaton.links[state]
+    automaton.links[target] = part
+    return part
+
+
+@njit(cache=True, nogil=True)
+def _new_state(automaton: Automaton, length: Any, end: Any) -> Any:
+    state = automaton.sizes[STATES]
+    automaton.sizes[STATES] += 1
+    automaton.lengths[state], automaton.ends[state] = length, end
+    automaton.counts[state], automaton.edges[state] = 0, NONE
+    return state
+
+
+@njit(cache=True, nogil=True)
+def _add_edge(automaton: Automaton, state: Any, token: Any, target: Any) -> None:
+    edge = automaton.sizes[EDGES]
+    automaton.sizes[EDGES] += 1
+    automaton.slots[_slot(automaton, state, token)] = edge
+    automaton.sources[edge], automaton.labels[edge], automaton.targets[edge] = state, token, target
+    automaton.nexts[edge], automaton.edges[state] = automaton.edges[state], edge

@@ -1,0 +1,200 @@
+"""SuffixDecoding (Oliaro et al., 2024): a tree of the most frequent continuations of one match of the context.
+
+Two automata count what followed: one of the prompt and the answer so far, one of all answers, that one included. Each
+suffix of the context that occurs in one of them is a match; its tree has more nodes, the longer the match is. The tree
+with the most expected tokens is drafted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.drafters.published.suffix_automaton import (
+    LAST,
+    NONE,
+    START,
+    Automaton,
+    SuffixAutomaton,
+    advance,
+)
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+
+LONGEST = 64
+"""The longest match, in tokens."""
+MOST_TOKENS = 1 << 20
+"""Tokens of all answers; the answer after so many begins a new memory."""
+
+Ints = npt.NDArray[Any]
+
+
+class SuffixConfig(NamedTuple):
+    """How much is drafted of a match; the defaults are those of its authors."""
+
+    nodes_per_token: float = 1.0
+    """Nodes for each token of the match,"""
+    more_nodes: float = 0.0
+    """and in addition."""
+    least_prob: float = 0.1
+    """Less probable nodes are left out."""
+
+
+DEFAULT = SuffixConfig()
+
+
+class Found(NamedTuple):
+    """Nodes of a tree, most probable first."""
+
+    tokens: Ints
+    parents: Ints
+    probs: npt.NDArray[np.float64]
+    states: Ints
+
+
+class SuffixDecoding:
+    """Remembers earlier answers unless ``remembers`` is False."""
+
+    def __init__(self, budget: Budget | None = None, config: SuffixConfig = DEFAULT, *, remembers: bool = True) -> None:
+        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.HISTORY: 0.0}
+        """Seconds spent in each source since the drafter was made."""
+        self._budget = budget or FixedBudget(LARGEST_TREE)
+        self._config, self._remembers = config, remembers
+        self._context, self._answers = SuffixAutomaton(), SuffixAutomaton()
+        self._tail: list[int] = []
+        """The last tokens of the context."""
+        self._best, self._other = _no_nodes(), _no_nodes()
+        # Compiled, or loaded from the cache, before a step needs it.
+        advance(self._answers.arrays, START, 0, np.zeros(1, np.int64))
+        self._grow(self._context, (START, 0), 1, 0.0)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._context.clear()
+        self._context.extend(prompt)
+        self._tail = list(prompt[-LONGEST:])
+        if len(self._answers) > MOST_TOKENS:
+            self._answers.clear()
+        self._answers.end_text()
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        most = min(self._budget.most, LARGEST_TREE)
+        if not most:
+            return DraftTree.bare(context[-1])
+        started = time.perf_counter()
+        local = self._context.arrays
+        state = int(local.links[local.sizes[LAST]])
+        # The whole context occurs once; its link is the longest suffix that occurred before.
+        match = (state, int(local.lengths[state])) if state > START else (START, 0)
+        size, score = self._grow(self._context, match, most, 0.0)
+        between = time.perf_counter()
+        source = SourceName.CONTEXT
+        if self._remembers:
+            self._best, self._other = self._other, self._best
+            match = advance(self._answers.arrays, START, 0, np.array(self._tail, np.int64))
+            size_of_earlier, score_of_earlier = self._grow(self._answers, match, most, score)
+            if score_of_earlier > score:
+                size, source = size_of_earlier, SourceName.HISTORY
+            else:
+                self._best, self._other = self._other, self._best
+        kept = self._budget.nodes(self._best.probs[:size])
+        tree = DraftTree(
+            context[-1],
+            self._best.tokens[:kept].copy(),
+            self._best.parents[:kept].copy(),
+            np.full(kept, source, np.uint8),
+        )
+        self.seconds[SourceName.CONTEXT] += between - started
+        self.seconds[SourceName.HISTORY] += time.perf_counter() - between
+        return tree
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        started = time.perf_counter()
+        self._context.extend(accepted.tokens)
+        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        if self._remembers:
+            started = time.perf_counter()
+            self._answers.extend(accepted.tokens)
+            self._tail = (self._tail + accepted.tokens)[-LONGEST:]
+            self.seconds[SourceName.HISTORY] += time.perf_counter() - started
+
+    def _grow(self, automaton: SuffixAutomaton, match: tuple[int, int], most: int, score: float) -> tuple[int, float]:
+        """Fill ``_best`` with the best tree, if it has a higher score; its size and score."""
+        config, state = self._config, match[0]
+        bounds = config.nodes_per_token, config.more_nodes, config.least_prob
+        grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], most, bounds, score, *self._best)
+        return grown
+
+
+def _no_nodes() -> Found:
+    size = LARGEST_TREE
+    return Found(np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size), np.zeros(size, np.int64))
+
+
+@njit(cache=True, nogil=True)
+def _best_tree(
+    automaton: Automaton,
+    state: Any,
+    matched: Any,
+    most: int,
+    bounds: tuple[float, float, float],
+    score: float,
+    tokens: Ints,
+    parents: Ints,
+    probs: Any,
+    states: Ints,
+) -> tuple[int, float]:
+    """The tree of the match with the highest score above ``score``; its size and score."""
+    size, best = 0, np.int64(START)
+    limit = 0
+    while state > START:
+        wanted = min(most, int(bounds[0] * min(matched, LONGEST) + bounds[1]))
+        if wanted <= score:
+            break  # no node adds more than 1, and shorter matches have fewer nodes
+        grown = _expand(automaton, state, wanted, bounds[2], tokens, parents, probs, states)
+        total = probs[:grown].sum()
+        if total > score:
+            score, best, limit = total, np.int64(state), wanted
+        state = automaton.links[state]
+        matched = automaton.lengths[state]
+    if best > START:
+        size = _expand(automaton, best, limit, bounds[2], tokens, parents, probs, states)
+    return size, score
+
+
+@njit(cache=True, nogil=True)
+def _expand(
+    automaton: Automaton, state: Any, most: int, least: float, tokens: Ints, parents: Ints, probs: Any, states: Ints
+) -> int:
+    """The ``most`` most probable continuations of a state, best first, in one sorted list; how many there are."""
+    size = node = 0
+    above, prob, at = np.int64(ROOT), 1.0, np.int64(state)
+    while True:
+        edge = automaton.edges[at]
+        unit = prob / automaton.counts[at]
+        while edge != NONE:
+            target = automaton.targets[edge]
+            chance = unit * automaton.counts[target]
+            if chance >= least and (size < most or chance > probs[size - 1]):
+                place = size if size < most else size - 1
+                size = min(size + 1, most)
+                while place > node and probs[place - 1] < chance:
+                    tokens[place], parents[place] = tokens[place - 1], parents[place - 1]
+                    probs[place], states[place] = probs[place - 1], states[place - 1]
+                    place -= 1
+                tokens[place], parents[place] = automaton.labels[edge], above
+                probs[place], states[place] = chance, target
+            edge = automaton.nexts[edge]
+        if node == size:
+            return size
+        above, prob, at = np.int64(node), probs[node], np.int64(states[node])
+        node += 1
+        if node == most:
+            return size

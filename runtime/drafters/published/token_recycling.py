@@ -1,0 +1,103 @@
+"""Token Recycling (Luo et al., 2024): a static tree over what the target ranked highest after each token.
+
+All nodes of a verified tree are recycled, accepted or not. The tree has 80 places in its paper; of these, as many are
+drafted as the budget allows, those first that were accepted most often.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.drafters.node_calibration import NodeCalibration
+from hdtool.runtime.drafters.published.top_tokens import BEST, NONE, Conversation, TopTokens
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+
+CHILDREN = (
+    (8,),
+    (8, 4, 3, 2, 1, 1, 1, 1),
+    (8, 3, 2, 1, 1, 1, 1, 1, 2, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0),
+    (5, 2, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0),
+    (3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0),
+    (2, 0, 0, 1, 0, 0, 0, 0),
+    (0, 0, 0),
+)
+"""By depth and node: how many of the tokens after it the tree has, best first."""
+RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
+"""Prior acceptance rates by rank."""
+
+NO_KINDS = np.empty(0, np.int64)
+
+Ints = npt.NDArray[Any]
+
+
+class TokenRecycling:
+    """Keeps its table from one conversation to the next unless ``remembers`` is False."""
+
+    def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
+        self.seconds: dict[SourceName, float] = {SourceName.RECYCLED: 0.0}
+        """Seconds spent in the source since the drafter was made."""
+        self._budget = budget or FixedBudget(LARGEST_TREE)
+        self._remembers, self._conversation = remembers, Conversation()
+        self._table = TopTokens()
+        self._places = np.array([children for level in CHILDREN for children in level], np.int64)
+        self._calibration = NodeCalibration(RATES)
+        self._verified = NO_KINDS, DraftTree.bare(0)
+        """The ranks of the nodes of the last tree, and the tree."""
+        _fill(np.full((1, BEST), 0), 0, self._places)  # compiles it, or loads it
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        if not self._conversation.continues(prompt) and not self._remembers:
+            self._table.clear()
+        self._verified = NO_KINDS, DraftTree.bare(prompt[-1])
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        root = context[-1]
+        self._verified = NO_KINDS, DraftTree.bare(root)
+        if self._budget.most and 0 <= root < len(self._table.rows):
+            started = time.perf_counter()
+            tokens, parents, ranks = _fill(self._table.rows, root, self._places)
+            whole = DraftTree(root, tokens, parents, np.full(len(tokens), SourceName.RECYCLED, np.uint8))
+            order, probs = self._calibration.by_probability(ranks, whole)
+            order = order[: min(self._budget.nodes(probs[:LARGEST_TREE]), LARGEST_TREE)]
+            self._verified = ranks[order], whole.picked(order)
+            self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
+        return self._verified[1]
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        started = time.perf_counter()
+        ranks, tree = self._verified
+        if len(logits) == len(tree) + 1:  # else the tree was clipped and its nodes differ
+            self._calibration.update(ranks, tree, accepted.path)
+            if self._budget.most:
+                self._table.keep(tree, logits)
+        self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
+
+
+@njit(cache=True, nogil=True)
+def _fill(rows: Ints, root: int, places: Ints) -> tuple[Ints, Ints, Ints]:
+    """The places of the tree whose tokens are known: their tokens, parents and ranks."""
+    most = len(places)
+    tokens, parents = np.empty(most, np.int64), np.empty(most, np.int32)
+    ranks, nodes = np.empty(most, np.int64), np.full(most, NONE)  # the node of each place
+    size, place = 0, 1
+    for above in range(most):
+        node = ROOT if above == 0 else nodes[above]
+        is_known = above == 0 or node != NONE
+        token = root if above == 0 else tokens[node]
+        for rank in range(places[above]):
+            child = rows[token, rank] if is_known and 0 <= token < len(rows) else NONE
+            if child != NONE:
+                tokens[size], parents[size], ranks[size], nodes[place] = child, node, rank, size
+                size += 1
+            place += 1
+    return tokens[:size], parents[:size], ranks[:size]

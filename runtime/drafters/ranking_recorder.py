@@ -1,0 +1,56 @@
+"""A drafter that records the rankings of the target at each emitted token, for replays of methods that read logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from hdtool.data.conversations.rankings import Rankings
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.drafter import Drafter, HistoryDrafter
+from hdtool.runtime.kernels.topk import topk
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import DraftTree
+
+
+class RankingRecorder:
+    """Wraps the drafter of one answer."""
+
+    def __init__(self, drafter: Drafter, best: int) -> None:
+        """``best`` is the number of tokens of a ranking."""
+        self._drafter, self._best = drafter, best
+        self._tokens: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+
+    @property
+    def rankings(self) -> Rankings:
+        return Rankings(np.concatenate(self._tokens), np.concatenate(self._logprobs))
+
+    @property
+    def seconds(self) -> Mapping[SourceName, float]:
+        return self._drafter.seconds
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._tokens.clear()
+        self._logprobs.clear()
+        self._drafter.begin(prompt)
+
+    def predict(self, prediction: Sequence[int]) -> None:
+        if isinstance(self._drafter, HistoryDrafter):
+            self._drafter.predict(prediction)
+
+    def end(self) -> None:
+        if isinstance(self._drafter, HistoryDrafter):
+            self._drafter.end()
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        return self._drafter.draft(context)
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        rows = logits[[0, *(node + 1 for node in accepted.path)]].float()
+        tokens, scores = topk(rows, min(self._best, rows.shape[-1]))
+        self._tokens.append(tokens.astype(np.int32))
+        self._logprobs.append(scores - rows.logsumexp(-1, keepdim=True).cpu().numpy())
+        self._drafter.observe(accepted, logits)
