@@ -11,7 +11,8 @@ from hdtool.data.errors import ModelError
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.model.checkpoint.place import place_of
-from hdtool.runtime.model.load import CONFIG_FILES
+from hdtool.runtime.model.load import CONFIG_FILES, load_tokenizer
+from hdtool.runtime.stores.store_set import NONE, StoreSet
 
 FOLDER = "custom_generate"
 CODE, REQUIREMENTS = f"{FOLDER}/generate.py", f"{FOLDER}/requirements.txt"
@@ -42,6 +43,7 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
     files = list(_files(source))
     if source / CODE in files:
         raise ModelError(f"{source} has a {CODE} of its own, which an export would replace: export another model")
+    _check_drafting(source, decoding, stores)
     # First, so that the folder of an export that was killed is known and completed by the next one.
     code.write(TEMPLATE.format(first_line=FIRST_LINE, decoding=_changed(decoding), stores=_named(stores)))
     try:
@@ -53,6 +55,13 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
             f"{out} cannot be written ({error.strerror or error}): correct the permissions, or choose another place"
         ) from error
     return files
+
+
+def _check_drafting(source: Path, decoding: DecodeConfig, stores: StoresConfig) -> None:
+    """Raise for a model without a tokenizer, and for named stores that do not fit it."""
+    tokenizer = load_tokenizer(ModelConfig(str(source)))
+    named = StoresConfig(stores.model_db or NONE, stores.corpus_db or NONE)
+    StoreSet.for_tokenizer(tokenizer, named, decoding.databases)
 
 
 def _check_destination(out: Path) -> None:

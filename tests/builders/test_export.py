@@ -115,7 +115,9 @@ def test_a_store_that_is_gone_leaves_a_model_that_answers(
     tmp_path: Path, inputs: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
+    shutil.copytree(demo.CORPUS_INDEX, tmp_path / "gone")
     assert run(["export", str(demo.MODEL), "--out", str(out), "--corpus-db", str(tmp_path / "gone")]) == 0
+    shutil.rmtree(tmp_path / "gone")
     model: Any = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     with pytest.warns(UserWarning, match="gone holds no store.*answers without drafts"):
         found = model.generate(**inputs, max_new_tokens=4, do_sample=False)
@@ -173,3 +175,18 @@ class TestNothingIsReplaced:
         assert exported(tmp_path / "out", "--json") == 0
         found = json.loads(capfd.readouterr().out)
         assert found == {"folder": str(tmp_path / "out"), "files": found["files"], "code": CODE}
+
+
+def test_a_model_that_could_not_draft_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(demo.MODEL, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*", "merges*"))
+    assert exported(tmp_path / "a", model=bare) == 1
+    assert "tokenizer" in capsys.readouterr().err
+    other = tmp_path / "other"
+    shutil.copytree(demo.MODEL, other)
+    tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(other)
+    assert exported(tmp_path / "b", "--model-db", str(demo.MODEL_STORE), model=other) == 1
+    assert "tokenizer" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
