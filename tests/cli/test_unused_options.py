@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from hdtool.cli.app import app, run
+from hdtool.cli.app import VLLM_COMMAND, app, run
 from hdtool.cli.parameters.command import PANELS
 from hdtool.cli.parameters.unused_options import refuse_unused
 from hdtool.data.errors import OptionError
@@ -137,11 +137,14 @@ def test_options_are_in_panels_and_examples_at_the_end(command: str, capsys: pyt
     for parameter in COMMANDS[command].params:
         if parameter.param_type_name == "option" and parameter.name != "help":
             assert parameter.rich_help_panel in PANELS, parameter.name
-    assert run([command, "--help"]) == 0
+    typed = "serve --engine vllm" if command == VLLM_COMMAND else command
+    assert run([*typed.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("Examples:") > shown.index("--help")
     examples = shown.split("Examples:\n")[1].splitlines()
-    assert len(examples) == 2 and all(line.startswith(f"  hdtool {command}") for line in examples)
+    name, *engine = typed.split(" ", 1)
+    assert len(examples) == 2 and all(line.startswith(f"  hdtool {name}") for line in examples)
+    assert all(option in line for option in engine for line in examples)
 
 
 def test_summaries_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,6 +240,6 @@ def test_sources_that_a_method_does_not_know_are_refused() -> None:
         OptionError, match="--sources must be sources of method hd: context, model, corpus, history, got LR"
     ):
         DecodeConfig("hd", sources="LR")
-    for method in ("logitspec", "hd+logitspec"):
-        with pytest.raises(OptionError, match="cannot be replayed: it drafts from the model's logits"):
+    for method in ("lade", "hd+amphista"):
+        with pytest.raises(OptionError, match="cannot be replayed: it computes with the model"):
             ReplayConfig((method,))
