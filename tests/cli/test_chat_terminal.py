@@ -26,7 +26,7 @@ UNICODE = "日本語 cafe\u0301 👩‍👩‍👧 🇩🇪 naïve"
 @pytest.fixture(scope="module")
 def terminal() -> Iterator[Terminal]:
     """One conversation for all tests, as each process takes seconds to start; ``/clear`` separates them."""
-    made = Terminal([*CHAT, "--max-new-tokens", "120"])
+    made = Terminal([*CHAT, "--max-new-tokens", "600"])
     made.wait_for("Ctrl-D leaves")
     made.wait(made.is_at_prompt)
     yield made
