@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ async def answered(client: openai.AsyncOpenAI, model: str, question: str, cut: i
         if cut is not None and chunks > cut:
             await stream.close()
             break
-    return text, tokens
+    return text, tokens or chunks  # llama-cpp-python reports no usage and sends a chunk for each token
 
 
 def streams(options: argparse.Namespace) -> None:
@@ -209,9 +210,10 @@ def peers(options: argparse.Namespace) -> None:
             servers["llama-cpp-python, Q4_1"] = (llama, "model")
         rates: dict[tuple[str, int], list[float]] = {}
         texts: dict[str, dict[str, str]] = {server: {} for server in servers}
+        fresh = iter(QUESTIONS)  # each is asked once: a drafter remembers what it answered
         for at_once in options.at_once:
-            for turn in range(options.times):
-                asked = QUESTIONS[turn * options.questions : (turn + 1) * options.questions]
+            for _ in range(options.times):
+                asked = list(islice(fresh, options.questions))
                 for server, (url, model) in servers.items():
                     rate, answers = asyncio.run(_rate(url, model, asked, at_once))
                     rates.setdefault((server, at_once), []).append(rate)
@@ -228,7 +230,8 @@ def peers(options: argparse.Namespace) -> None:
 
 
 async def _rate(url: str, model: str, questions: list[str], at_once: int) -> tuple[float, dict[str, str]]:
-    client, places = client_of(url), asyncio.Semaphore(at_once)
+    places = asyncio.Semaphore(at_once)
+    client = client_of(url)
 
     async def one(question: str) -> tuple[str, int]:
         async with places:
@@ -237,6 +240,7 @@ async def _rate(url: str, model: str, questions: list[str], at_once: int) -> tup
     started = time.perf_counter()
     found = await asyncio.gather(*map(one, questions))
     seconds = time.perf_counter() - started
+    await client.close()
     answers = {question: text for question, (text, _) in zip(questions, found, strict=True)}
     return sum(tokens for _, tokens in found) / seconds, answers
 
