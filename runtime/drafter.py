@@ -59,3 +59,31 @@ class NoDraft:
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         pass
+
+
+class WrappedDrafter:
+    """A drafter that passes everything on to another one; subclasses add to it."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    @property
+    def seconds(self) -> Mapping[SourceName, float]:
+        return self._drafter.seconds
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._drafter.begin(prompt)
+
+    def predict(self, prediction: Sequence[int]) -> None:
+        if isinstance(self._drafter, HistoryDrafter):
+            self._drafter.predict(prediction)
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        return self._drafter.draft(context)
+
+    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+        self._drafter.observe(accepted, logits)
+
+    def end(self) -> None:
+        if isinstance(self._drafter, HistoryDrafter):
+            self._drafter.end()

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from hdtool.data.conversations.rankings import Rankings
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafter import Drafter, HistoryDrafter
+from hdtool.runtime.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.kernels.topk import topk
-from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.tree import DraftTree
 
 
-class RankingRecorder:
+class RankingRecorder(WrappedDrafter):
     """Wraps the drafter of one answer."""
 
     def __init__(self, drafter: Drafter, best: int) -> None:
         """``best`` is the number of tokens of a ranking."""
-        self._drafter, self._best = drafter, best
+        super().__init__(drafter)
+        self._best = best
         self._tokens: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
 
@@ -28,29 +27,14 @@ class RankingRecorder:
     def rankings(self) -> Rankings:
         return Rankings(np.concatenate(self._tokens), np.concatenate(self._logprobs))
 
-    @property
-    def seconds(self) -> Mapping[SourceName, float]:
-        return self._drafter.seconds
-
     def begin(self, prompt: Sequence[int]) -> None:
         self._tokens.clear()
         self._logprobs.clear()
-        self._drafter.begin(prompt)
-
-    def predict(self, prediction: Sequence[int]) -> None:
-        if isinstance(self._drafter, HistoryDrafter):
-            self._drafter.predict(prediction)
-
-    def end(self) -> None:
-        if isinstance(self._drafter, HistoryDrafter):
-            self._drafter.end()
-
-    def draft(self, context: Sequence[int]) -> DraftTree:
-        return self._drafter.draft(context)
+        super().begin(prompt)
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         rows = logits[[0, *(node + 1 for node in accepted.path)]].float()
         tokens, scores = topk(rows, min(self._best, rows.shape[-1]))
         self._tokens.append(tokens.astype(np.int32))
         self._logprobs.append(scores - rows.logsumexp(-1, keepdim=True).cpu().numpy())
-        self._drafter.observe(accepted, logits)
+        super().observe(accepted, logits)

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
-from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
+from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
@@ -34,30 +32,23 @@ def guided(drafter: Drafter, guide: Guide, most: int) -> Drafter:
     return drafter if isinstance(drafter, NoDraft) or not most else GuidedDrafter(drafter, guide, most)
 
 
-class GuidedDrafter:
+class GuidedDrafter(WrappedDrafter):
     """A drafter for one answer that must match a grammar."""
 
     def __init__(self, drafter: Drafter, guide: Guide, most: int = LARGEST_TREE) -> None:
         """``most`` bounds the nodes of a tree."""
-        self._drafter, self._guide, self._most = drafter, guide, min(most, LARGEST_TREE)
+        super().__init__(drafter)
+        self._guide, self._most = guide, min(most, LARGEST_TREE)
         self._asked = 0
         self._spent = 0.0
 
     @property
     def seconds(self) -> Mapping[SourceName, float]:
-        return {**self._drafter.seconds, SourceName.GRAMMAR: self._spent}
+        return {**super().seconds, SourceName.GRAMMAR: self._spent}
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._asked = len(prompt)
-        self._drafter.begin(prompt)
-
-    def predict(self, prediction: Sequence[int]) -> None:
-        if isinstance(self._drafter, HistoryDrafter):
-            self._drafter.predict(prediction)
-
-    def end(self) -> None:
-        if isinstance(self._drafter, HistoryDrafter):
-            self._drafter.end()
+        super().begin(prompt)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
@@ -73,9 +64,6 @@ class GuidedDrafter:
             expecting.forget_tree()
         self._spent += time.perf_counter() - started
         return tree
-
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        self._drafter.observe(accepted, logits)
 
     def _guided(self, tree: DraftTree) -> DraftTree:
         """The nodes that the grammar allows, and below them the chains that it forces, the most probable ones first."""

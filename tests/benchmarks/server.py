@@ -210,7 +210,7 @@ def peers(options: argparse.Namespace) -> None:
             servers["llama-cpp-python, Q4_1"] = (llama, "model")
         rates: dict[tuple[str, int], list[float]] = {}
         texts: dict[str, dict[str, str]] = {server: {} for server in servers}
-        fresh = iter(QUESTIONS)  # each is asked once: a drafter remembers what it answered
+        fresh = iter(QUESTIONS)  # each once: drafters keep earlier answers
         for at_once in options.at_once:
             for _ in range(options.times):
                 asked = list(islice(fresh, options.questions))

@@ -100,7 +100,6 @@ class AnswerText:
 
 
 def _json_of(text: str) -> object:
-
     try:
         return json.loads(text)
     except ValueError:

@@ -42,7 +42,7 @@ MOST_GRAMMAR = 65_536
 
 @dataclass(frozen=True)
 class Asking:
-    """What a prompt is asked with; all choices of an answer share it."""
+    """A prompt and its settings; all choices of an answer share them."""
 
     prompt: list[int]
     most: int

@@ -1,4 +1,4 @@
-"""The engine of a server: one thread that decodes a batch of the answers that are asked for."""
+"""The engine of a server: one thread that decodes the requested answers in a batch."""
 
 from __future__ import annotations
 

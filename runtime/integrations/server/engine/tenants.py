@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from hdtool.data.stores.home import namespace_among
 from hdtool.runtime.budget.cost_curve import CostCurve
@@ -69,7 +68,7 @@ class Tenants:
             return FixedBudget(decoding.draft_tokens)
         if decoding.batch_size == 1:
             return MeasuredBudget(target, self._curves[1])
-        return SharedBudget(target, self._curves, self._together, partial(self._rows))
+        return SharedBudget(target, self._curves, self._together, self._rows)
 
     def _rows(self) -> int:
         return max(1, self.rows())
