@@ -54,6 +54,10 @@ class Reading(Generic[Key]):
         self.logits = self.reader.read(most)
         return self.logits is not None
 
+    def end(self) -> None:
+        """End the answer before its prompt is read."""
+        self.state.end()
+
 
 Outcome = tuple[Request[Key], Step | HdtoolError]
 """A step of a request, or the error that ended its answer."""

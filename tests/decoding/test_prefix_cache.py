@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hdtool.runtime.batch import Batch, Request
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Step
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.drafter import NoDraft, WrappedDrafter
 from hdtool.runtime.model.cache.batch_slots import ROOM
 from hdtool.runtime.model.cache.prefix_cache import LEAST, PrefixCache
 from hdtool.runtime.model.cache.prompt_reader import PromptReader
@@ -114,3 +114,19 @@ def test_a_request_that_is_removed_leaves_the_others() -> None:
     assert len(tokens[0]) < 30
     for number in (1, 2):
         assert tokens[number] == said(run(target, prompt_of(5 + number), GREEDY, 30))
+
+
+def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter() -> None:
+    class Counting(WrappedDrafter):
+        ends = 0
+
+        def end(self) -> None:
+            self.ends += 1
+
+    drafter, prompt = Counting(NoDraft()), prompt_of(40)
+    batch = Batch[int](Target(model_of("llama")), 2, max_new_tokens=5)
+    reading = batch.start(Request(0, prompt, Sampler(GREEDY, prompt), drafter))
+    assert not reading.read(8)
+    reading.end()
+    assert drafter.ends == 1 and len(batch) == 0
+    assert answered(batch, prompt)[0] == said(run(Target(model_of("llama")), prompt, GREEDY, 5))

@@ -39,6 +39,8 @@ class PromptReading(Protocol):
 
     def read(self, most: int | None = None) -> bool: ...
 
+    def end(self) -> None: ...
+
 
 class Running(Protocol):
     """What is common to a batch of several answers and of one."""
@@ -171,6 +173,7 @@ class Engine:
         if self._reading is not None:
             job = self._reading.request.key
             if job.is_cancelled:
+                self._reading.end()
                 self._reading = None
                 self._finish(job)
 

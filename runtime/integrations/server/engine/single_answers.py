@@ -20,6 +20,9 @@ class SingleReading(Generic[Key]):
     def read(self, most: int | None = None) -> bool:
         return True
 
+    def end(self) -> None:
+        pass
+
 
 class SingleAnswers(Generic[Key]):
     """What a batch is for several requests, for one; the KV cache of the last conversation is kept."""
