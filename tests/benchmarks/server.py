@@ -6,7 +6,7 @@
     python -m tests.benchmarks.server peers --model FILE.gguf [--llama-cpp PYTHON]
 
 ``streams`` asks by so many streams at once, of which a third is cut off; it compares complete answers with plain
-decoding, and the memory of the server after the first minute with that at the end. ``turns`` measures the time to the
+decoding, and the memory of the server after two minutes with that at the end. ``turns`` measures the time to the
 first token of a conversation of 4,000 tokens and of its next turn. ``refusals`` measures how long malformed requests
 take beside a stream. ``peers`` asks the same questions of ``transformers serve`` and of llama-cpp-python's server,
 which a Python with that package starts.
@@ -80,7 +80,7 @@ def streams(options: argparse.Namespace) -> None:
     loaded = load(ModelConfig(options.model, threads=1))
     expected = {question: plain_text(loaded, question, TOKENS) for question in QUESTIONS}
     del loaded
-    kept = ("--prefix-cache-mib", str(options.prefix_cache_mib))
+    kept = ("--prefix-cache-mib", str(options.prefix_cache_mib), "--history", options.history)
     with RunningServer(options.log, options.model, "--method", options.method, *kept) as server:
         process = psutil.Process(server.process.pid)
         memory: list[tuple[float, float]] = []
@@ -92,11 +92,12 @@ def streams(options: argparse.Namespace) -> None:
             assert f"hdtool_{name}_answers 0.0" in metrics, metrics
         assert server.stop() == 0
     print(", ".join(f"{count:,} {name}" for name, count in counts.items()))
-    minute = [mib for at, mib in memory if at > memory[-1][0] * options.settled]
+    settled, ended = 60 * options.settled, memory[-1][0]
+    early = statistics.mean(mib for at, mib in memory if settled <= at < settled + 60)
+    late = statistics.mean(mib for at, mib in memory if at >= ended - 60)
     print(
-        f"resident memory: {memory[0][1]:.0f} MiB at the start, {minute[0]:.0f} MiB after "
-        f"{memory[-1][0] * options.settled:.0f} s, {minute[-1]:.0f} MiB after {memory[-1][0]:.0f} s "
-        f"({minute[-1] / minute[0] - 1:+.2%}; highest {max(minute):.0f})"
+        f"resident memory, means of a minute: {early:.0f} MiB after {settled / 60:g} minutes, {late:.0f} MiB at the "
+        f"end ({late / early - 1:+.2%}; at the start {memory[0][1]:.0f}, highest {max(mib for _, mib in memory):.0f})"
     )
 
 
@@ -295,7 +296,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--prefix-cache-mib", type=int, default=64)
-    parser.add_argument("--settled", type=float, default=0.2, help="Share of the time after which memory is compared.")
+    parser.add_argument("--settled", type=float, default=2, help="Minutes after which memory is compared.")
+    parser.add_argument("--history", default="memory", help="As of hdtool serve, for streams.")
     parser.add_argument("--characters", type=int, default=15_000)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--questions", type=int, default=6)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from hdtool.runtime.model.cache.cache_memory import zeros
+
 GROWTH = 64
 """Capacities are multiples of this, so that answers of similar length reuse a cache."""
 
@@ -92,9 +94,7 @@ class KVTensors:
         capacity = -(-capacity // GROWTH) * GROWTH
         rows = [shape for layer in shapes if layer for shape in layer]
         tensors = {
-            shape: torch.zeros(
-                (rows.count(shape), batch, shape.heads, capacity, shape.width), dtype=shape.dtype, device=shape.device
-            )
+            shape: zeros((rows.count(shape), batch, shape.heads, capacity, shape.width), shape.dtype, shape.device)
             for shape in dict.fromkeys(rows)
         }
         free = {shape: iter(tensor) for shape, tensor in tensors.items()}
