@@ -113,6 +113,8 @@ class Engine:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs; raise OverloadError if too many wait."""
         with self._changed:
+            if len(self._waiting) + len(jobs) > self._most_waiting:
+                self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
             if len(self._waiting) + len(jobs) > self._most_waiting or self._is_stopping:
                 raise OverloadError("the server has as many requests as it accepts: ask again later")
             self._waiting.extend(jobs)

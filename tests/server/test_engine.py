@@ -1,0 +1,30 @@
+"""The engine of the server before its thread starts: what it accepts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hdtool.runtime.config import DecodeConfig, StoresConfig
+from hdtool.runtime.integrations.server.engine.job import Job
+from hdtool.runtime.integrations.server.engine.loop import Engine, OverloadError
+from hdtool.runtime.integrations.server.engine.tenants import Tenants
+from hdtool.runtime.model.load import Loaded
+
+
+def nothing(*given: Any) -> Any:
+    raise AssertionError("no job is started")
+
+
+def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -> None:
+    decoding = DecodeConfig(method="ar", batch_size=2)
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    engine = Engine(loaded.target, tenants, decoding, most_waiting=2, prefix_bytes=0)
+    first, second, third = (Job("", nothing, nothing) for _ in range(3))
+    engine.submit([first, second])
+    with pytest.raises(OverloadError):
+        engine.submit([third])
+    first.is_cancelled = True
+    engine.submit([third])
+    assert engine.waiting == 2
