@@ -13,6 +13,7 @@ from hdtool.cli.parameters.command import INPUT, MODEL, option
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import only
 from hdtool.data import demo as demo_files
+from hdtool.data.demo import EMBEDDED, SMOLLM2
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from hdtool.runtime.stats import Stats
 
 
-SMOLLM2, EMBEDDED = "smollm2", "embedded"
 NEEDED = (demo_files.PACKAGE, "gguf", "accelerate")
 TOY = "The embedded model is a toy of 7 million parameters"
 

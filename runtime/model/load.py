@@ -221,10 +221,14 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
 
 def _complete_model(place: Path, name: str, **options: Any) -> Any:
     """The model; raise if the checkpoint lacks weights, which the library would initialize at random."""
-    model, report = cast(
-        tuple[Any, dict[str, Any]],
-        AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options),
-    )
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options)
+    except ValueError as error:
+        attention = options.get("attn_implementation")
+        if not attention or "does not support an attention implementation" not in str(error):
+            raise
+        raise OptionError(f"{name} has no attention {attention}: leave out --attn-implementation") from error
+    model, report = cast(tuple[Any, dict[str, Any]], loaded)
     if lacking := sorted(report["missing_keys"]):
         raise ModelError(
             f"{name} lacks {len(lacking)} of its weights ({lacking[0]}, …): get the checkpoint again, whole"

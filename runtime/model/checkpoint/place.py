@@ -30,11 +30,11 @@ def place_of(
     A GGUF file is converted and files of the hub are downloaded if need be. Without ``weights``, the folder may hold
     the configuration and the tokenizer alone.
     """
-    if config.model is None:
+    if (name := config.place) is None:
         return demo.MODEL
     if file := gguf_file(config):
         return _converted(file, weights=weights)
-    name, path = config.model, Path(config.model).expanduser()
+    path = Path(name).expanduser()
     if path.is_dir():
         if not any((path / file).is_file() for file in needed):
             raise ModelError(f"{name} is a folder without {needed[0]}: name a folder written by save_pretrained")

@@ -21,9 +21,9 @@ def gguf_file(config: ModelConfig) -> Path | None:
     A file is taken for one whatever its name, so that the reader can word what it is instead. In a folder without
     ``config.json`` the only GGUF file is meant.
     """
-    if config.model is None:
+    if (name := config.place) is None:
         return None
-    path = Path(config.model).expanduser()
+    path = Path(name).expanduser()
     if path.exists() and config.revision:
         raise OptionError(f"--revision names a version on the hub, and {path} is here: leave it out")
     if path.is_dir():
@@ -32,10 +32,10 @@ def gguf_file(config: ModelConfig) -> Path | None:
         if config.gguf_file:
             raise OptionError(f"--gguf-file names a file of a folder, and {path} is a file itself: leave it out")
         return path
-    if config.gguf_file and not _is_path(config.model):
-        return file_of(config.model, config.gguf_file, config.revision)
+    if config.gguf_file and not _is_path(name):
+        return file_of(name, config.gguf_file, config.revision)
     if config.gguf_file or path.suffix.lower() == ENDING:
-        raise ModelError(f"{config.model} does not exist: give the path of a GGUF file, or a folder and --gguf-file")
+        raise ModelError(f"{name} does not exist: give the path of a GGUF file, or a folder and --gguf-file")
     return None
 
 
