@@ -48,7 +48,7 @@ class OwnStores:
         return None if self.replace else partial(self._refuse_other, kind)
 
     def _refuse_other(self, kind: str, folder: Path) -> None:
-        if holds_manifest(folder) and not self.built(kind):
+        if holds_manifest(folder) and not self.built(kind) and not read_manifest(folder).holds_rankings_alone:
             raise StoreError(
                 f"{folder} holds a {kind} store of {self.model}: --replace replaces it, and hdtool add {folder} FILES "
                 "extends it without a set-up"

@@ -21,8 +21,10 @@ from hdtool.builders.setup.replayed import replayed
 from hdtool.builders.setup.work_folder import WorkFolder
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.edit_store import add_rankings
 from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.tokenize import tokenized
+from hdtool.builders.stores.vocabulary_rankings import vocabulary_rankings
 from hdtool.data.conversations.canonical import canonical, canonical_file
 from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import ModelError, RecordError
@@ -30,7 +32,8 @@ from hdtool.data.progress import bar
 from hdtool.data.prompts import read_prompts
 from hdtool.data.records import Reading
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
-from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint, read_manifest
+from hdtool.data.stores.store_files import holds_manifest
 from hdtool.data.traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
@@ -44,6 +47,7 @@ from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import CONFIG_FILES, Loaded, load
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL
+from hdtool.runtime.stores.model_store import rankings_in
 from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
@@ -210,8 +214,14 @@ class Stages:
 
     def _build_model_store(self) -> Result:
         reading = Reading([self._folder.learned], answers_only=True)
-        build = partial(build_model_store, model=self._checkpoint)
-        return self._built(MODEL, reading, build)
+        folder = self._stores.folders[MODEL]
+        known = rankings_in(folder, read_manifest(folder)) if holds_manifest(folder) else None
+        build = partial(build_model_store, model=self._checkpoint, rankings=known)
+        described = self._built(MODEL, reading, build)
+        if self._plan.config.rankings and "rankings" not in read_manifest(folder).files:
+            size = self._fingerprint.vocab_size
+            add_rankings(folder, vocabulary_rankings(self._loaded, size, quiet=self._plan.quiet))
+        return described
 
     def _build_corpus_index(self) -> Result:
         reading = Reading(self._plan.corpus, tolerance=self._plan.config.max_bad_fraction)

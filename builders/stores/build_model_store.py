@@ -62,19 +62,21 @@ def build_model_store(
     The ``top_k`` most frequent sequences of each length are kept, as prefixes with their next token, and those
     of five tokens also as phrases after their first token; at most ``per_key`` for each prefix or token. Among
     equals the one with the smaller tokens comes first. ``model`` gave the answers, and ``rankings``
-    are its own, of the vocabulary. ``check`` raises if the
-    store at ``folder`` must stay.
+    are its own, of the vocabulary; with them, a store without any document can be built. ``check`` raises if the store
+    at ``folder`` must stay.
     """
     end = tokenizer.vocab_size
     with building(folder, check) as build:
         with DocumentFile(build.path("documents"), end, sources) as file:
             for document in documents:
                 file.add(document.ids, document.source)
-        if not file.longest:
+        if not file.longest and (sources or rankings is None):
             raise StoreError("the answers hold no text at all: name files that do")
-        if file.longest <= PHRASE:
+        if file.longest <= PHRASE and file.documents:
             raise StoreError(f"the longest answer has {file.longest} tokens: name files with answers of more than 4")
-        tokens = np.asarray(np.memmap(build.path("documents"), token_type(end), "r"))
+        kind = token_type(end)
+        # An empty file cannot be mapped.
+        tokens = np.asarray(np.memmap(build.path("documents"), kind, "r")) if file.size else np.empty(0, kind)
         answers = Answers(tokens, end, once_per_document)
         groups: list[Group] = []
         in_order = (engine or LocalEngine()).mine(answers, top_k, per_key)

@@ -31,6 +31,7 @@ from hdtool.data.stores.store import (
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.mapped_file import documents_of
+from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import Ints, rankings_in
 
 CORPUS_OPTIONS = ("shard_bytes",)
@@ -117,6 +118,13 @@ def add(
     added = (Document(document.ids, before + document.source) for document in documents)
     documents, check = chain(old.documents(), added), unchanged(old.manifest)
     return _build(folder, old.manifest, documents, [*old.sources, *sources], check, rankings_in(folder, old.manifest))
+
+
+def add_rankings(folder: Path, rankings: Ints) -> Manifest:
+    """Add rankings of the vocabulary to a model store, in the place of those it has."""
+    old = Contents.of(folder)
+    require(old.manifest, folder, MODEL, old.manifest.tokenizer)
+    return _build(folder, old.manifest, old.documents(), old.sources, unchanged(old.manifest), rankings)
 
 
 def drop(folder: Path, name: str) -> Dropped:

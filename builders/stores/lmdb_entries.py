@@ -53,7 +53,7 @@ class Group:
 
     @property
     def starts(self) -> Ints:
-        return np.append(0, self.stops[:-1])
+        return np.append(0, self.stops)[:-1]
 
 
 def write_entries(path: Path, groups: Iterable[tuple[int, Group]], most: int) -> None:
@@ -119,13 +119,13 @@ def _values(group: Group) -> Iterator[bytes]:
         head[name]["type"], head[name]["value"] = kind, values
     rows = _rows(group)
     content, stops = rows.tobytes(), (group.stops * rows.itemsize).tolist()
-    after = (content[start:stop] for start, stop in zip([0, *stops[:-1]], stops, strict=True))
+    after = (content[start:stop] for start, stop in zip([0, *stops][:-1], stops, strict=True))
     return map(bytes.__add__, head.view(f"V{head.itemsize}").tolist(), after)
 
 
 def _rows(group: Group) -> Ints:
     width = group.tokens.shape[1]
-    wide = group.tokens.max() >= 2**16
+    wide = group.tokens.max(initial=0) >= 2**16
     token = [("type", np.uint8), ("value", ">u4" if wide else ">u2")]
     rows = np.empty(
         len(group.tokens), [("lists", np.uint8, 2), ("tokens", token, width), ("type", np.uint8), ("count", ">u4")]

@@ -31,7 +31,7 @@ def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group
     counts = np.minimum(frequent.counts, LARGEST_COUNT)
     order = np.lexsort([*tokens.T[:prefix], -counts, *tokens.T[prefix:]][::-1])
     tokens, frequent, counts = tokens[order], frequent[order], counts[order]
-    firsts = np.flatnonzero(np.append(True, (tokens[1:, :prefix] != tokens[:-1, :prefix]).any(1)))
+    firsts = np.flatnonzero(np.append(True, (tokens[1:, :prefix] != tokens[:-1, :prefix]).any(1))[: len(tokens)])
     sizes = np.diff(np.append(firsts, len(tokens)))
     chosen = np.arange(len(tokens)) - np.repeat(firsts, sizes) < per_key
     totals, distinct = frequent.totals[firsts], frequent.distinct[firsts]

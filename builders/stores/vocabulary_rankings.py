@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from hdtool.data.progress import bar
 from hdtool.runtime.kernels.topk import topk
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stores.model_store import RANKED, Ints
@@ -20,10 +21,13 @@ WHOLE = 1_000_000
 """Probabilities are in millionths."""
 
 
-def vocabulary_rankings(
-    loaded: Loaded, vocabulary: int, on_progress: Callable[[int], None] = lambda done: None
-) -> Ints:
+def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) -> Ints:
     """A row for each token: the best tokens after it, then their probabilities; -1 and 0 where nothing is known."""
+    with bar(vocabulary, "rankings", quiet=quiet) as shown:
+        return _rankings(loaded, vocabulary, shown.to)
+
+
+def _rankings(loaded: Loaded, vocabulary: int, on_progress: Callable[[int], None]) -> Ints:
     target, begin = loaded.target, loaded.tokenizer.bos_token_id
     rows: Ints = np.full((vocabulary, 2 * RANKED), -1, np.int32)
     rows[:, RANKED:] = 0

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from hdtool.data.stores.documents import Document, Source
     from hdtool.data.stores.store import Manifest, TokenizerFingerprint
     from hdtool.data.tally import Tally
-    from hdtool.runtime.config import BuildConfig
+    from hdtool.runtime.config import BuildConfig, ModelConfig
+    from hdtool.runtime.stores.model_store import Ints
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def reading(
 
     folders, others = history_folders(inputs)
     history = HistoryDocuments(folders, fingerprint)
-    if folders and not others:
+    if not others:
         yield BuildInputs(history), iter(history)
         return
     source = Reading(find_inputs(others), answers_only=kind == "model", tolerance=tolerance)
@@ -73,6 +74,14 @@ def reading(
         engine.prepare(source)
         yield BuildInputs(history, source), history.with_others(engine.documents(source, tokenizer, shown))
     print_left_out(source.tally)
+
+
+def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet: bool) -> Ints:
+    """What a model ranks highest after each token of its vocabulary."""
+    from hdtool.builders.stores.vocabulary_rankings import vocabulary_rankings
+    from hdtool.runtime.model.load import load
+
+    return vocabulary_rankings(load(loading), tokenizer.vocab_size, quiet=quiet)
 
 
 def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:

@@ -30,11 +30,19 @@ Tools = Annotated[
 Chat = Annotated[
     bool | None, option(INPUT, "Apply the model's chat template or not. Default: if it has one.", "--chat/--raw")
 ]
-Inputs = Annotated[
-    list[str],
-    typer.Argument(
-        help="Files, folders, globs or hf:OWNER/NAME: chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server, "
-        "llm; Parquet, text; also as .gz and .zst."
+_INPUT_FORMS = (
+    "Files, folders, globs or hf:OWNER/NAME: chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server, llm; Parquet, "
+    "text; also as .gz and .zst."
+)
+Inputs = Annotated[list[str], typer.Argument(help=_INPUT_FORMS)]
+OptionalInputs = Annotated[list[str] | None, typer.Argument(help=_INPUT_FORMS)]
+Rankings = Annotated[
+    bool,
+    option(
+        INPUT,
+        "Add what the model ranks highest after each token of its vocabulary: loads the model, and takes a pass for "
+        "each 256 tokens. Needs no answers.",
+        "--rankings",
     ),
 ]
 

@@ -10,32 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, option
 from hdtool.cli.parameters.settings import without
-from hdtool.data.errors import ModelError
+from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from hdtool.data.stores.store import Checkpoint, FolderCheck, Manifest, TokenizerFingerprint
 
 
 def build_model_db(
     *,
     inputs: Annotated[
-        list[str],
+        list[str] | None,
         option(
             INPUT, "The model's answers: a history store, a file of collect, or any input of build-corpus-db.", "--from"
         ),
-    ],
+    ] = None,
     loading: options.Tokenizer,
-    rankings: Annotated[
-        bool,
-        option(
-            INPUT,
-            "Add what the model ranks highest after each token of its vocabulary: loads the model, and takes a pass "
-            "for each 256 tokens.",
-        ),
-    ] = False,
+    rankings: options.Rankings = False,
     out: options.StoreOut = None,
     namespace: options.Namespace = None,
     replace: options.Replace = False,
@@ -46,14 +37,19 @@ def build_model_db(
     """Build a model store from a model's answers.
 
     Keeps the most frequent sequences, by their first 1 to 4 tokens. Of conversations, only the model's turns are read.
-    In hdtool's home, each model has a store of its own.
+    In hdtool's home, each model has a store of its own. Without answers, --rankings alone makes a store.
     """
+    if not inputs and not rankings:
+        raise OptionError("nothing to build from: give the model's answers with --from, or --rankings")
+
     from hdtool.builders.stores.build_model_store import build_model_store
     from hdtool.runtime.stores.model_store import KIND
 
     how = {"top_k": config.top_k, "per_key": config.per_key}
     place = Destination(KIND, out, namespace, replace)
-    _build(place, build_model_store, how, inputs, loading, config, rankings=rankings, quiet=quiet, as_json=as_json)
+    _build(
+        place, build_model_store, how, inputs or [], loading, config, rankings=rankings, quiet=quiet, as_json=as_json
+    )
 
 
 def build_corpus_db(
@@ -139,7 +135,7 @@ def _build(
     as_json: bool,
 ) -> None:
     from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.cli.output.store_output import engine_for, reading, report
+    from hdtool.cli.output.store_output import engine_for, rankings_for, reading, report
     from hdtool.data.stores.store import TokenizerFingerprint
     from hdtool.data.stores.store_files import MODEL
     from hdtool.runtime.model.checkpoint.identity import checkpoint_of
@@ -153,7 +149,7 @@ def _build(
     model = checkpoint_of(loading) if kind == MODEL else None
     folder = place.folder(model, fingerprint, loading.name)
     if kind == MODEL:
-        how = {**how, "model": model, "rankings": _rankings(loading, fingerprint, quiet=quiet) if rankings else None}
+        how = {**how, "model": model, "rankings": rankings_for(loading, fingerprint, quiet=quiet) if rankings else None}
     with (
         engine_for(config, quiet=quiet) as engine,
         reading(inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet) as (
@@ -165,13 +161,3 @@ def _build(
             folder, documents, fingerprint, read.sources, engine=engine, check=place.replacement_check, **how
         )
     report(folder, manifest, as_json=as_json)
-
-
-def _rankings(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet: bool) -> npt.NDArray[Any]:
-    from hdtool.builders.stores.vocabulary_rankings import vocabulary_rankings
-    from hdtool.data.progress import bar
-    from hdtool.runtime.model.load import load
-
-    loaded = load(loading)
-    with bar(tokenizer.vocab_size, "rankings", quiet=quiet) as shown:
-        return vocabulary_rankings(loaded, tokenizer.vocab_size, shown.to)

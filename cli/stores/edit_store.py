@@ -13,7 +13,7 @@ import typer
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import only
-from hdtool.data.errors import OptionError
+from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -49,42 +49,58 @@ def merge(
 def add(
     *,
     store: options.StoreFolder,
-    inputs: options.Inputs,
+    inputs: options.OptionalInputs = None,
     loading: options.Tokenizer,
+    rankings: options.Rankings = False,
     config: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Add texts to a store.
+    """Add texts, or the model's rankings, to a store.
 
     The result equals a build from all inputs together.
     """
+    if not inputs and not rankings:
+        raise OptionError("nothing to add: name FILES, or give --rankings")
+
     from hdtool.builders.stores import edit_store as rework
     from hdtool.builders.stores.engine import LocalEngine
     from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.cli.output.store_output import reading, report
-    from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
+    from hdtool.cli.output.store_output import rankings_for, reading, report
+    from hdtool.data.stores.store import TokenizerFingerprint, read_manifest, require
+    from hdtool.data.stores.store_files import MODEL
     from hdtool.runtime.model.load import load_tokenizer
 
     quiet_libraries(quiet=quiet)
     before = read_manifest(store)
     kind = before.kind
-    _note_another_model(store, before, loading)
+    _check_model(store, before, loading, rankings=rankings)
     tokenizer = load_tokenizer(loading)
     mark, tolerance = TokenizerFingerprint.of(tokenizer), config.max_bad_fraction
-    with reading(inputs, tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (read, documents):
-        manifest = rework.add(store, documents, read.sources, mark, kind)
+    if rankings:  # before the texts are added, so that a store of another kind stays as it is
+        require(before, store, MODEL, mark)
+        manifest = rework.add_rankings(store, rankings_for(loading, mark, quiet=quiet))
+    if inputs:
+        with reading(inputs, tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (read, documents):
+            manifest = rework.add(store, documents, read.sources, mark, kind)
     report(store, manifest, as_json=as_json)
 
 
-def _note_another_model(store: Path, manifest: Manifest, loading: ModelConfig) -> None:
+def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, rankings: bool) -> None:
+    """Print a note if a store holds answers of another model; raise if rankings of this one would join them."""
     from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 
-    if manifest.model and (model := checkpoint_of(loading)) and model != manifest.model:
-        print(
-            f"note: {store} holds answers of {manifest.model.label}, and those of {model.label} are added",
-            file=sys.stderr,
+    if not manifest.model or not (model := checkpoint_of(loading)) or model == manifest.model:
+        return
+    if rankings:
+        raise StoreError(
+            f"{store} holds answers of {manifest.model.label}, and the rankings of {model.label} do not belong to "
+            "them: build a store of that model with hdtool build-model-db"
         )
+    print(
+        f"note: {store} holds answers of {manifest.model.label}, and those of {model.label} are added",
+        file=sys.stderr,
+    )
 
 
 def drop(

@@ -105,6 +105,11 @@ class Manifest:
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
 
+    @property
+    def holds_rankings_alone(self) -> bool:
+        """Whether a model store was built without answers: all parts but its rankings are empty."""
+        return not self.counts["documents"] and "rankings" in self.files
+
     def to_json(self) -> dict[str, Any]:
         row = asdict(self)
         return row if self.model else {name: value for name, value in row.items() if name != "model"}
@@ -184,5 +189,5 @@ def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[s
         name = text_of(file, "name")
         if not is_name_of(part, name):
             raise ValueError(f"{printable(name)[:80]!r} is no file name of the part {part}")
-        found[part] = StoredFile(name, number_of(file, "bytes", 1), text_of(file, "sha256"))
+        found[part] = StoredFile(name, number_of(file, "bytes"), text_of(file, "sha256"))
     return found

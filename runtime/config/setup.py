@@ -28,6 +28,11 @@ class SetupConfig(Settings):
     )
     max_new_tokens: int = setting(128, "Most tokens of each of these answers.", least=1)
     max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION)
+    rankings: bool = setting(
+        False,
+        "Add to the model store what the model ranks highest after each token of its vocabulary: a pass for each 256 "
+        "tokens.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,8 +29,10 @@ def mapped_part(
             found = os.fstat(stream.fileno()).st_size
             if found != size:
                 raise StoreError(f"{path} has {found:,} bytes instead of {size:,}: {again}")
-            if not size or size % row:
+            if size % row or not (size or manifest.holds_rankings_alone):
                 raise StoreError(f"{path} has {size:,} bytes, which are no whole rows of {row}: {again}")
+            if not size:
+                return np.empty((0, width), kind)
             mapped = np.memmap(stream, kind, mode, shape=(size // row, width))
     except (OSError, ValueError) as error:  # such as no memory to map it
         raise StoreError(f"{path} cannot be opened ({error}): {again}") from None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hdtool.data import demo
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home, model_stores_at_home
 from hdtool.data.stores.inventory import store_folder
-from hdtool.data.stores.store import MANIFEST, Checkpoint, TokenizerFingerprint, read_manifest
+from hdtool.data.stores.store import MANIFEST, Checkpoint, Manifest, TokenizerFingerprint, read_manifest
 from hdtool.runtime.config import SOURCE_LETTERS, StoresConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
@@ -76,7 +76,7 @@ class StoreSet:
     def __str__(self) -> str:
         stores = [store for store in self._both if store]
         if stores:
-            return " and ".join(f"{store.folder} ({store.manifest.counts['tokens']:,} tokens)" for store in stores)
+            return " and ".join(f"{store.folder} ({_size(store.manifest)})" for store in stores)
         if self.databases == "C":
             return "the conversation itself"
         return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
@@ -142,3 +142,9 @@ def _note_other_models(
             f"its own, --model-db {folder} drafts from that one, --model-db none from none",
             file=sys.stderr,
         )
+
+
+def _size(manifest: Manifest) -> str:
+    if manifest.holds_rankings_alone:
+        return f"{manifest.counts['rankings']:,} rankings"
+    return f"{manifest.counts['tokens']:,} tokens"

@@ -26,7 +26,7 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.conversations.conversation import Conversation, Turn
 from hdtool.data.errors import RecordError, ResultError
-from hdtool.data.stores.store import MANIFEST
+from hdtool.data.stores.store import MANIFEST, read_manifest
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.setup import MOST_HELD_OUT
@@ -255,6 +255,30 @@ class TestCommand:
         for stage, method in list(zip(ALL_STAGES, METHODS, strict=True))[2:]:
             monkeypatch.setattr(Stages, method, stub(stage))
         return ran
+
+    def test_rankings_stay_when_answers_join_them_and_can_be_added(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def stop(self: Stages) -> dict[str, Any]:
+            raise KeyboardInterrupt
+
+        def counts() -> dict[str, int]:
+            capsys.readouterr()
+            assert run(["stores", "--json"]) == 0
+            (store,) = json.loads(capsys.readouterr().out)["stores"]
+            return read_manifest(Path(store["folder"])).counts
+
+        monkeypatch.setattr(Stages, "_measure_passes", stop)
+        assert run(["build-model-db", "--model", str(demo.MODEL), "--rankings", "--quiet"]) == 0
+        assert (counts()["rankings"], counts()["documents"]) == (4096, 0)
+        assert run(COMMAND) == 130, "rankings alone need no --replace"
+        assert counts()["rankings"] == 4096 and counts()["documents"]
+        assert run([*COMMAND, "--replace"]) == 130
+        assert counts()["rankings"] == 4096
+        assert run(["build-model-db", "--model", str(demo.MODEL), "--from", str(LOGS), "--replace", "--quiet"]) == 0
+        assert "rankings" not in counts()
+        assert run([*COMMAND, "--rankings", "--replace"]) == 130
+        assert counts()["rankings"] == 4096
 
     def test_a_store_that_was_removed_is_built_again(
         self, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from hdtool.builders.stores.edit_store import merge
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.edit_store import add, merge
 from hdtool.builders.stores.vocabulary_rankings import WHOLE, vocabulary_rankings
 from hdtool.cli.app import run as command
+from hdtool.data import demo
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.store import MANIFEST, Checkpoint
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import MANIFEST, Checkpoint, TokenizerFingerprint, read_manifest
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
@@ -22,6 +27,7 @@ from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.model_store import RANKED, ModelStore
+from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
@@ -88,10 +94,87 @@ def test_they_last_as_long_as_their_model(tmp_path: Path) -> None:
     assert ModelStore(tmp_path / "of two models").rankings is None
 
 
+def rankings_alone(folder: Path, family: str) -> ModelStore:
+    mark = TokenizerFingerprint("test", VOCABULARY)
+    build_model_store(folder, [], mark, [], rankings=rankings_of(family), model=OF_MODEL)
+    return ModelStore(folder, mark)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_store_of_rankings_alone_is_drafted_from(family: str, tmp_path: Path) -> None:
+    store = rankings_alone(tmp_path, family)
+    assert not store.after([1, 2, 3, 4]) and not len(store.phrases_after(5)[0])
+    target, prompt = Target(model_of(family)), prompt_of(12)
+    for sampling in SAMPLINGS.values():
+        steps = run(target, prompt, sampling, drafter=Hierarchy(store, budget=FixedBudget(24)))
+        assert said(steps) == said(run(target, prompt, sampling))
+        assert SourceName.RECYCLED in steps[1].tree.sources
+
+
+def test_answers_are_added_to_rankings_as_if_built_with_them(tmp_path: Path) -> None:
+    rankings_alone(tmp_path / "grown", "llama")
+    mark, source = TokenizerFingerprint("test", VOCABULARY), Source("test", "")
+    add(tmp_path / "grown", [Document(ids) for ids in DOCUMENTS], [source], mark)
+    build(tmp_path / "whole", DOCUMENTS, VOCABULARY, rankings=rankings_of("llama"), model=OF_MODEL)
+    rankings_alone(tmp_path / "alone", "llama")
+    build(tmp_path / "answers", DOCUMENTS, VOCABULARY, model=OF_MODEL)
+    merge([tmp_path / "alone", tmp_path / "answers"], tmp_path / "merged")
+    for name in ("grown", "merged"):
+        grown, whole = read_manifest(tmp_path / name), read_manifest(tmp_path / "whole")
+        assert {part: file.sha256 for part, file in grown.files.items()} == {
+            part: file.sha256 for part, file in whole.files.items()
+        }
+
+
+def test_empty_parts_are_damage_if_there_are_answers(tmp_path: Path) -> None:
+    build(tmp_path, DOCUMENTS, VOCABULARY)
+    row = json.loads((tmp_path / MANIFEST).read_text())
+    (tmp_path / row["files"]["rows"]["name"]).write_bytes(b"")
+    row["files"]["rows"]["bytes"] = 0
+    (tmp_path / MANIFEST).write_text(json.dumps(row))
+    with pytest.raises(StoreError, match="no whole rows"):
+        ModelStore(tmp_path)
+
+
+def test_answers_without_text_are_refused_with_rankings_too(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no text at all"):
+        build(tmp_path, [[]], VOCABULARY, rankings=rankings_of("llama"))
+
+
 def test_rankings_of_another_size_are_damage(tmp_path: Path) -> None:
     build(tmp_path, DOCUMENTS, VOCABULARY, rankings=rankings_of("llama")[:-1])
     with pytest.raises(StoreError, match="is damaged"):
         ModelStore(tmp_path)
+
+
+def test_the_command_needs_answers_or_rankings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    store = str(tmp_path / "store")
+    assert command(["build-model-db", "--model", "embedded", "--out", store]) == 2
+    assert "nothing to build from: give the model's answers with --from, or --rankings" in capfd.readouterr().err
+    assert command(["build-model-db", "--model", "embedded", "--out", store, "--rankings", "--quiet"]) == 0
+    assert command(["inspect", store, "--verify"]) == 0
+    assert "4,096 rankings" in capfd.readouterr().out
+    assert str(StoreSet(ModelStore(tmp_path / "store"))).endswith("(4,096 rankings)")
+
+
+def test_add_takes_rankings_of_the_same_model_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(demo.MODEL_STORE, store)
+    assert command(["add", str(store), "--model", "embedded"]) == 2
+    assert "nothing to add: name FILES, or give --rankings" in capfd.readouterr().err
+    other = tmp_path / "other"
+    shutil.copytree(demo.MODEL, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    assert command(["add", str(store), "--model", str(other), "--rankings"]) == 1
+    assert "do not belong to them: build a store of that model" in capfd.readouterr().err
+    assert command(["add", str(store), "--model", "embedded", "--rankings", "--quiet"]) == 0
+    grown, before = read_manifest(store), read_manifest(demo.MODEL_STORE)
+    assert grown.counts == {**before.counts, "rankings": 4096}
+    assert grown.files["documents"].sha256 == before.files["documents"].sha256
+    shutil.copytree(demo.CORPUS_INDEX, tmp_path / "corpus")
+    assert command(["add", str(tmp_path / "corpus"), "--model", "embedded", "--rankings"]) == 1
+    assert "a model store is needed" in capfd.readouterr().err
 
 
 def test_the_command_computes_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
