@@ -152,6 +152,11 @@ class StaticKVCache(Cache):
         values.narrow(2, self.length, new).copy_(value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
+    def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
+        """The tensors for ``new`` positions, which the caller writes, and where they start."""
+        self.used = max(self.used, self.length + new)
+        return self.storage, [self.length]
+
     def commit(self, fixed: int, path: Sequence[int]) -> None:
         """Accept the first ``fixed`` new positions, then those at ``path``, given as offsets from there."""
         start = self.length + fixed
@@ -211,7 +216,7 @@ class SlotKVCache(Cache):
         super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
         self.capacity = storage.capacity
         self.length = max(lengths)
-        self._storage = storage
+        self._storage, self._lengths = storage, list(lengths)
         self._slots = torch.arange(len(lengths))[:, None]
         self._indices = torch.tensor(lengths)[:, None] + torch.arange(new)
 
@@ -224,3 +229,7 @@ class SlotKVCache(Cache):
             slots, indices = self._slots.to(rows.device), self._indices.to(rows.device)
             rows[slots, :, indices] = new.transpose(1, 2)
         return keys[: len(self._slots), :, :end], values[: len(self._slots), :, :end]
+
+    def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
+        """The tensors for ``new`` positions in each slot, which the caller writes, and where they start."""
+        return self._storage, self._lengths
