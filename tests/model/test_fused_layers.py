@@ -11,6 +11,7 @@ from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.kernels.fused import layers
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice, use_small_batch_products
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.fused import proof
@@ -182,3 +183,19 @@ def test_the_proof_passes_with_a_tenth_of_its_tolerance(monkeypatch: pytest.Monk
     for kind in KINDS:
         both(kind)
     assert seen and max(seen) < proof.TOLERANCE / 10
+
+
+def test_no_pass_compiles_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading has compiled whole layers as well as their parts, whichever products a pass takes."""
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: True)
+    _, fused = both()
+
+    def compiled() -> list[int]:
+        return [len(one.signatures) for one in vars(layers).values() if hasattr(one, "signatures")]
+
+    before = compiled()
+    for own in (True, False):
+        stack(fused)._has_known_formats = own
+        for tree in (TREE, DraftTree.bare(1)):
+            logits_of(fused, prompt_of(30), tree)
+    assert compiled() == before and before

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module, ModuleList
 
+from hdtool.runtime.kernels.fused.layers import compile_layers
 from hdtool.runtime.model.attention_masks import FULL, Mask, batch_mask, tree_mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import LayerParts, parts_of
@@ -39,6 +40,7 @@ def fuse_layers(target: Target) -> bool:
     rotary = _rotary_of(target.model, layers)
     if rotary is None or not _fit_cache(parts, target.new_cache(1).storage):
         return False
+    compile_layers()
     stack = LayerStack(parts, target.config)
     return _Proof(target, stack, parts, rotary).holds() and _is_called(target, layers, stack)
 
