@@ -15,6 +15,7 @@ from torch.nn import Linear
 from transformers.cache_utils import DynamicCache
 
 from hdtool.data import demo
+from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.fused import layer_stack
@@ -99,6 +100,9 @@ def test_other_passes_are_those_of_the_library() -> None:
     model.train()
     assert not takes(fused, nullcontext())
     model.eval()
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    assert not takes(fused, nullcontext())
+    hook.remove()
     with more_precise(model, torch.device("cpu")):
         assert model(ids).logits.dtype == torch.float64
     assert takes(fused, nullcontext())
@@ -204,3 +208,9 @@ def test_loading_uses_compiled_layers_unless_told_otherwise(
     loaded = load(ModelConfig(str(tmp_path), device="cpu", **changes))
     assert (stack_of(loaded.target.model) is not None) == expected
     assert loaded.target.passes == 0 and loaded.target.seconds_in_model == 0
+
+
+def test_costs_of_passes_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    usual, fused = both()
+    assert _saved_file(usual) != _saved_file(fused)

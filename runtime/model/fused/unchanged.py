@@ -17,6 +17,8 @@ from hdtool.runtime.kernels.compact_weight import is_compact
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
 
 class Unchanged:
     """True if modules, weights and their memory are the recorded ones and nothing is hooked to them.
@@ -27,7 +29,8 @@ class Unchanged:
     def __init__(self, layers: Iterable[Module]) -> None:
         modules = [module for layer in layers for module in layer.modules()]
         self._modules = modules
-        self._hooks = [getattr(module, name) for module in modules for name in HOOKS]
+        self._hooks = [getattr(torch.nn.modules.module, name) for name in OF_ALL_MODULES]
+        self._hooks += [getattr(module, name) for module in modules for name in HOOKS]
         self._attributes: list[dict[str, Any]] = [vars(module) for module in modules]
         held = [(holder, name) for module in modules for holder in _holders(module) for name in holder]
         self._holders, self._names = [holder for holder, _ in held], [name for _, name in held]
