@@ -214,3 +214,19 @@ def test_costs_of_passes_are_kept_apart(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     usual, fused = both()
     assert _saved_file(usual) != _saved_file(fused)
+
+
+def test_rows_that_the_cache_has_no_room_for_are_the_librarys() -> None:
+    _, fused = both()
+    cache = fused.new_cache(64)
+    place = torch.rand(1, 2, 16)
+    given = {"position_embeddings": (place, place), "past_key_values": cache}
+    with torch.inference_mode():
+        for length, expected in ((62, True), (63, False)):
+            cache.length = length
+            mask = torch.zeros(1, 1, 2, length + 2)
+            assert stack(fused).takes(torch.rand(1, 2, 64), {**given, "attention_mask": mask}) == expected
+        cache.length = 3
+        for rows in ((2, 1, 64), (1, 2, 128), (1, 0, 64), (1, 1, 64)):
+            mask = torch.zeros(rows[0], 1, rows[1], 3 + rows[1])
+            assert not stack(fused).takes(torch.rand(rows), {**given, "attention_mask": mask})

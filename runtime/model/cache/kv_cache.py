@@ -119,6 +119,8 @@ class KVTensors:
 class StaticKVCache(Cache):
     """The ``transformers`` cache of one sequence, in preallocated tensors."""
 
+    slots = 1
+
     def __init__(self, storage: KVTensors) -> None:
         super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
         self.storage = storage
@@ -215,7 +217,7 @@ class SlotKVCache(Cache):
         """Each of the first slots gets ``new`` positions after ``lengths`` old ones."""
         super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
         self.capacity = storage.capacity
-        self.length = max(lengths)
+        self.slots, self.length = len(lengths), max(lengths)
         self._storage, self._lengths = storage, list(lengths)
         self._slots = torch.arange(len(lengths))[:, None]
         self._indices = torch.tensor(lengths)[:, None] + torch.arange(new)

@@ -88,16 +88,11 @@ class LayerStack:
         cache, cos_sin = given.get("past_key_values"), given.get("position_embeddings")
         return (
             isinstance(cache, StaticKVCache | SlotKVCache)
-            and type(hidden) is torch.Tensor
-            and hidden.dtype == torch.float32
-            and hidden.is_cpu
-            and hidden.is_contiguous()
-            and hidden.dim() == 3
-            and hidden.shape[0] * hidden.shape[1] <= MOST_ROWS
             and given.keys() <= KNOWN
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
             and not torch.compiler.is_compiling()
+            and self._takes_rows(hidden, cache)
             and isinstance(cos_sin, tuple)
             and len(cos_sin) == 2
             and all(_are_numbers(one, (*hidden.shape[:2], self._first.width)) for one in cos_sin)
@@ -105,6 +100,15 @@ class LayerStack:
             and self._pays(hidden.shape[0] * hidden.shape[1], cache.length)
             and self._config._attn_implementation == "sdpa"
             and self._unchanged()
+        )
+
+    def _takes_rows(self, hidden: torch.Tensor, cache: StaticKVCache | SlotKVCache) -> bool:
+        """Compiled code writes to addresses: the cache must have room for all rows."""
+        return (
+            _are_numbers(hidden, (cache.slots, *hidden.shape[1:]))
+            and hidden.shape[2:] == (self._first.hidden,)
+            and hidden.shape[0] * hidden.shape[1] <= MOST_ROWS
+            and cache.length + hidden.shape[1] <= cache.capacity
         )
 
     def _takes_mask(self, hidden: torch.Tensor, mask: object, positions: int) -> bool:
