@@ -15,6 +15,7 @@ from hdtool.data.stores.store import MANIFEST, checksum
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.compact_layers import has_compact_weights
+from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.quantization import library_of
 from hdtool.runtime.model.quantized_layers import parts_of
@@ -41,6 +42,7 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
         "quantized": library_of(target.model.config),
         "own_products": has_own_products(target.model),
         "compact_weights": has_compact_weights(target.model),
+        "fused_layers": stack_of(target.model) is not None,
         "stores": {
             store.manifest.kind: {
                 "folder": str(store.folder.resolve()),

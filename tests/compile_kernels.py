@@ -1,4 +1,4 @@
-"""Compile what the drafters compile when they are made, so that test workers load it and do not all wait for it.
+"""Compile what drafters and models compile when they are made, so that test workers load it and do not all wait for it.
 
 python -m tests.compile_kernels
 """
@@ -10,6 +10,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.kernels.fused.layers import compile_layers
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.model_store import ModelStore
@@ -22,6 +23,7 @@ def main() -> None:
         if method not in NEED_HEADS:
             drafter_within(FixedBudget, DecodeConfig(method), stores)
     BatchDrafter(stores, VllmConfig(), rows=2, longest=64)
+    compile_layers()
 
 
 if __name__ == "__main__":

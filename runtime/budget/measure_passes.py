@@ -19,6 +19,7 @@ from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.compact_layers import has_compact_weights
+from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
@@ -117,7 +118,7 @@ def cost_here(target: Target, batch: int = 1) -> CostCurve:
 
 def _saved_file(target: Target) -> Path:
     computed = dtype_name(target.dtype) + "-own-products" * has_own_products(target.model)
-    computed += "-compact" * has_compact_weights(target.model)
+    computed += "-compact" * has_compact_weights(target.model) + "-fused" * (stack_of(target.model) is not None)
     return cost_at_home(fingerprint(target.model), device_name(target.device), computed, torch.get_num_threads())
 
 

@@ -40,6 +40,11 @@ class ModelConfig(Settings):
         f"Attention of transformers: {' or '.join(ATTENTIONS)}. Default: the model's own, if it takes tree masks.",
         values=ATTENTIONS,
     )
+    fused_layers: bool = setting(
+        True,
+        "Compute decoder layers of the Llama kind in compiled code on a CPU in float32. Layers of transformers stay "
+        "where it differs, and with --attn-implementation.",
+    )
     trust_remote_code: bool = setting(False, "Run code that comes with the model.")
     threads: int | None = setting(None, "CPU threads of torch. Default: the fastest number, as measured.", least=1)
     device_map: str | None = setting(

@@ -24,6 +24,7 @@ from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.target import Target
@@ -108,6 +109,8 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
     use_small_batch_products(model)
     target = _attempt(config.name, f"on {device}", lambda: Target(model))
     expand_weights_read(model)
+    if config.fused_layers and not config.attn_implementation:
+        fuse_layers(target)
     return target
 
 

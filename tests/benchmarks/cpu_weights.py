@@ -1,9 +1,9 @@
-"""Weights in 16 bits against weights in float32, on a CPU.
+"""Weights in 16 bits against weights in float32 on a CPU, each with the library's layers and with compiled ones.
 
     python -m tests.benchmarks.cpu_weights                      # random weights in the shape of a Llama of 1.2 billion
     python -m tests.benchmarks.cpu_weights --model FILE.gguf    # a model, rounded to bfloat16 first
 
-Both sides have the same numbers: the checkpoint is saved in 16 bits, and loaded with --dtype auto and float32. Memory
+All sides have the same numbers: the checkpoint is saved in 16 bits, and loaded with --dtype auto and float32. Memory
 is measured in a process for each; passes and answers are timed in turn, in one process. Each answer is cold: its
 drafter has seen no earlier question. On a busy machine, --processor-time counts the time of this process on the
 processor only; with one thread and nothing else running, both clocks agree.
@@ -37,6 +37,7 @@ from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.compact_layers import compact_places
+from hdtool.runtime.model.fused.layer_stack import StackedLayers, stack_of
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.model.target import some_context
 from hdtool.runtime.sampler import Sampler
@@ -55,7 +56,8 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """That of Llama 3.2 1B."""
-SIDES = {"float32": "float32", "16 bits": "auto"}
+DTYPES = {"float32": "float32", "16 bits": "auto"}
+LAYERS = {"library": False, "compiled": True}
 ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXT = 200
 CHILD = "--memory-of"
@@ -98,34 +100,57 @@ def memory_of(folder: str, dtype: str) -> None:
 def memory(folder: Path) -> None:
     print("| weights | their bytes, MB | own memory, MB | mapped files, MB | most while loading, MB |")
     print("|---|---|---|---|---|")
-    for side, dtype in SIDES.items():
+    for side, dtype in DTYPES.items():
         command = [sys.executable, "-m", "tests.benchmarks.cpu_weights", CHILD, str(folder), dtype]
         print(f"| {side} | {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()} |")
 
 
-def passes(sides: dict[str, Loaded], repeats: int) -> None:
+class Side:
+    """A loaded model with one kind of layers."""
+
+    def __init__(self, loaded: Loaded, compiled: bool) -> None:
+        self._loaded, self._stack = loaded, stack_of(loaded.target.model) if compiled else None
+
+    @property
+    def loaded(self) -> Loaded:
+        """The model, which has this side's layers from now on."""
+        for module in self._loaded.target.model.modules():
+            if isinstance(module, StackedLayers):
+                module.stack = self._stack
+        return self._loaded
+
+
+def sides_of(folder: str) -> dict[str, Side]:
+    loaded = {name: load(ModelConfig(folder, device="cpu", dtype=dtype)) for name, dtype in DTYPES.items()}
+    return {f"{name}, {layers}": Side(loaded[name], LAYERS[layers]) for name in DTYPES for layers in LAYERS}
+
+
+def passes(sides: dict[str, Side], repeats: int) -> None:
     print(f"\n| milliseconds of a pass, rows | {' | '.join(map(str, ROWS))} |\n|---|{'---|' * len(ROWS)}")
-    for loaded in sides.values():
-        loaded.target.prefill(some_context(CONTEXT, 4000))
-        loaded.target.commit([])
     taken: dict[str, list[list[float]]] = {side: [[] for _ in ROWS] for side in sides}
     same = 0
+    for side in sides.values():
+        side.loaded.target.prefill(some_context(CONTEXT, 4000))
+        side.loaded.target.commit([])
     for place, rows in enumerate(ROWS):
         tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
         for repeat in range(repeats + 1):
-            logits = []
-            for side, loaded in sides.items():
+            logits: dict[str, list[torch.Tensor]] = {}
+            for name, side in sides.items():
+                target = side.loaded.target
                 started = CLOCK()
-                logits.append(loaded.target.verify(tree).clone())
+                found = target.verify(tree)
                 if repeat:
-                    taken[side][place].append(CLOCK() - started)
-            same += repeat > 0 and torch.equal(*logits)
+                    taken[name][place].append(CLOCK() - started)
+                logits.setdefault(name.split(", ")[1], []).append(found.clone())
+            same += repeat > 0 and all(torch.equal(*pair) for pair in logits.values())
     medians = {side: [statistics.median(each) * 1e3 for each in times] for side, times in taken.items()}
-    for side, found in medians.items():
-        print(f"| {side} | {' | '.join(f'{each:.1f}' for each in found)} |")
-    wide, compact = medians.values()
-    print(f"| ratio | {' | '.join(f'{a / b:.2f}' for a, b in zip(wide, compact, strict=True))} |")
-    print(f"\nall logits of a pass have the same bits in {same} of {repeats * len(ROWS)} passes")
+    for name, times in medians.items():
+        print(f"| {name} | {' | '.join(f'{each:.1f}' for each in times)} |")
+    first, *_, last = medians.values()
+    ratios = [f"{before / after:.2f}" for before, after in zip(first, last, strict=True)]
+    print(f"| ratio of the first and the last | {' | '.join(ratios)} |")
+    print(f"\nall logits with float32 and 16 bits have the same bits in {same} of {repeats * len(ROWS)} passes")
 
 
 def answer(loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], most: int) -> tuple[list[int], float, int]:
@@ -137,27 +162,27 @@ def answer(loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], mos
     return [token for step in steps for token in step.tokens], CLOCK() - started, len(steps)
 
 
-def answers(sides: dict[str, Loaded], questions: int, most: int) -> None:
-    print("\n| method | weights | tokens/s | tokens a step | ratio | answers with the same tokens |")
+def answers(sides: dict[str, Side], questions: int, most: int) -> None:
+    print("\n| method | weights, layers | tokens/s | tokens a step | ratio | answers with the same tokens |")
     print("|---|---|---|---|---|---|")
-    loaded = next(iter(sides.values()))
+    loaded = next(iter(sides.values())).loaded
     asked = [
         encode_conversation(loaded.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)[: questions + 1]
     ]
-    curves = {side: cost_here(loaded.target) for side, loaded in sides.items()}
+    curves = {name: cost_here(side.loaded.target) for name, side in sides.items()}
     for method in METHODS:
-        totals = {side: [0.0, 0.0, 0.0] for side in sides}
+        totals = {name: [0.0, 0.0, 0.0] for name in sides}
         same = 0
         for number, prompt in enumerate(asked):
-            found = {side: answer(loaded, curves[side], method, prompt, most) for side, loaded in sides.items()}
+            found = {name: answer(side.loaded, curves[name], method, prompt, most) for name, side in sides.items()}
             if number:  # the first one is the warm-up
                 same += len({tuple(tokens) for tokens, _, _ in found.values()}) == 1
-                for side, (tokens, seconds, steps) in found.items():
-                    totals[side] = [a + b for a, b in zip(totals[side], (len(tokens), seconds, steps), strict=True)]
-        slowest = totals["float32"][0] / totals["float32"][1]
-        for side, (number_of_tokens, seconds, number_of_steps) in totals.items():
+                for name, (tokens, seconds, steps) in found.items():
+                    totals[name] = [a + b for a, b in zip(totals[name], (len(tokens), seconds, steps), strict=True)]
+        first, *_ = totals.values()
+        for name, (number_of_tokens, seconds, number_of_steps) in totals.items():
             speed, per_step = number_of_tokens / seconds, number_of_tokens / number_of_steps
-            row = method, side, f"{speed:.2f}", f"{per_step:.2f}", f"{speed / slowest:.2f}"
+            row = method, name, f"{speed:.2f}", f"{per_step:.2f}", f"{speed * first[1] / first[0]:.2f}"
             print(f"| {' | '.join(row)} | {same} of {questions} |", flush=True)
 
 
@@ -185,7 +210,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         checkpoint(options.model, getattr(torch, options.stored), Path(folder))
         memory(Path(folder))
-        sides = {side: load(ModelConfig(folder, device="cpu", dtype=dtype)) for side, dtype in SIDES.items()}
+        sides = sides_of(folder)
     passes(sides, options.repeats)
     answers(sides, options.questions, options.tokens)
 

@@ -119,6 +119,8 @@ class KVTensors:
 class StaticKVCache(Cache):
     """The ``transformers`` cache of one sequence, in preallocated tensors."""
 
+    slots = 1
+
     def __init__(self, storage: KVTensors) -> None:
         super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
         self.storage = storage
@@ -151,6 +153,11 @@ class StaticKVCache(Cache):
         keys.narrow(2, self.length, new).copy_(key_states)
         values.narrow(2, self.length, new).copy_(value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+
+    def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
+        """The tensors for ``new`` positions, which the caller writes, and where they start."""
+        self.used = max(self.used, self.length + new)
+        return self.storage, [self.length]
 
     def commit(self, fixed: int, path: Sequence[int]) -> None:
         """Accept the first ``fixed`` new positions, then those at ``path``, given as offsets from there."""
@@ -210,8 +217,8 @@ class SlotKVCache(Cache):
         """Each of the first slots gets ``new`` positions after ``lengths`` old ones."""
         super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
         self.capacity = storage.capacity
-        self.length = max(lengths)
-        self._storage = storage
+        self.slots, self.length = len(lengths), max(lengths)
+        self._storage, self._lengths = storage, list(lengths)
         self._slots = torch.arange(len(lengths))[:, None]
         self._indices = torch.tensor(lengths)[:, None] + torch.arange(new)
 
@@ -224,3 +231,7 @@ class SlotKVCache(Cache):
             slots, indices = self._slots.to(rows.device), self._indices.to(rows.device)
             rows[slots, :, indices] = new.transpose(1, 2)
         return keys[: len(self._slots), :, :end], values[: len(self._slots), :, :end]
+
+    def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
+        """The tensors for ``new`` positions in each slot, which the caller writes, and where they start."""
+        return self._storage, self._lengths

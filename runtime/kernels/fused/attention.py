@@ -1,0 +1,257 @@
+"""Attention of few rows over a KV cache, with grouped queries and an additive mask.
+
+Scores of a query are made position by position, and values are added in the order of the positions; a hidden position
+adds exactly 0. So the result of a row depends on what it attends to only: not on other rows, nor on how far the cache
+reaches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit, types
+from numba.extending import intrinsic
+
+from hdtool.runtime.kernels.fused.vectors import VECTOR, VectorCode
+from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.small_batch_gemm import FLOAT, INDEX, ITEM_SIZE, LANES
+
+QUERIES = 16
+"""Queries that read the same keys and values together, while these are in the first cache."""
+POSITIONS = 64
+"""Positions whose values are read together. The capacity of a cache is a multiple of the lanes of a vector."""
+
+
+def _scores(context: Any, keys: Any, width: Any, query: Any, written: Any) -> Any:
+    """The products of one query with the keys of as many positions as a vector has lanes."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        keys, width, query, written = arguments
+        code = VectorCode(builder)
+        rows = [code.at(keys, builder.mul(width, INDEX(lane))) for lane in range(LANES)]
+
+        def add(index: Any, sums: list[Any]) -> list[Any]:
+            numbers = code.load(code.at(query, index))
+            pairs = zip(rows, sums, strict=True)
+            return [code.fused(code.load(code.at(row, index)), numbers, sum_) for row, sum_ in pairs]
+
+        sums = code.loop(width, [code.number(0.0)] * LANES, add)
+        code.store(code.sums_of(sums), written)
+        return target.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+def _exponentials(context: Any, scores: Any, count: Any, largest: Any) -> Any:
+    """``scores = exp(scores - largest)``"""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        scores, count, largest = arguments
+        code = VectorCode(builder)
+        top = code.spread(largest)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            place = code.at(scores, index)
+            code.store(code.exp(builder.fsub(code.load(place), top)), place)
+            return []
+
+        code.loop(count, [], apply)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), generate
+
+
+def _masked(context: Any, scores: Any, count: Any, scale: Any, mask: Any) -> Any:
+    """``scores = scores * scale + mask``; the largest of them."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        scores, count, scale, mask = arguments
+        code = VectorCode(builder)
+        factor = code.spread(scale)
+
+        def apply(index: Any, tops: list[Any]) -> list[Any]:
+            place = code.at(scores, index)
+            found = builder.fadd(builder.fmul(code.load(place), factor), code.load(code.at(mask, index)))
+            code.store(found, place)
+            return [builder.select(builder.fcmp_ordered(">", found, tops[0]), found, tops[0])]
+
+        (tops,) = code.loop(count, [code.number(float("-inf"))], apply)
+        lanes = [builder.extract_element(tops, INDEX(lane)) for lane in range(LANES)]
+        top = lanes[0]
+        for lane in lanes[1:]:
+            top = builder.select(builder.fcmp_ordered(">", lane, top), lane, top)
+        return top
+
+    return types.float32(types.int64, types.int64, types.float32, types.int64), generate
+
+
+def _weighed(queries: int, vectors: int) -> Any:
+    """An intrinsic that adds the values of some positions, times their weights, to sums of several queries.
+
+    It takes ``vectors`` vectors of a value. ``totals`` are the sums of the weights of each query.
+    """
+
+    def typed(
+        context: Any, values: Any, width: Any, weights: Any, apart: Any, count: Any, sums: Any, totals: Any
+    ) -> Any:
+        def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            values, width, weights, apart, count, sums, totals = arguments
+            code = VectorCode(builder)
+            places = [
+                [code.at(sums, builder.add(builder.mul(width, INDEX(query)), INDEX(vector * LANES)))]
+                for query in range(queries)
+                for vector in range(vectors)
+            ]
+            kept = [code.at(totals, INDEX(query)) for query in range(queries)]
+            first = [*(code.load(place) for (place,) in places), *(code.load(place, FLOAT) for place in kept)]
+
+            def add(index: Any, carried: list[Any]) -> list[Any]:
+                row = code.at(values, builder.mul(index, width))
+                numbers = [code.load(code.at(row, INDEX(vector * LANES))) for vector in range(vectors)]
+                added, summed = [], []
+                for query in range(queries):
+                    at = code.at(weights, builder.add(index, builder.mul(apart, INDEX(query))))
+                    weight = code.load(at, FLOAT)
+                    spread = code.spread(weight)
+                    for vector in range(vectors):
+                        added.append(code.fused(numbers[vector], spread, carried[query * vectors + vector]))
+                    summed.append(builder.fadd(carried[queries * vectors + query], weight))
+                return [*added, *summed]
+
+            found = code.loop(count, first, add, 1)
+            for value, (place,) in zip(found, places, strict=False):
+                code.store(value, place)
+            for value, place in zip(found[queries * vectors :], kept, strict=True):
+                code.store(value, place)
+            return target.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return intrinsic(typed)
+
+
+def _divided(context: Any, sums: Any, width: Any, total: Any, written: Any) -> Any:
+    """``written = sums / total``"""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, width, total, written = arguments
+        code = VectorCode(builder)
+        factor = code.spread(builder.fdiv(FLOAT(1.0), total))
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            code.store(builder.fmul(code.load(code.at(sums, index)), factor), code.at(written, index))
+            return []
+
+        code.loop(width, [], apply)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), generate
+
+
+_score: Any = intrinsic(_scores)
+_exponentiate: Any = intrinsic(_exponentials)
+_mask: Any = intrinsic(_masked)
+_divide: Any = intrinsic(_divided)
+_four_wide, _one_wide = _weighed(4, 4), _weighed(1, 4)
+_four_narrow, _one_narrow = _weighed(4, 1), _weighed(1, 1)
+WIDE = 4 * LANES
+assert VECTOR.count == LANES
+
+
+@njit(cache=True, nogil=True)
+def attention_numbers(positions: int, width: int) -> int:
+    """The float32 numbers of scratch memory that ``attend`` needs."""
+    padded = (positions + LANES - 1) // LANES * LANES
+    return QUERIES * padded + padded + QUERIES * width + QUERIES * (width // LANES)
+
+
+@njit(cache=True, nogil=True)
+def attend(
+    queries: int,
+    rows: int,
+    heads: int,
+    groups: int,
+    width: int,
+    keys: int,
+    values: int,
+    head_apart: int,
+    positions: int,
+    mask: int,
+    mask_apart: int,
+    scale: Any,
+    scratch: int,
+    written: int,
+) -> None:
+    """Attention of one sequence, given by addresses of float32 numbers.
+
+    ``queries`` and ``written`` are ``[rows, heads * groups, width]``; ``keys`` and ``values`` of each of the ``heads``
+    are ``head_apart`` numbers apart; rows of ``mask`` are ``mask_apart`` numbers apart, and address 0 means no mask.
+    ``scratch`` has room for ``attention_numbers``.
+    """
+    padded = (positions + LANES - 1) // LANES * LANES
+    mask_row = scratch + QUERIES * padded * ITEM_SIZE
+    sums = mask_row + padded * ITEM_SIZE
+    totals = sums + QUERIES * width * ITEM_SIZE
+    number, row_size = rows * groups, heads * groups * width
+    hidden = array_at(mask_row, (padded,), types.float32)
+    for column in range(positions):
+        hidden[column] = 0.0
+    for column in range(positions, padded):
+        hidden[column] = -3e38
+    for head in range(heads):
+        key, value = keys + head * head_apart * ITEM_SIZE, values + head * head_apart * ITEM_SIZE
+        for first in range(0, number, QUERIES):
+            count = min(QUERIES, number - first)
+            for column in range(0, padded, LANES):
+                for query in range(count):
+                    place = first + query
+                    at = place // groups * row_size + (head * groups + place % groups) * width
+                    into = scratch + (query * padded + column) * ITEM_SIZE
+                    _score(key + column * width * ITEM_SIZE, width, queries + at * ITEM_SIZE, into)
+            shown = -1
+            for query in range(count):
+                row = (first + query) // groups
+                if mask != 0 and row != shown:
+                    shown = row
+                    hidden[:positions] = array_at(mask + row * mask_apart * ITEM_SIZE, (positions,), types.float32)
+                scores = scratch + query * padded * ITEM_SIZE
+                _exponentiate(scores, padded, _mask(scores, padded, scale, mask_row))
+            _weigh(value, width, scratch, padded, positions, count, sums, totals)
+            for query in range(count):
+                place = first + query
+                at = place // groups * row_size + (head * groups + place % groups) * width
+                total = array_at(totals + query * ITEM_SIZE, (1,), types.float32)[0]
+                _divide(sums + query * width * ITEM_SIZE, width, total, written + at * ITEM_SIZE)
+
+
+@njit(cache=True, nogil=True)
+def _weigh(
+    values: int, width: int, weights: int, apart: int, positions: int, count: int, sums: int, totals: int
+) -> None:
+    """The sums of the values times the weights of each query, and of the weights."""
+    array_at(sums, (QUERIES * width + QUERIES * (width // LANES),), types.float32)[:] = 0.0
+    for first in range(0, positions, POSITIONS):
+        many = min(POSITIONS, positions - first)
+        query = 0
+        while query < count:
+            size = 4 if count - query >= 4 else 1
+            read = weights + (query * apart + first) * ITEM_SIZE
+            column, part = 0, 0
+            while column < width:
+                value = values + (first * width + column) * ITEM_SIZE
+                into = sums + (query * width + column) * ITEM_SIZE
+                total = totals + (part * QUERIES + query) * ITEM_SIZE
+                if width - column >= WIDE:
+                    if size == 4:
+                        _four_wide(value, width, read, apart, many, into, total)
+                    else:
+                        _one_wide(value, width, read, apart, many, into, total)
+                    column += WIDE
+                else:
+                    if size == 4:
+                        _four_narrow(value, width, read, apart, many, into, total)
+                    else:
+                        _one_narrow(value, width, read, apart, many, into, total)
+                    column += LANES
+                part += 1
+            query += size

@@ -1,0 +1,124 @@
+"""The small operators of a decoder layer: RMSNorm, the gated unit, residuals and rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic
+
+from hdtool.runtime.kernels.fused.vectors import VECTOR, VectorCode
+from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.small_batch_gemm import FLOAT, ITEM_SIZE, LANES
+
+
+def _normed(context: Any, read: Any, weight: Any, width: Any, epsilon: Any, written: Any) -> Any:
+    """RMSNorm of one row."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        read, weight, width, epsilon, written = arguments
+        code = VectorCode(builder)
+
+        def square(index: Any, sums: list[Any]) -> list[Any]:
+            numbers = code.load(code.at(read, index))
+            return [code.fused(numbers, numbers, sums[0])]
+
+        (squares,) = code.loop(width, [code.number(0.0)], square)
+        mean = builder.fdiv(code.sum_of(squares), builder.sitofp(width, FLOAT))
+        root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(mean, epsilon))
+        scale = code.spread(builder.fdiv(FLOAT(1.0), root))
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            numbers = builder.fmul(code.load(code.at(read, index)), scale)
+            code.store(builder.fmul(numbers, code.load(code.at(weight, index))), code.at(written, index))
+            return []
+
+        code.loop(width, [], apply)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.float32, types.int64), generate
+
+
+def _gated(context: Any, gate: Any, up: Any, size: Any) -> Any:
+    """``gate = silu(gate) * up``"""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        gate, up, size = arguments
+        code = VectorCode(builder)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            numbers = code.load(code.at(gate, index))
+            divisor = builder.fadd(code.exp(builder.fneg(numbers)), code.number(1.0))
+            found = builder.fmul(builder.fdiv(numbers, divisor), code.load(code.at(up, index)))
+            code.store(found, code.at(gate, index))
+            return []
+
+        code.loop(size, [], apply)
+        return target.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+def _added(context: Any, sums: Any, numbers: Any, size: Any) -> Any:
+    """``sums += numbers``"""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, numbers, size = arguments
+        code = VectorCode(builder)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            place = code.at(sums, index)
+            code.store(builder.fadd(code.load(place), code.load(code.at(numbers, index))), place)
+            return []
+
+        code.loop(size, [], apply)
+        return target.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+def _rotated(context: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> Any:
+    """The rotary position of one head: ``read * cos + (-second half, first half) * sin``"""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        read, cos, sin, width, written = arguments
+        code = VectorCode(builder)
+        half = builder.lshr(width, ir.Constant(width.type, 1))
+        pair = ir.VectorType(FLOAT, ROTATED)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            other = builder.add(index, half)
+            first, second = (code.load(code.at(read, place), pair) for place in (index, other))
+            for place, own, turned in ((index, first, builder.fneg(second)), (other, second, first)):
+                product = builder.fmul(own, code.load(code.at(cos, place), pair))
+                sum_ = builder.fadd(product, builder.fmul(turned, code.load(code.at(sin, place), pair)))
+                code.store(sum_, code.at(written, place))
+            return []
+
+        code.loop(half, [], apply, ROTATED)
+        return target.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+ROTATED = LANES // 2
+"""Numbers that are rotated at once: the width of a head is a multiple of the lanes of a vector, half of it of this."""
+norm_row: Any = intrinsic(_normed)
+gate_in_place: Any = intrinsic(_gated)
+add_in_place: Any = intrinsic(_added)
+rotate_head: Any = intrinsic(_rotated)
+assert VECTOR.count == LANES
+
+
+@njit(cache=True, nogil=True)
+def norm_rows(read: int, rows: int, width: int, weight: int, epsilon: Any, written: int) -> None:
+    """RMSNorm of each row of ``width`` numbers; addresses of float32, rows one after another."""
+    for row in range(rows):
+        offset = row * width * ITEM_SIZE
+        norm_row(read + offset, weight, width, epsilon, written + offset)
+
+
+@njit(cache=True, nogil=True)
+def copy_numbers(read: int, count: int, written: int) -> None:
+    array_at(written, (count,), types.float32)[:] = array_at(read, (count,), types.float32)

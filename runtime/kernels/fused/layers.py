@@ -1,0 +1,183 @@
+"""Decoder layers of the Llama kind in compiled code: the parts between the products, and whole layers.
+
+Both ways compute with the same compiled parts, so their results differ only if their products do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hdtool.runtime.kernels.fused.attention import attend, attention_numbers
+from hdtool.runtime.kernels.fused.elementwise import (
+    add_in_place,
+    copy_numbers,
+    gate_in_place,
+    norm_row,
+    norm_rows,
+    rotate_head,
+)
+from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, FLOAT16, FLOAT32, ITEM_SIZE, multiply
+
+TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
+"""The products of a layer."""
+PRODUCT_FIELDS = 5
+"""Address and format of the matrix, rows and columns of it, address of the bias."""
+NORM_BEFORE, NORM_AFTER, NORM_Q, NORM_K, KEYS, VALUES = range(7 * PRODUCT_FIELDS, 7 * PRODUCT_FIELDS + 6)
+"""Addresses of the weights of norms, 0 for none, and of the layer's keys and values."""
+FIELDS = VALUES + 1
+FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_FLOAT16 = range(3)
+
+SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER, COS, SIN, SLOT_APART, HEAD_APART, MASK, MASK_SLOT, MASK_ROW = range(14)
+"""Of a pass: sequences and new rows of each; shapes; addresses of the rotary positions; and numbers from one sequence,
+head or row of the mask to the next."""
+PASS_FIELDS = MASK_ROW + 1
+
+Numbers = npt.NDArray[np.int64]
+
+
+@njit(cache=True, nogil=True)
+def product(layer: Numbers, which: int, inputs: int, rows: int, outputs: int) -> None:
+    """One of the seven products of a layer: all weights are read here."""
+    matrix, form, outs, columns, bias = layer[which * PRODUCT_FIELDS : (which + 1) * PRODUCT_FIELDS]
+    if form == FORMAT_FLOAT32:
+        multiply(matrix, FLOAT32, 4, outs, columns, inputs, rows, outputs, bias)
+    elif form == FORMAT_BFLOAT16:
+        multiply(matrix, BFLOAT16, 2, outs, columns, inputs, rows, outputs, bias)
+    elif form == FORMAT_FLOAT16:
+        multiply(matrix, FLOAT16, 2, outs, columns, inputs, rows, outputs, bias)
+
+
+@njit(cache=True, nogil=True)
+def norm_before(shape: Numbers, layer: Numbers, epsilon: Any, hidden: int, written: int) -> None:
+    norm_rows(hidden, shape[SLOTS] * shape[NEW], shape[HIDDEN], layer[NORM_BEFORE], epsilon, written)
+
+
+@njit(cache=True, nogil=True)
+def attend_layer(
+    shape: Numbers,
+    layer: Numbers,
+    starts: Numbers,
+    epsilon: Any,
+    scale: Any,
+    queries: int,
+    keys: int,
+    values: int,
+    scratch: int,
+    written: int,
+) -> None:
+    """Rotate queries and keys, append keys and values to the cache after ``starts``, and attend.
+
+    ``queries``, ``keys`` and ``values`` are the outputs of their products; queries are changed in place.
+    """
+    new, heads, width = shape[NEW], shape[HEADS], shape[WIDTH]
+    query_heads = heads * shape[GROUPS]
+    size = width * ITEM_SIZE
+    for slot in range(shape[SLOTS]):
+        own_keys = layer[KEYS] + slot * shape[SLOT_APART] * ITEM_SIZE
+        own_values = layer[VALUES] + slot * shape[SLOT_APART] * ITEM_SIZE
+        for place in range(new):
+            row = slot * new + place
+            cos, sin = shape[COS] + row * size, shape[SIN] + row * size
+            for head in range(query_heads):
+                at = queries + (row * query_heads + head) * size
+                if layer[NORM_Q]:
+                    norm_row(at, layer[NORM_Q], width, epsilon, at)
+                rotate_head(at, cos, sin, width, at)
+            for head in range(heads):
+                at = (row * heads + head) * size
+                kept = (head * shape[HEAD_APART] + (starts[slot] + place) * width) * ITEM_SIZE
+                if layer[NORM_K]:
+                    norm_row(keys + at, layer[NORM_K], width, epsilon, keys + at)
+                rotate_head(keys + at, cos, sin, width, own_keys + kept)
+                copy_numbers(values + at, width, own_values + kept)
+        first = slot * new * query_heads * size
+        mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] else 0
+        attend(
+            queries + first,
+            new,
+            heads,
+            shape[GROUPS],
+            width,
+            own_keys,
+            own_values,
+            shape[HEAD_APART],
+            starts[slot] + new,
+            mask,
+            shape[MASK_ROW],
+            scale,
+            scratch,
+            written + first,
+        )
+
+
+@njit(cache=True, nogil=True)
+def norm_after(shape: Numbers, layer: Numbers, epsilon: Any, hidden: int, attended: int, written: int) -> None:
+    """Add the output of the attention to the hidden states, in place, and write their norm."""
+    rows = shape[SLOTS] * shape[NEW]
+    add_in_place(hidden, attended, rows * shape[HIDDEN])
+    norm_rows(hidden, rows, shape[HIDDEN], layer[NORM_AFTER], epsilon, written)
+
+
+@njit(cache=True, nogil=True)
+def gate_rows(shape: Numbers, gate: int, up: int) -> None:
+    gate_in_place(gate, up, shape[SLOTS] * shape[NEW] * shape[INNER])
+
+
+@njit(cache=True, nogil=True)
+def add_rows(shape: Numbers, hidden: int, added: int) -> None:
+    add_in_place(hidden, added, shape[SLOTS] * shape[NEW] * shape[HIDDEN])
+
+
+@njit(cache=True, nogil=True)
+def scratch_numbers(shape: Numbers, positions: int) -> int:
+    """The float32 numbers of scratch memory that ``compute_layers`` needs."""
+    rows, width = shape[SLOTS] * shape[NEW], shape[WIDTH]
+    outs = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
+    return rows * outs + attention_numbers(positions, width)  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def compute_layers(
+    shape: Numbers, layers: npt.NDArray[np.int64], starts: Numbers, epsilon: Any, scale: Any, hidden: int, scratch: int
+) -> None:
+    """All layers with compiled products; ``hidden`` is changed in place."""
+    rows, heads, width = shape[SLOTS] * shape[NEW], shape[HEADS], shape[WIDTH]
+    normed = scratch
+    queries = normed + rows * shape[HIDDEN] * ITEM_SIZE
+    keys = queries + rows * heads * shape[GROUPS] * width * ITEM_SIZE
+    values = keys + rows * heads * width * ITEM_SIZE
+    attended = values + rows * heads * width * ITEM_SIZE
+    gate = attended + rows * heads * shape[GROUPS] * width * ITEM_SIZE
+    up = gate + rows * shape[INNER] * ITEM_SIZE
+    rest = up + rows * shape[INNER] * ITEM_SIZE
+    for number in range(len(layers)):
+        layer = layers[number]
+        norm_before(shape, layer, epsilon, hidden, normed)
+        product(layer, TO_QUERIES, normed, rows, queries)
+        product(layer, TO_KEYS, normed, rows, keys)
+        product(layer, TO_VALUES, normed, rows, values)
+        attend_layer(shape, layer, starts, epsilon, scale, queries, keys, values, rest, attended)
+        product(layer, TO_OUTPUT, attended, rows, normed)
+        norm_after(shape, layer, epsilon, hidden, normed, normed)
+        product(layer, TO_GATE, normed, rows, gate)
+        product(layer, TO_UP, normed, rows, up)
+        gate_rows(shape, gate, up)
+        product(layer, TO_DOWN, gate, rows, normed)
+        add_rows(shape, hidden, normed)
+
+
+def compile_layers() -> None:
+    """Compile all of this ahead, for no rows and no layers: a first pass would wait for it."""
+    shape, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 0))
+    one = np.float32(1)
+    scratch_numbers(shape, 0)
+    compute_layers(shape, layer.reshape(1, -1)[:0], starts, one, one, 0, 0)
+    norm_before(shape, layer, one, 0, 0)
+    attend_layer(shape, layer, starts, one, one, 0, 0, 0, 0, 0)
+    norm_after(shape, layer, one, 0, 0, 0)
+    gate_rows(shape, 0, 0)
+    add_rows(shape, 0, 0)

@@ -1,0 +1,150 @@
+"""Generates LLVM code over vectors of float32: loops, sums and the exponential.
+
+The order of all operations is written here and not left to a compiler that vectorizes loops, so a number has the same
+bits wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils
+
+from hdtool.runtime.kernels.raw_memory import WORD
+from hdtool.runtime.kernels.small_batch_gemm import FLOAT, INDEX, ITEM_SIZE, LANES
+
+VECTOR = ir.VectorType(FLOAT, LANES)
+WORDS = ir.VectorType(WORD, LANES)
+LOG2_E = 1.44269504088896341
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+"""Their sum is the logarithm of 2; a product of the first with a small integer is exact."""
+POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""Of the Cephes library: exp(r) is 1 + r + r**2 times this polynomial, for r up to half the logarithm of 2."""
+ROUNDING = 12582912.0
+"""1.5 * 2**23: a small number added to it is rounded to an integer, which is in the lowest bits of the sum."""
+SMALLEST, LARGEST = -87.0, 88.0
+"""The exponential is 0 below the first, and that of the second above it."""
+ONE_BITS = 127 << 23
+"""The bits of 1.0 in float32."""
+
+
+class VectorCode:
+    """Adds instructions to a function that is being generated."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def call(self, name: str, result: Any, *arguments: Any, **flags: Any) -> Any:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(function, arguments, **flags)
+
+    def number(self, value: float) -> Any:
+        """A constant in all lanes."""
+        return ir.Constant(VECTOR, [value] * LANES)
+
+    def spread(self, value: Any) -> Any:
+        """A number in all lanes."""
+        undefined = ir.Constant(VECTOR, ir.Undefined)
+        first = self.builder.insert_element(undefined, value, WORD(0))
+        return self.builder.shuffle_vector(first, undefined, ir.Constant(WORDS, [0] * LANES))
+
+    def at(self, address: Any, index: Any) -> Any:
+        """The address of a float32 by its index."""
+        return self.builder.add(address, self.builder.mul(index, INDEX(ITEM_SIZE)))
+
+    def load(self, address: Any, kind: Any = VECTOR) -> Any:
+        found = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
+        found.align = ITEM_SIZE
+        return found
+
+    def store(self, value: Any, address: Any) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = ITEM_SIZE
+
+    def fused(self, first: Any, second: Any, added: Any) -> Any:
+        """``first * second + added``"""
+        return self.call(f"llvm.fmuladd.v{LANES}f32", VECTOR, first, second, added)
+
+    def sum_of(self, vector: Any) -> Any:
+        """The sum of all lanes, in pairs, then pairs of pairs."""
+        count = LANES
+        while count > 1:
+            count //= 2
+            lanes = [lane + count for lane in range(count)] + list(range(LANES - count))
+            moved = self.builder.shuffle_vector(vector, vector, ir.Constant(WORDS, lanes))
+            vector = self.builder.fadd(vector, moved)
+        return self.builder.extract_element(vector, WORD(0))
+
+    def sums_of(self, vectors: Sequence[Any]) -> Any:
+        """The sums of as many vectors as there are lanes, one in each lane, added as ``sum_of`` adds them."""
+        vectors, count = list(vectors), LANES
+        while count > 1:
+            count //= 2
+            first, second = [], []
+            for lane in range(LANES):
+                # The lower half of a group of lanes is of the first vector, the upper half of the second one.
+                group, place = lane // (2 * count), lane % (2 * count)
+                base = 2 * count * group + place % count + (LANES if place >= count else 0)
+                first.append(base)
+                second.append(base + count)
+            pairs = range(len(vectors) // 2)
+            vectors = [
+                self.builder.fadd(
+                    *(
+                        self.builder.shuffle_vector(
+                            vectors[pair], vectors[pair + len(pairs)], ir.Constant(WORDS, lanes)
+                        )
+                        for lanes in (first, second)
+                    )
+                )
+                for pair in pairs
+            ]
+        return vectors[0]
+
+    def exp(self, x: Any) -> Any:
+        """The exponential; that of NaN is NaN."""
+        builder = self.builder
+        vanishes = builder.fcmp_ordered("<", x, self.number(SMALLEST))
+        x = builder.select(builder.fcmp_ordered(">", x, self.number(LARGEST)), self.number(LARGEST), x)
+        rounded = self.fused(x, self.number(LOG2_E), self.number(ROUNDING))
+        power = builder.fsub(rounded, self.number(ROUNDING))
+        rest = self.fused(power, self.number(-LN2_HIGH), x)
+        rest = self.fused(power, self.number(-LN2_LOW), rest)
+        found = self.number(POLYNOMIAL[0])
+        for coefficient in POLYNOMIAL[1:]:
+            found = self.fused(found, rest, self.number(coefficient))
+        found = self.fused(found, builder.fmul(rest, rest), rest)
+        found = builder.fadd(found, self.number(1.0))
+        shifted = builder.shl(builder.bitcast(rounded, WORDS), ir.Constant(WORDS, [23] * LANES))
+        scale = builder.add(shifted, ir.Constant(WORDS, [ONE_BITS] * LANES))
+        found = builder.fmul(found, builder.bitcast(scale, VECTOR))
+        return builder.select(vanishes, self.number(0.0), found)
+
+    def loop(
+        self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES
+    ) -> list[Any]:
+        """A loop over indices below ``count`` in steps; ``body`` makes the next values from an index and the last ones.
+
+        The code of ``body`` must be one block.
+        """
+        builder = self.builder
+        before = builder.block
+        inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
+        builder.cbranch(builder.icmp_signed("<", INDEX(0), count), inside, after)
+        builder.position_at_end(inside)
+        index = builder.phi(INDEX)
+        values = [builder.phi(value.type) for value in carried]
+        made = list(body(index, values))
+        following = builder.add(index, INDEX(step))
+        for phi, first, value in zip([index, *values], [INDEX(0), *carried], [following, *made], strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(value, inside)
+        builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+        builder.position_at_end(after)
+        ends = [builder.phi(value.type) for value in carried]
+        for phi, first, value in zip(ends, carried, made, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(value, inside)
+        return ends

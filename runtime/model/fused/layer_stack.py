@@ -1,0 +1,240 @@
+"""All decoder layers of a model as one callable, which computes passes of few rows in compiled code.
+
+Models of transformers loop over ``layers[:number of layers]``. That slice has one item here, the stack: it computes all
+layers at once, or calls them one by one as the loop would.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import Module, ModuleList
+
+from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.fused import layers as compiled
+from hdtool.runtime.kernels.fused.layers import FIELDS, PASS_FIELDS, PRODUCT_FIELDS, Numbers
+from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear
+from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.model.fused.layer_parts import LayerParts
+from hdtool.runtime.model.fused.unchanged import Unchanged
+
+MOST_ROWS = 64
+"""Larger passes, such as prefills, are bound by multiplications: the library's layers compute them."""
+MOST_WORK = 1 << 23
+"""With several threads: numbers of rows, positions and queries' widths, multiplied, from which on the attention of the
+library, which uses them all, is the faster one. Compiled layers use one thread."""
+FORMATS = {
+    torch.float32: compiled.FORMAT_FLOAT32,
+    torch.bfloat16: compiled.FORMAT_BFLOAT16,
+    torch.float16: compiled.FORMAT_FLOAT16,
+}
+KNOWN = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "use_cache"}
+"""What a pass of ours gives to a layer; a pass with other arguments is the library's."""
+
+
+class StackedLayers(ModuleList):
+    """A model's list of layers, of which the slice of all of them is a stack."""
+
+    stack: LayerStack | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.stack and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return [self.stack]
+        return super().__getitem__(index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the stack: copies have other addresses."""
+        return {name: value for name, value in vars(self).items() if name != "stack"}
+
+
+class LayerStack:
+    """The layers of one model with the addresses of their weights."""
+
+    def __init__(self, parts: list[LayerParts], config: Any) -> None:
+        self._parts, self._config = parts, config
+        self._first = parts[0]
+        self._unchanged = Unchanged(part.layer for part in parts)
+        self._choices = list({id(one.choice): one.choice for part in parts for one in part.products}.values())
+        self._table = _table_of(parts)
+        self._has_known_formats = all(_format_of(one) is not None for part in parts for one in part.products)
+        self._last: tuple[weakref.ref[KVTensors], Numbers] | None = None
+        """The cache of the last pass, and the table with its addresses."""
+        self._scratch: list[torch.Tensor] = []
+        self._scale, self._epsilon = np.float32(self._first.scale), np.float32(self._first.epsilon)
+        self.passes = 0
+        """Passes that were computed in compiled code."""
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of a layer that models read in their loop, such as its kind of attention."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._first.layer, name)
+
+    def __call__(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        if self.takes(hidden_states, given):
+            return self.compute(hidden_states, given)
+        for part in self._parts:
+            hidden_states = part.layer(hidden_states, **given)
+        return hidden_states
+
+    def takes(self, hidden: torch.Tensor, given: dict[str, Any]) -> bool:
+        """Whether a pass is computed in compiled code."""
+        cache, cos_sin = given.get("past_key_values"), given.get("position_embeddings")
+        return (
+            isinstance(cache, StaticKVCache | SlotKVCache)
+            and given.keys() <= KNOWN
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.compiler.is_compiling()
+            and self._takes_rows(hidden, cache)
+            and isinstance(cos_sin, tuple)
+            and len(cos_sin) == 2
+            and all(_are_numbers(one, (*hidden.shape[:2], self._first.width)) for one in cos_sin)
+            and self._takes_mask(hidden, given.get("attention_mask"), cache.length + hidden.shape[1])
+            and self._pays(hidden.shape[0] * hidden.shape[1], cache.length)
+            and self._config._attn_implementation == "sdpa"
+            and self._unchanged()
+        )
+
+    def _takes_rows(self, hidden: torch.Tensor, cache: StaticKVCache | SlotKVCache) -> bool:
+        """Compiled code writes to addresses: the cache must have room for all rows."""
+        return (
+            _are_numbers(hidden, (cache.slots, *hidden.shape[1:]))
+            and hidden.shape[2:] == (self._first.hidden,)
+            and hidden.shape[0] * hidden.shape[1] <= MOST_ROWS
+            and cache.length + hidden.shape[1] <= cache.capacity
+        )
+
+    def _takes_mask(self, hidden: torch.Tensor, mask: object, positions: int) -> bool:
+        if mask is None:
+            return hidden.shape[:2] == (1, 1)
+        return (
+            type(mask) is torch.Tensor
+            and mask.dtype == torch.float32
+            and mask.is_cpu
+            and mask.shape == (hidden.shape[0], 1, hidden.shape[1], positions)
+            and mask.stride(3) == 1
+        )
+
+    def _pays(self, rows: int, positions: int) -> bool:
+        work = rows * positions * self._first.groups * self._first.heads * self._first.width
+        return work <= MOST_WORK or torch.get_num_threads() == 1
+
+    def compute(
+        self, hidden: torch.Tensor, given: dict[str, Any], first: int = 0, end: int | None = None
+    ) -> torch.Tensor:
+        """The layers from ``first`` to ``end`` in compiled code; it writes to the KV cache that is given."""
+        storage, starts = given["past_key_values"].room_for(hidden.shape[1])
+        table = self._with_cache(storage)
+        shape = self._shape_of(hidden, given, storage)
+        positions = max(starts) + hidden.shape[1]
+        hidden = hidden.clone()
+        scratch = self._memory(compiled.scratch_numbers(shape, positions), hidden)
+        places = np.array(starts, np.int64)
+        rows = hidden.shape[0] * hidden.shape[1]
+        if self._has_known_formats and all(choice.own(rows) for choice in self._choices):
+            own = shape, table[first:end], places, self._epsilon, self._scale
+            compiled.compute_layers(*own, hidden.data_ptr(), scratch.data_ptr())
+        else:
+            for part, layer in zip(self._parts[first:end], table[first:end], strict=True):
+                self._compute_by_products(part, layer, shape, places, hidden, scratch)
+        self._scratch.append(scratch)
+        self.passes += 1
+        return hidden
+
+    def _compute_by_products(
+        self,
+        part: LayerParts,
+        layer: Numbers,
+        shape: Numbers,
+        starts: Numbers,
+        hidden: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        """One layer whose products are those of its modules, changing ``hidden``."""
+        epsilon = self._epsilon
+        to_queries, to_keys, to_values, to_output, to_gate, to_up, to_down = part.products
+        normed = torch.empty_like(hidden)
+        compiled.norm_before(shape, layer, epsilon, hidden.data_ptr(), normed.data_ptr())
+        queries, keys, values = to_queries(normed), to_keys(normed), to_values(normed)
+        attended = torch.empty_like(queries)
+        made = (one.data_ptr() for one in (queries, keys, values, scratch, attended))
+        compiled.attend_layer(shape, layer, starts, epsilon, self._scale, *made)
+        added = to_output(attended)
+        compiled.norm_after(shape, layer, epsilon, hidden.data_ptr(), added.data_ptr(), normed.data_ptr())
+        gate, up = to_gate(normed), to_up(normed)
+        compiled.gate_rows(shape, gate.data_ptr(), up.data_ptr())
+        added = to_down(gate)
+        compiled.add_rows(shape, hidden.data_ptr(), added.data_ptr())
+
+    def _shape_of(self, hidden: torch.Tensor, given: dict[str, Any], storage: KVTensors) -> Numbers:
+        keys, part = storage.layers[0][0], self._first
+        cos, sin = given["position_embeddings"]
+        mask = given["attention_mask"]
+        own = (*hidden.shape[:2], part.heads, part.groups, part.width, part.hidden, part.inner)
+        read = cos.data_ptr(), sin.data_ptr(), keys.stride(0), keys.stride(1)
+        of_mask = (0, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2))
+        made = np.array((*own, *read, *of_mask), np.int64)
+        assert len(made) == PASS_FIELDS
+        return made
+
+    def _with_cache(self, storage: KVTensors) -> Numbers:
+        """The table with the addresses of a cache."""
+        if (last := self._last) and last[0]() is storage:
+            return last[1]
+        table = self._table.copy()
+        for row, (keys, values) in zip(table, storage.layers, strict=True):
+            row[compiled.KEYS], row[compiled.VALUES] = keys.data_ptr(), values.data_ptr()
+        self._last = weakref.ref(storage), table
+        return table
+
+    def _memory(self, numbers: int, like: torch.Tensor) -> torch.Tensor:
+        """Scratch memory, kept from one pass to the next; taken from the list, so that two threads share none."""
+        kept = self._scratch.pop() if self._scratch else None
+        self._scratch.clear()
+        with torch.inference_mode(False):
+            return kept if kept is not None and kept.numel() >= numbers else like.new_empty(numbers * 5 // 4)
+
+
+def _are_numbers(tensor: object, shape: tuple[int, ...]) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype == torch.float32
+        and tensor.is_cpu
+        and tensor.shape == shape
+        and tensor.is_contiguous()
+    )
+
+
+def _format_of(product: SmallBatchLinear) -> int | None:
+    weight = product.weight
+    return FORMATS.get(weight.stored.dtype if is_compact(weight) else weight.dtype)
+
+
+def _address_of(weight: Any) -> int:
+    return int((weight.stored if is_compact(weight) else weight).data_ptr())
+
+
+def _table_of(parts: list[LayerParts]) -> Numbers:
+    """The addresses and shapes of all weights, a row for each layer."""
+    table = np.zeros((len(parts), FIELDS), np.int64)
+    for row, part in zip(table, parts, strict=True):
+        for number, product in enumerate(part.products):
+            bias = 0 if product.bias is None else product.bias.data_ptr()
+            known = _format_of(product)
+            described = _address_of(product.weight), -1 if known is None else known, *product.weight.shape, bias
+            row[number * PRODUCT_FIELDS : (number + 1) * PRODUCT_FIELDS] = described
+        norms = [_address_of(norm._parameters["weight"]) for norm in part.norms]
+        row[compiled.NORM_BEFORE : compiled.NORM_BEFORE + len(norms)] = norms
+    return table
+
+
+def stack_of(model: Module) -> LayerStack | None:
+    """The stack of a model, if its layers are in compiled code."""
+    return next((module.stack for module in model.modules() if isinstance(module, StackedLayers)), None)

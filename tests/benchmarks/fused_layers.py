@@ -1,0 +1,99 @@
+"""The time of a pass outside of products, with the library's decoder layers and with compiled ones.
+
+    python -m tests.benchmarks.fused_layers                      # random weights in the shape of a Llama of 1.2 billion
+    python -m tests.benchmarks.fused_layers --model FILE.gguf
+
+Products give zeros at once, so a pass is what remains: norms, rotary positions, attention, gated units, residuals and
+the calls. Both kinds of layers are timed in turn, by the time of this process on the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging
+
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.fused.layers import PRODUCT_FIELDS
+from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear
+from hdtool.runtime.model.fused.layer_stack import stack_of
+from hdtool.runtime.model.load import load, load_tokenizer
+from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.tree import DraftTree
+from tests.benchmarks.cpu_weights import SHAPE
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+NO_FORMAT = -1
+"""A product of an unknown format is not computed."""
+
+
+def without_products(model: str, fused: bool, context: int) -> Target:
+    target = load(ModelConfig(model, device="cpu", fused_layers=fused)).target
+    target.prefill(some_context(context, 4000), max(ROWS))
+    target.commit([])
+    stack = stack_of(target.model)
+    for name, layer in target.model.named_modules():
+        if isinstance(layer, SmallBatchLinear) and (stack is None or not name.count(".layers.")):
+            replaced: Any = layer
+            replaced.forward = lambda input, outs=layer.out_features: input.new_zeros(*input.shape[:-1], outs)
+    if stack:
+        stack._table[:, 1 : 7 * PRODUCT_FIELDS : PRODUCT_FIELDS] = NO_FORMAT
+        stack._last = None
+        stack._scratch = [torch.zeros(1 << 24)]  # what products would write, as numbers of usual size
+    return target
+
+
+def random_model(folder: str) -> str:
+    torch.manual_seed(0)
+    shape = LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    load_tokenizer(ModelConfig()).save_pretrained(folder)
+    return folder
+
+
+def milliseconds(sides: dict[str, Target], rows: int, repeats: int) -> dict[str, float]:
+    tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
+    taken: dict[str, list[float]] = {side: [] for side in sides}
+    for repeat in range(repeats + 1):
+        for side, target in sides.items():
+            started = time.process_time()
+            target.verify(tree)
+            if repeat:
+                taken[side].append((time.process_time() - started) * 1e3)
+    return {side: statistics.median(each) for side, each in taken.items()}
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder, a hub name or a GGUF file; default: random weights")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--context", type=int, default=200, help="tokens in the cache")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    print(f"{machine(torch.device('cpu'))}; threads: {options.threads}, after {options.context} tokens\n", flush=True)
+    with TemporaryDirectory() as folder:
+        model = options.model or random_model(folder)
+        sides = {
+            name: without_products(model, fused, options.context)
+            for name, fused in (("library", False), ("compiled", True))
+        }
+    print(f"| milliseconds outside of products, rows | {' | '.join(map(str, ROWS))} |\n|---|{'---|' * len(ROWS)}")
+    found = [milliseconds(sides, rows, options.repeats) for rows in ROWS]
+    for side in sides:
+        print(f"| {side} | {' | '.join(f'{each[side]:.1f}' for each in found)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The compiled operators of a decoder layer: right, and the same bits for a row wherever it stands."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdtool.runtime.kernels.fused.attention import QUERIES, attend, attention_numbers
+from hdtool.runtime.kernels.fused.elementwise import norm_rows
+from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, gate_rows
+from hdtool.runtime.kernels.small_batch_gemm import LANES
+
+HIDDEN = torch.finfo(torch.float32).min
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4, 5, 8]))
+"""Heads of keys, heads of queries for each, and the width of a head in vectors."""
+
+
+def attended(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: int, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """``queries`` are ``[rows, heads * groups, width]``, ``keys`` and ``values`` ``[heads, capacity, width]``."""
+    rows, query_heads, width = queries.shape
+    heads, capacity, _ = keys.shape
+    found, scratch = torch.empty_like(queries), torch.empty(attention_numbers(positions, width)).fill_(float("nan"))
+    attend(
+        queries.data_ptr(),
+        rows,
+        heads,
+        query_heads // heads,
+        width,
+        keys.data_ptr(),
+        values.data_ptr(),
+        capacity * width,
+        positions,
+        0 if mask is None else mask.data_ptr(),
+        0 if mask is None else mask.stride(0),
+        np.float32(width**-0.5),
+        scratch.data_ptr(),
+        found.data_ptr(),
+    )
+    return found
+
+
+def random_cache(heads: int, positions: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values; those after the last position are no numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = torch.randn(2, heads, -(-positions // 64) * 64, width, generator=generator)
+    cache[:, :, positions:] = float("nan")
+    return cache[0], cache[1]
+
+
+@settings(max_examples=40)
+@given(SHAPES, st.integers(1, 70), st.integers(1, 200), st.integers(0, 1000))
+def test_attention_is_that_of_torch(shape: tuple[int, int, int], rows: int, positions: int, seed: int) -> None:
+    heads, groups, width = shape[0], shape[1], shape[2] * LANES
+    keys, values = random_cache(heads, positions, width, seed)
+    queries = torch.randn(rows, heads * groups, width)
+    mask = torch.where(torch.rand(rows, positions) < 0.4, HIDDEN, torch.rand(rows, positions))
+    mask[:, 0] = 0
+    repeated, weighed = (one[:, :positions].double().repeat_interleave(groups, 0) for one in (keys, values))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.double().transpose(0, 1), repeated, weighed, attn_mask=mask.double()
+    ).transpose(0, 1)
+    assert (attended(queries, keys, values, positions, mask) - expected).abs().max() < 1e-5
+
+
+@settings(max_examples=60)
+@given(SHAPES, st.integers(1, 2 * QUERIES), st.integers(1, 150), st.integers(0, 1000), st.data())
+def test_a_row_has_the_bits_that_it_has_alone(
+    shape: tuple[int, int, int], rows: int, positions: int, seed: int, data: st.DataObject
+) -> None:
+    """Alone, a row sees its own positions without a mask, as a plain pass after the same tokens does."""
+    heads, groups, width = shape[0], shape[1], shape[2] * LANES
+    keys, values = random_cache(heads, positions, width, seed)
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(rows, heads * groups, width, generator=generator)
+    shown = torch.rand(rows, positions, generator=generator) < data.draw(st.sampled_from([0.1, 0.5, 0.95]))
+    shown[:, 0] = True
+    mask = torch.zeros(rows, positions + 7)[:, :positions].masked_fill_(~shown, HIDDEN)
+    found = attended(queries, keys, values, positions, mask)
+    row = data.draw(st.integers(0, rows - 1))
+    places = shown[row].nonzero()[:, 0]
+    own_keys, own_values = torch.full((2, heads, -(-len(places) // 64) * 64, width), float("nan"))
+    for one, all_of_them in ((own_keys, keys), (own_values, values)):
+        one[:, : len(places)] = all_of_them[:, places]
+    alone = attended(queries[row : row + 1].contiguous(), own_keys, own_values, len(places), None)
+    assert torch.equal(found[row], alone[0])
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 1000), st.sampled_from([1e-3, 1.0, 1e3]))
+def test_norms_and_gated_units_are_those_of_torch_and_of_each_row(
+    rows: int, vectors: int, seed: int, size: float
+) -> None:
+    width = vectors * LANES
+    generator = torch.Generator().manual_seed(seed)
+    numbers, weight, up = (torch.randn(rows, width, generator=generator) * size for _ in range(3))
+    normed, alone = torch.empty_like(numbers), torch.empty(1, width)
+    norm_rows(numbers.data_ptr(), rows, width, weight.data_ptr(), np.float32(1e-5), normed.data_ptr())
+    expected = torch.nn.functional.rms_norm(numbers, (width,), weight[0], 1e-5)
+    assert torch.allclose(normed, expected, rtol=1e-5, atol=1e-7 * size)
+    norm_rows(numbers[-1:].data_ptr(), 1, width, weight.data_ptr(), np.float32(1e-5), alone.data_ptr())
+    assert torch.equal(normed[-1], alone[0])
+    gate, shape = numbers.clone(), np.zeros(PASS_FIELDS, np.int64)
+    shape[[0, 1, 6]] = 1, rows, width
+    gate_rows(shape, gate.data_ptr(), up.data_ptr())
+    assert torch.allclose(gate, torch.nn.functional.silu(numbers) * up, rtol=1e-5, atol=1e-30)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    """An overflow must show in the logits: the step is then computed without drafts."""
+    keys, values = random_cache(1, 20, LANES, 0)
+    queries = torch.randn(3, 1, LANES)
+    queries[1] = float("nan")
+    queries[2] = float("inf")
+    found = attended(queries, keys, values, 20, torch.zeros(3, 20))
+    assert found[0].isfinite().all() and found[1].isnan().all() and found[2].isnan().all()
+    values[0, 3] = float("inf")
+    assert not attended(queries, keys, values, 20, None)[0].isfinite().any()
+
+
+@pytest.mark.parametrize("number", [-1e30, -90.0, -87.5, -1.0, 0.0, 1.0, 87.0, 1e30, float("nan"), float("-inf")])
+def test_the_gate_of_large_numbers(number: float) -> None:
+    gate, up, shape = torch.full((1, LANES), number), torch.ones(1, LANES), np.zeros(PASS_FIELDS, np.int64)
+    shape[[0, 1, 6]] = 1, 1, LANES
+    gate_rows(shape, gate.data_ptr(), up.data_ptr())
+    expected = torch.nn.functional.silu(torch.tensor(number))
+    if expected.isnan():
+        assert gate.isnan().all() or number == float("-inf")
+    else:
+        assert torch.allclose(gate, expected, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,72 @@
+"""Tiny models whose layers are of the kind that compiled code takes, with the library's layers and in compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.model.fused.layer_stack import LayerStack, stack_of
+from hdtool.runtime.model.fused.proof import fuse_layers
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+from tests.support import families
+
+KINDS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: families._of("Llama"),
+    "llama with biases": lambda: families._of("Llama", attention_bias=True, mlp_bias=True),
+    "llama with one head": lambda: families._of("Llama", num_attention_heads=1, num_key_value_heads=1, head_dim=64),
+    "mistral": lambda: families._of("Mistral", sliding_window=None),
+    "qwen2": lambda: families._of("Qwen2"),
+    "qwen3": lambda: families._of("Qwen3"),
+}
+TREE = DraftTree.of(3, [5, 8, 13, 21, 34, 55], [-1, 0, 0, 2, -1, 4])
+
+
+def widen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give models shapes that our products and vectors take."""
+    for name, size in {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "initializer_range": 0.3}.items():
+        monkeypatch.setitem(families.SHAPE, name, size)
+
+
+def model_of(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+    """A model in float32 with random norms and biases, of numbers that the dtype holds."""
+    torch.manual_seed(1)
+    model: Any = KINDS[kind]()
+    for name, weight in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            weight.data = torch.rand_like(weight) + 0.5
+        weight.data = weight.data.to(dtype).float()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def both(kind: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Target, Target]:
+    """The model with the layers of the library and in compiled code."""
+    targets = []
+    for _ in range(2):
+        model = model_of(kind, dtype)
+        if dtype != torch.float32:
+            compact_weights(model)
+        use_small_batch_products(model)
+        targets.append(Target(model))
+    assert fuse_layers(targets[1])
+    return targets[0], targets[1]
+
+
+def stack(target: Target) -> LayerStack:
+    found = stack_of(target.model)
+    assert found
+    return found
+
+
+def logits_of(target: Target, context: list[int], tree: DraftTree = TREE) -> torch.Tensor:
+    target.prefill(context)
+    target.commit([])
+    return target.verify(tree).clone()
