@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import FORMATS, CompactWeight, in_float32, is_compact, narrowed
-from hdtool.runtime.kernels.small_batch_gemm import EXPANDS_FLOAT16, OUTS
+from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
 from hdtool.runtime.kernels.small_batch_linear import KINDS, fits_own_product, own_linear
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint.fingerprint import samples
 from hdtool.runtime.model.checkpoint.weight_files import weight_files
 
@@ -30,7 +31,7 @@ Place = tuple[Module, str]
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
 """The method of transformers that names parameters with a dtype of their own."""
-TRIED_ROWS = (1, 2, 4, 7)
+TRIED_ROWS = range(1, MOST_ROWS + 1)
 """Together, these use all tiles of the compiled product."""
 _loading = Lock()
 
@@ -136,7 +137,7 @@ def _has_same_bits(narrow: torch.Tensor) -> bool:
     """Whether our product with weights in 16 bits has the bits of that with the expanded ones."""
     if narrow.dtype == torch.float16 and not EXPANDS_FLOAT16:
         return False
-    part = narrow[: 2 * OUTS + 1].contiguous()
+    part = narrow[: MOST_OUTS + 1].contiguous()
     inputs = torch.randn(
         max(TRIED_ROWS), part.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32
     )
