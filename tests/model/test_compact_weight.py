@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch.nn.functional import embedding, linear
 
 from hdtool.runtime.kernels import expanded_linear
-from hdtool.runtime.kernels.compact_weight import CompactWeight, in_float32, is_compact, narrowed
+from hdtool.runtime.kernels.compact_weight import CompactWeight, Stored, in_float32, is_compact, narrowed
 from hdtool.runtime.kernels.expanded_linear import BLOCK_NUMBERS, BlockwiseLinear
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.small_batch_linear import own_linear
+from tests.support.packed_blocks import NAMES, some_matrix
 
 DTYPES = [torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 6e-8, -5.9e-5, 1e-40, float("inf"), -float("inf"), float("nan"), 65504.0]
@@ -149,8 +150,9 @@ OPERATIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("inference", [False, True])
-def test_other_code_reads_a_float32_tensor(name: str, inference: bool) -> None:
-    stored = weight_of(8, 64, torch.bfloat16)
+@pytest.mark.parametrize("kept", ["bfloat16", "Q4_1"])
+def test_other_code_reads_a_float32_tensor(kept: str, name: str, inference: bool) -> None:
+    stored: Stored = weight_of(8, 64, torch.bfloat16) if kept == "bfloat16" else some_matrix(NAMES[kept], 8, 64)
     weight = torch.nn.Parameter(CompactWeight(stored), requires_grad=False)
     assert is_compact(weight) and weight.dtype == torch.float32 and weight.shape == (8, 64)
     with torch.inference_mode(inference):
@@ -178,19 +180,20 @@ def test_a_weight_is_counted_as_read_if_all_of_it_was_expanded() -> None:
         lambda weight: torch.add(weight, 1, out=weight),
     ],
 )
-def test_a_weight_in_16_bits_cannot_be_changed_unnoticed(change: Any) -> None:
-    stored = weight_of(8, 64, torch.bfloat16)
-    before = stored.clone()
+@pytest.mark.parametrize("kept", ["bfloat16", "Q4_1"])
+def test_a_compact_weight_cannot_be_changed_unnoticed(kept: str, change: Any) -> None:
+    stored: Stored = weight_of(8, 64, torch.bfloat16) if kept == "bfloat16" else some_matrix(NAMES[kept], 8, 64)
+    before = stored.float()
     with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be changed: load the model with dtype float32"):
         change(CompactWeight(stored))
-    assert torch.equal(stored, before)
+    assert torch.equal(stored.float(), before)
 
 
 def test_copies_and_files_of_a_weight() -> None:
     stored = weight_of(8, 64, torch.bfloat16)
     weight = torch.nn.Parameter(CompactWeight(stored), requires_grad=False)
     copied = copy.deepcopy(weight)
-    assert is_compact(copied) and torch.equal(copied.stored, stored)
+    assert is_compact(copied) and isinstance(copied.stored, torch.Tensor) and torch.equal(copied.stored, stored)
     assert copied.stored.data_ptr() != stored.data_ptr()
     file = io.BytesIO()
     torch.save(weight, file)

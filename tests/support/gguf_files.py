@@ -15,6 +15,7 @@ from gguf.quants import quantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hdtool.data import demo
+from tests.support.packed_blocks import NAMES, some_matrix
 
 TEMPLATE = (demo.MODEL / "chat_template.jinja").read_text()
 END_OF_TEXT, END_OF_TURN = 0, 1
@@ -41,21 +42,21 @@ def vocabulary() -> dict[str, Any]:
 
 def tiny_llama(seed: int = 0, **changed: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    settings = LlamaConfig(
-        vocab_size=len(vocabulary()["model"]["vocab"]),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_VALUE_HEADS,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        bos_token_id=END_OF_TEXT,
-        eos_token_id=END_OF_TEXT,
-        tie_word_embeddings=False,
+    settings: dict[str, Any] = {
+        "vocab_size": len(vocabulary()["model"]["vocab"]),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEY_VALUE_HEADS,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": END_OF_TEXT,
+        "eos_token_id": END_OF_TEXT,
+        "tie_word_embeddings": False,
         **changed,
-    )
-    model = LlamaForCausalLM(settings)
+    }
+    model = LlamaForCausalLM(LlamaConfig(**settings))
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(8)  # random logits of the usual size are too even to tell models apart
@@ -72,6 +73,7 @@ def write_gguf(
 ) -> Path:
     """Write a model; ``kind`` is the format of its matrices, and ``settings`` are added to those of the file.
 
+    The library cannot quantize to formats with blocks of 256: there, matrices are random.
     ``divisors`` are those of the rotary frequencies.
     """
     writer = GGUFWriter(path, "llama")
@@ -85,7 +87,7 @@ def write_gguf(
     for name, weight in _weights(model).items():
         kept = kind if weight.ndim > 1 else "F32"
         stored = GGMLQuantizationType[kept]
-        writer.add_tensor(name, quantize(weight, stored), raw_dtype=stored)
+        writer.add_tensor(name, _blocks(weight, stored), raw_dtype=stored)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     writer.write_header_to_file()
@@ -95,13 +97,20 @@ def write_gguf(
     return path
 
 
+def _blocks(weight: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    if kind.name.endswith("_K"):
+        return some_matrix(NAMES[kind.name], len(weight), weight.shape[1], seed=len(weight)).blocks.numpy()
+    return quantize(weight, kind)
+
+
 def _weights(model: LlamaForCausalLM) -> dict[str, np.ndarray[Any, Any]]:
     found = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
     named = {
         "token_embd.weight": found["model.embed_tokens.weight"],
         "output_norm.weight": found["model.norm.weight"],
-        "output.weight": found["lm_head.weight"],
     }
+    if "lm_head.weight" in found:
+        named["output.weight"] = found["lm_head.weight"]
     heads = {"attn_q": HEADS, "attn_k": KEY_VALUE_HEADS}
     for layer in range(model.config.num_hidden_layers):
         for short, long in LAYER.items():
