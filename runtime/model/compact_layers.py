@@ -105,8 +105,13 @@ def has_compact_weights(model: Module) -> bool:
 
 def compact_places(model: Module) -> list[tuple[CompactWeight, list[Place]]]:
     """The weights that are kept compact, with all places of each."""
-    found = ((module._parameters[name], places) for places in _places(model).values() for module, name in places[:1])
-    return [(weight, places) for weight, places in found if is_compact(weight)]
+    return [(weight, places) for places, weight in weight_places(model) if is_compact(weight)]
+
+
+def weight_places(model: Module) -> list[tuple[list[Place], torch.Tensor]]:
+    """All weights with their places."""
+    found = [(places, places[0][0]._parameters[places[0][1]]) for places in _places(model).values()]
+    return [(places, weight) for places, weight in found if weight is not None]
 
 
 def replace_parameter(places: list[Place], weight: torch.Tensor, *, requires_grad: bool = False) -> None:
