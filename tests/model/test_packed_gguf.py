@@ -17,13 +17,16 @@ from safetensors.torch import load_file
 import hdtool
 from hdtool.cli.app import run as command
 from hdtool.data.errors import ModelError
+from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice
 from hdtool.runtime.model import compact_layers
+from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
 from hdtool.runtime.model.gguf import file_identity, packing
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.converted import converted
@@ -236,6 +239,23 @@ def test_a_copy_of_the_file_is_mapped_itself(tmp_path: Path) -> None:
     copy = shutil.copy(file, tmp_path / "copy.gguf")
     file.unlink()
     assert torch.equal(all_logits(hdtool.load(str(copy)).target.model, 5), expected)
+
+
+def test_the_model_is_recognised_until_its_weights_change(tmp_path: Path) -> None:
+    file = file_of(tmp_path, "Q4_1", hidden_size=64)
+    loaded = hdtool.load(str(file))
+    model: Any = loaded.target.model
+    assert loaded.checkpoint
+    assert checkpoint_in_memory(model) == Checkpoint(loaded.checkpoint.fingerprint, model.name_or_path.split("/")[-1])
+    wide = load(ModelConfig(str(file), device="cpu", dtype="float32")).target.model
+    assert fingerprint(model) == fingerprint(wide)
+    assert checkpoint_in_memory(model), "expanded weights lie in the folder as well"
+    (Path(model.name_or_path) / WEIGHTS).unlink()
+    for changed in (model.model.layers[0].mlp.down_proj, model.model.layers[1].mlp.up_proj):
+        before = changed.weight.data
+        changed.weight.data = before + 1
+        assert checkpoint_in_memory(model) is None
+        changed.weight.data = before
 
 
 def test_other_uses_of_the_weights(tmp_path: Path) -> None:

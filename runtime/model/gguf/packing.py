@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hdtool.data.errors import ModelError
@@ -89,7 +90,10 @@ def write_plan(
     places = folder / PLAN, folder / REST
     row = {"version": VERSION, "tensors": {name: asdict(tensor) for name, tensor in plan.items()}}
     places[0].write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-    save_file(rest, places[1], {"format": "pt"})
+    try:
+        save_file(rest, places[1], {"format": "pt"})
+    except SafetensorError as error:  # of a full disk, among others
+        raise OSError(0, " ".join(str(error).split())) from error
     return places
 
 
