@@ -32,6 +32,8 @@ class GGUFTensor:
     """The quantization of its numbers."""
     offset: int
     """Bytes after the start of the data."""
+    shape: tuple[int, ...] = ()
+    """As in torch: the last dimension is contiguous."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class _Reader:
     def tensor(self) -> GGUFTensor:
         name = self.text()
         dimensions = [self.number("Q") for _ in range(self.number("I"))]
-        return GGUFTensor(name, math.prod(dimensions), self.number("I"), self.number("Q"))
+        kind, offset = self.number("I"), self.number("Q")
+        return GGUFTensor(name, math.prod(dimensions), kind, offset, tuple(reversed(dimensions)))
 
     def _string(self) -> bytes:
         length = self.number("Q")

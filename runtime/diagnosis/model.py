@@ -49,7 +49,7 @@ def _quantized(config: ModelConfig, settings: Any) -> Iterator[Finding]:
 
 def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:
     if gguf_file(config):
-        yield Finding("weights", "in the GGUF file; they are converted once, when they are first needed")
+        yield Finding("weights", "in the GGUF file; they are read once, when they are first needed")
         return
     files = weight_files(folder)
     if not files:

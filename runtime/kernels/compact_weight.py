@@ -1,7 +1,7 @@
-"""A float32 weight that is kept in 16 bits, which hold its numbers exactly.
+"""A float32 weight that is kept in 16 bits or in the blocks of a GGUF file, which hold its numbers exactly.
 
 Wherever code reads the weight it is a float32 tensor: an operation expands it first. Those that read some rows, as an
-embedding does, expand these rows only, and ``small_batch_linear.py`` multiplies by the 16-bit numbers themselves.
+embedding does, expand these rows only, and ``small_batch_linear.py`` multiplies by what is stored.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from typing import Any, TypeGuard, cast
 
 import torch
 
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+
 FORMATS = (torch.bfloat16, torch.float16)
 ATEN = torch.ops.aten
 OF_ROWS = (ATEN.embedding.default, ATEN.index.Tensor, ATEN.index_select.default)
 """Operations that copy rows of their first argument."""
+
+
+Stored = torch.Tensor | PackedMatrix
 
 
 class Reads:
@@ -24,14 +29,14 @@ class Reads:
 
 
 class CompactWeight(torch.Tensor):
-    """A read-only tensor of dtype float32; ``stored`` has its numbers in 16 bits."""
+    """A read-only tensor of dtype float32; ``stored`` has its numbers in 16 bits or in blocks."""
 
-    stored: torch.Tensor
+    stored: Stored
     reads: Reads
     """Of the weight and all its views."""
 
     @staticmethod
-    def __new__(cls, stored: torch.Tensor, reads: Reads | None = None, *, requires_grad: bool = False) -> CompactWeight:
+    def __new__(cls, stored: Stored, reads: Reads | None = None, *, requires_grad: bool = False) -> CompactWeight:
         with torch.inference_mode(False):  # a view of an ordinary tensor must be one
             made: Any = torch.Tensor._make_wrapper_subclass(
                 cls,
@@ -65,10 +70,12 @@ class CompactWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if operation in OF_ROWS and is_compact(args[0]) and not any(map(is_compact, args[1:])):
-            return operation(args[0].stored, *args[1:], **kwargs).float()
+            found = _rows(operation, args, kwargs)
+            if found is not None:
+                return found
         if operation.is_view and is_compact(args[0]) and not _changes_dtype(operation):
-            viewed = operation(args[0].stored, *args[1:], **kwargs)
             reads = args[0].reads
+            viewed = _viewed(operation, args, kwargs)
             return [cls(one, reads) for one in viewed] if isinstance(viewed, (list, tuple)) else cls(viewed, reads)
         _refuse_changes(operation, args, kwargs)
         expanded = [_expanded(one) for one in args]
@@ -82,11 +89,17 @@ class CompactWeight(torch.Tensor):
         return self.stored.float().__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"CompactWeight({tuple(self.shape)}, kept in {self.stored.dtype})"
+        kept = self.stored.format.name if isinstance(self.stored, PackedMatrix) else self.stored.dtype
+        return f"CompactWeight({tuple(self.shape)}, kept in {kept})"
 
 
 def is_compact(weight: object) -> TypeGuard[CompactWeight]:
     return isinstance(weight, CompactWeight)
+
+
+def is_packed(weight: object) -> bool:
+    """Whether a weight is kept in the blocks of a GGUF file."""
+    return is_compact(weight) and isinstance(weight.stored, PackedMatrix)
 
 
 def in_float32(weight: torch.Tensor) -> torch.Tensor:
@@ -111,6 +124,24 @@ def narrowed(weight: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def _rows(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    stored = args[0].stored
+    if isinstance(stored, PackedMatrix):
+        return stored.rows(operation, args[1:], kwargs)
+    return cast(torch.Tensor, operation(stored, *args[1:], **kwargs).float())
+
+
+def _viewed(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A view of what is stored; of blocks, most kinds of views need all numbers expanded."""
+    stored = args[0].stored
+    if isinstance(stored, PackedMatrix):
+        viewed = stored.viewed(operation, args[1:])
+        if viewed is not None:
+            return viewed
+        stored = _expanded(args[0])
+    return operation(stored, *args[1:], **kwargs)
+
+
 def _changes_dtype(operation: Any) -> bool:
     return operation is ATEN.view.dtype or operation.overloadpacket is ATEN.to
 
@@ -131,5 +162,5 @@ def _refuse_changes(operation: Any, args: Sequence[Any], kwargs: Mapping[str, An
         given = args[place] if place < len(args) else kwargs.get(described.name)
         if described.alias_info is not None and described.alias_info.is_write and is_compact(given):
             raise RuntimeError(
-                "this weight is kept in 16 bits and cannot be changed: load the model with dtype float32 to change it"
+                "this weight is kept compact and cannot be changed: load the model with dtype float32 to change it"
             )

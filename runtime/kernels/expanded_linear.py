@@ -1,4 +1,4 @@
-"""The product of torch with a weight that is kept in 16 bits, for more rows than our own product takes.
+"""The product of torch with a weight that is kept in 16 bits or in blocks, for more rows than our own product takes.
 
 The weight is expanded to float32 and given to the same function of torch, block by block, so that a block stays in the
 cache. A block has all columns of some matrix rows, and torch adds up the products of each matrix row by itself, in an
@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
+from hdtool.runtime.kernels.compact_weight import Stored
 from hdtool.runtime.kernels.output_memory import OutputMemory
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
 BLOCK_NUMBERS = 1 << 18
 """Numbers of a block for each thread: a megabyte in float32, which the second cache of most processors holds."""
@@ -30,7 +32,7 @@ class BlockwiseLinear:
     def __call__(
         self,
         input: torch.Tensor,
-        stored: torch.Tensor,
+        stored: Stored,
         bias: torch.Tensor | None = None,
         memory: OutputMemory | None = None,
     ) -> torch.Tensor:
@@ -43,7 +45,7 @@ class BlockwiseLinear:
         found = found.view(*input.shape[:-1], outs)
         return _by_blocks(input, stored, bias, size, found)
 
-    def _holds(self, input: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None, size: int) -> bool:
+    def _holds(self, input: torch.Tensor, stored: Stored, bias: torch.Tensor | None, size: int) -> bool:
         rows = input.numel() // stored.shape[1]
         case = torch.get_num_threads(), rows.bit_length(), bias is not None
         if case not in self._is_same:
@@ -56,12 +58,13 @@ class BlockwiseLinear:
 
 
 def _by_blocks(
-    input: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None, size: int, found: torch.Tensor
+    input: torch.Tensor, stored: Stored, bias: torch.Tensor | None, size: int, found: torch.Tensor
 ) -> torch.Tensor:
     memory = input.new_empty(size, stored.shape[1])
     for first in range(0, len(stored), size):
         block = stored[first : first + size]
-        expanded = memory[: len(block)].copy_(block)
+        place = memory[: len(block)]
+        expanded = block.into(place) if isinstance(block, PackedMatrix) else place.copy_(block)
         last = first + len(block)
         found[..., first:last] = linear(input, expanded, None if bias is None else bias[first:last])
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import cast
@@ -14,17 +14,24 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from hdtool.data.stores.home import product_choice_at_home
-from hdtool.runtime.kernels.compact_weight import in_float32, is_compact
+from hdtool.runtime.kernels.compact_weight import Stored, in_float32, is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.expanded_linear import BlockwiseLinear
 from hdtool.runtime.kernels.gemm_choice import saved_choice
+from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
 from hdtool.runtime.kernels.output_memory import OutputMemory
-from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, COLUMN_MULTIPLE, FLOAT16, FLOAT32, multiply
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, multiply
 
 TIMED_ROWS = (1, 4, 16, 64)
 """Numbers of rows at which both products are timed; other numbers of rows use the next larger one."""
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 REPEATS = 3
+CLEARLY_SLOWER = 1.25
+"""Our own product is left where it takes so many times as long as that of torch. Its rows have the same bits for any
+number of rows, so nearly equal times do not decide against it."""
+PRODUCT = "product 2"
+"""The version of our own product, to which saved measurements belong."""
 TIMED_LAYERS = 4
 """Layers of a shape that are timed in turn: a single one would stay in the cache."""
 TIMED_NUMBERS = 1 << 19
@@ -32,10 +39,11 @@ TIMED_NUMBERS = 1 << 19
 
 
 class ProductChoice:
-    """The faster product for layers of one shape, measured once on a machine for each number of threads.
+    """The product for layers of one shape: our own unless that of torch is clearly faster.
 
-    It is measured in float32 for weights in 16 bits as well: the products round differently, and an answer does not
-    depend on how weights are kept.
+    It is measured once on a machine for each number of threads. Weights in 16 bits are measured in float32: the
+    products round differently, and an answer does not depend on how these weights are kept. Packed weights are measured
+    as they are, since torch multiplies them only after they are unpacked.
     """
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
@@ -48,7 +56,7 @@ class ProductChoice:
             return False
         threads = torch.get_num_threads()
         if threads not in self._own:
-            tried = saved_choice(_choice_file(self._weights[0].shape, threads), TIMED_ROWS, self._measured)
+            tried = saved_choice(_choice_file(_form(self._weights[0]), threads), TIMED_ROWS, self._measured)
             nearest = (min(most for most in TIMED_ROWS if rows <= most) for rows in range(TIMED_ROWS[-1] + 1))
             self._own.setdefault(threads, tuple(tried[most] for most in nearest))
         return self._own[threads][rows]
@@ -59,13 +67,14 @@ class ProductChoice:
     def _own_is_faster(self, rows: int) -> bool:
         columns = self._weights[0].shape[1]
         size = max(1, TIMED_NUMBERS // columns)
-        parts = [in_float32(weight.detach()[:size]) for weight in self._weights[:TIMED_LAYERS]]
-        numbers = parts[0].new_ones(rows, columns)
+        parts = [_timed_part(weight.detach()[:size]) for weight in self._weights[:TIMED_LAYERS]]
+        other = linear if isinstance(parts[0], torch.Tensor) else BlockwiseLinear()
+        numbers = torch.ones(rows, columns, dtype=torch.float32)
         seconds = [float("inf"), float("inf")]
         for _ in range(REPEATS):
-            for place, product in enumerate((linear, own_linear)):
+            for place, product in enumerate((other, own_linear)):
                 seconds[place] = min(seconds[place], _seconds(product, numbers, parts))
-        return seconds[1] < seconds[0]
+        return seconds[1] < CLEARLY_SLOWER * seconds[0]
 
 
 class SmallBatchLinear(Linear):
@@ -96,22 +105,28 @@ class SmallBatchLinear(Linear):
                 rows = input.view(-1, self.in_features)
                 found = self.memory.room_for(len(rows), self.out_features, input)
                 return torch.mm(rows, weight.t(), out=found).view(*input.shape[:-1], self.out_features)
-        if is_compact(weight) and weight.stored.dtype == input.dtype and torch.is_autocast_enabled("cpu"):
+        if (
+            is_compact(weight)
+            and isinstance(weight.stored, torch.Tensor)
+            and weight.stored.dtype == input.dtype
+            and torch.is_autocast_enabled("cpu")
+        ):
             weight = weight.stored  # what autocast would round the expanded weight to
         return linear(input, weight, self.bias)
 
 
 def own_linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, memory: OutputMemory | None = None
+    input: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None, memory: OutputMemory | None = None
 ) -> torch.Tensor:
-    """As ``torch.nn.functional.linear``, for contiguous float32 tensors on a CPU; the weight may be in 16 bits."""
+    """As ``torch.nn.functional.linear``, for contiguous float32 tensors on a CPU; the weight may be in 16 bits or in
+    blocks."""
     outs, columns = weight.shape
     rows = input.numel() // columns
     # Of the input's dtype and device, not the defaults of torch.
     found = memory.room_for(rows, outs, input) if memory else input.new_empty(rows, outs)
     multiply(
         weight.data_ptr(),
-        KINDS[weight.dtype],
+        weight.format.kind if isinstance(weight, PackedMatrix) else KINDS[weight.dtype],
         weight.itemsize,
         outs,
         columns,
@@ -125,16 +140,17 @@ def own_linear(
 
 def use_small_batch_products(model: torch.nn.Module) -> None:
     """Use the product of ``small_batch_gemm.py`` in the linear layers of a CPU model; weights are not changed."""
-    choices: dict[torch.Size, list[torch.Tensor]] = {}
+    choices: dict[str, list[torch.Tensor]] = {}
     fit = [module for module in model.modules() if type(module) is Linear and fits_own_product(module)]
     for layer in fit:
-        choices.setdefault(layer.weight.shape, []).append(layer.weight)
-    made = {shape: ProductChoice(weights) for shape, weights in choices.items()}
-    blockwise = {shape: BlockwiseLinear() for shape in choices}
+        choices.setdefault(_form(layer.weight), []).append(layer.weight)
+    made = {form: ProductChoice(weights) for form, weights in choices.items()}
+    blockwise = {form: BlockwiseLinear() for form in choices}
     for layer in fit:
+        form = _form(layer.weight)
         layer.__class__ = SmallBatchLinear
-        cast(SmallBatchLinear, layer).choice = made[layer.weight.shape]
-        cast(SmallBatchLinear, layer).blockwise = blockwise[layer.weight.shape]
+        cast(SmallBatchLinear, layer).choice = made[form]
+        cast(SmallBatchLinear, layer).blockwise = blockwise[form]
     last = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if isinstance(last, SmallBatchLinear) and last._parameters["bias"] is None:
         last.memory = OutputMemory()
@@ -148,7 +164,7 @@ def has_own_products(model: torch.nn.Module) -> bool:
 def share_weights(stock: torch.nn.Module, own: torch.nn.Module) -> None:
     """Let the stock copy of a model use the weights of ours, to save memory; its products stay those of torch.
 
-    Weights in 16 bits are not shared: the stock model computes as its users have it.
+    Compact weights are not shared: the stock model computes as its users have it.
     """
     for name, layer in own.named_modules():
         if isinstance(layer, SmallBatchLinear) and not is_compact(layer.weight):
@@ -157,16 +173,29 @@ def share_weights(stock: torch.nn.Module, own: torch.nn.Module) -> None:
             other.weight.data = layer.weight.data
 
 
-def _choice_file(shape: torch.Size, threads: int) -> Path | None:
-    """The file that holds the choice for layers of a shape; None on a machine without a home folder."""
+def _form(weight: torch.Tensor) -> str:
+    """The shape of a weight and, if it is packed, its format."""
+    packed = is_compact(weight) and isinstance(weight.stored, PackedMatrix) and weight.stored.format.name
+    return "x".join(map(str, weight.shape)) + (f"-{packed}" if packed else "")
+
+
+def _timed_part(weight: torch.Tensor) -> Stored:
+    if is_compact(weight) and isinstance(weight.stored, PackedMatrix):
+        return weight.stored
+    return in_float32(weight)
+
+
+def _choice_file(form: str, threads: int) -> Path | None:
+    """The file that holds the choice for layers of a form; None on a machine without a home folder."""
     try:
         version = metadata.version("hdtool")
         words = (
             processor_name(),
             f"{threads} threads",
             f"torch {torch.__version__}",
-            "x".join(map(str, shape)),
+            form,
             version,
+            PRODUCT,
         )
         return product_choice_at_home(words)
     except (OSError, RuntimeError, ImportError):  # an account without a home folder, a copy that was not installed
@@ -191,7 +220,7 @@ def fits_own_product(layer: Linear, dtypes: Container[torch.dtype] = (torch.floa
 
 
 @torch.no_grad()
-def _seconds(product: Callable[..., torch.Tensor], numbers: torch.Tensor, weights: list[torch.Tensor]) -> float:
+def _seconds(product: Callable[..., torch.Tensor], numbers: torch.Tensor, weights: Sequence[Stored]) -> float:
     started = time.perf_counter()
     for weight in weights:
         product(numbers, weight)

@@ -1,7 +1,8 @@
-"""Keeps the weights of a model on a CPU in the 16 bits of their checkpoint and computes in float32 as before.
+"""Keeps the weights of a CPU model in the 16 bits of their checkpoint, or packed, and computes in float32 as before.
 
 Every result has the bits of the computation with expanded weights. A weight stays in 16 bits only if these hold its
-numbers exactly, if only linear layers and embeddings have it, and if the compiled product gives the same bits for both.
+numbers exactly. It stays compact only if linear layers and embeddings alone have it, and if the compiled product gives
+the same bits for both.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch.nn import Embedding, Linear, Module, Parameter
 from transformers import PreTrainedModel
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.kernels.compact_weight import FORMATS, CompactWeight, in_float32, is_compact, narrowed
-from hdtool.runtime.kernels.small_batch_gemm import EXPANDS_FLOAT16, OUTS
+from hdtool.runtime.kernels.compact_weight import FORMATS, CompactWeight, Stored, in_float32, is_compact, narrowed
+from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_linear import KINDS, fits_own_product, own_linear
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint.fingerprint import samples
 from hdtool.runtime.model.checkpoint.weight_files import weight_files
 
@@ -30,24 +33,27 @@ Place = tuple[Module, str]
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
 """The method of transformers that names parameters with a dtype of their own."""
-TRIED_ROWS = (1, 2, 4, 7)
+TRIED_ROWS = range(1, MOST_ROWS + 1)
 """Together, these use all tiles of the compiled product."""
 _loading = Lock()
 
 
 def compact_weights(model: Module) -> None:
-    """Keep the weights of linear layers and embeddings in 16 bits where possible, and all others in float32."""
-    proved: dict[tuple[int, torch.dtype], bool] = {}
+    """Keep the weights of linear layers and embeddings in 16 bits where possible, and all others in float32.
+
+    Weights that are packed stay so under the same conditions.
+    """
+    proved: dict[tuple[int, Any], bool] = {}
     for places in list(_places(model).values()):
         module, name = places[0]
         weight: Any = module._parameters[name]
-        narrow = narrowed(weight.detach()) if all(_takes(*place) for place in places) else None
-        if narrow is not None and any(isinstance(module, Linear) for module, _ in places):
-            case = narrow.shape[1], narrow.dtype
-            if case not in proved:
-                proved[case] = _has_same_bits(narrow)
-            narrow = narrow if proved[case] else None
-        if narrow is not None:
+        fits = all(_takes(*place) for place in places)
+        if is_compact(weight):
+            if not fits or not _is_proved(weight.stored, places, proved):
+                replace_parameter(places, in_float32(weight), requires_grad=weight.requires_grad)
+            continue
+        narrow = narrowed(weight.detach()) if fits else None
+        if narrow is not None and _is_proved(narrow, places, proved):
             # A copy: tensors of a file are mapped, at any address, and the file may change.
             narrow = narrow.clone() if weight.dtype in FORMATS else narrow
             replace_parameter(places, CompactWeight(narrow), requires_grad=weight.requires_grad)
@@ -98,9 +104,14 @@ def has_compact_weights(model: Module) -> bool:
 
 
 def compact_places(model: Module) -> list[tuple[CompactWeight, list[Place]]]:
-    """The weights that are kept in 16 bits, with all places of each."""
-    found = ((module._parameters[name], places) for places in _places(model).values() for module, name in places[:1])
-    return [(weight, places) for weight, places in found if is_compact(weight)]
+    """The weights that are kept compact, with all places of each."""
+    return [(weight, places) for places, weight in weight_places(model) if is_compact(weight)]
+
+
+def weight_places(model: Module) -> list[tuple[list[Place], torch.Tensor]]:
+    """All weights with their places."""
+    found = [(places, places[0][0]._parameters[places[0][1]]) for places in _places(model).values()]
+    return [(places, weight) for places, weight in found if weight is not None]
 
 
 def replace_parameter(places: list[Place], weight: torch.Tensor, *, requires_grad: bool = False) -> None:
@@ -124,19 +135,30 @@ def _takes(module: Module, name: str) -> bool:
     if name != "weight" or not isinstance(module, Embedding | Linear):
         return False
     weight = module.weight
-    if not weight.is_cpu or type(weight.data) is not torch.Tensor or weight.dim() != 2 or not weight.is_contiguous():
+    ordinary = is_compact(weight) or type(weight.data) is torch.Tensor
+    if not weight.is_cpu or not ordinary or weight.dim() != 2 or not weight.is_contiguous():
         return False
     if isinstance(module, Embedding):
         return module.max_norm is None  # a limit changes the weight
     return type(module) is Linear and fits_own_product(module, KINDS)
 
 
+def _is_proved(stored: Stored, places: list[Place], proved: dict[tuple[int, Any], bool]) -> bool:
+    """Whether a weight may be stored so, by the product of one weight of each form."""
+    if not any(isinstance(module, Linear) for module, _ in places):
+        return True
+    case = stored.shape[1], stored.format if isinstance(stored, PackedMatrix) else stored.dtype
+    if case not in proved:
+        proved[case] = _has_same_bits(stored)
+    return proved[case]
+
+
 @torch.inference_mode()
-def _has_same_bits(narrow: torch.Tensor) -> bool:
-    """Whether our product with weights in 16 bits has the bits of that with the expanded ones."""
+def _has_same_bits(narrow: Stored) -> bool:
+    """Whether our product with compact weights has the bits of that with the expanded ones."""
     if narrow.dtype == torch.float16 and not EXPANDS_FLOAT16:
         return False
-    part = narrow[: 2 * OUTS + 1].contiguous()
+    part = narrow[: MOST_OUTS + 1]
     inputs = torch.randn(
         max(TRIED_ROWS), part.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32
     )

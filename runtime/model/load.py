@@ -20,11 +20,12 @@ from hdtool.runtime.decode import room_for
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
-from hdtool.runtime.model.checkpoint.place import place_of
+from hdtool.runtime.model.checkpoint.place import packed_place, place_of
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.fused.proof import fuse_layers
+from hdtool.runtime.model.gguf.packed_model import packed_model
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.target import Target
@@ -102,8 +103,13 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
         model = _on_one_device(config, settings, device)
         return _attempt(config.name, f"on {device}", lambda: Target(model))
     is_compact = config.dtype == "auto" and not (config.quantization or library_of(settings))
-    with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)) if is_compact else nullcontext():
-        model = _on_one_device(config, settings, device)
+    if is_compact and (packed := packed_place(config)):
+        use_planless_attention(device)
+        model = _attempt(config.name, "its weights", lambda: packed_model(settings, *packed, **_attention(config)))
+        _set_generation(model, config)
+    else:
+        with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)) if is_compact else nullcontext():
+            model = _on_one_device(config, settings, device)
     if is_compact:
         compact_weights(model)
     use_small_batch_products(model)
@@ -203,9 +209,7 @@ def load_settings(config: ModelConfig) -> Any:
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
     use_planless_attention(device)
     name, dtype = config.name, pick_dtype(config.dtype, device)
-    options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
-    if config.attn_implementation:
-        options["attn_implementation"] = config.attn_implementation
+    options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code, **_attention(config)}
     quantized = bool(config.quantization or library_of(settings))
     if quantized:
         require_libraries(name, settings, config.quantization)
@@ -214,12 +218,20 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
         options["quantization_config"] = _attempt(name, "quantized", lambda: quantization(scheme, computed))
     place = place_of(config, CONFIG_FILES, weights=True)
     model = _attempt(name, "its weights", lambda: _complete_model(place, name, **options))
-    if config.generation_config:
-        model.generation_config = generation_settings(config.generation_config, model.generation_config)
+    _set_generation(model, config)
     if quantized and config.dtype != "auto" and model.dtype != dtype:
         computed_in = str(model.dtype).removeprefix("torch.")
         print(f"note: {name} is quantized and computes in {computed_in}: --dtype has no effect", file=sys.stderr)
     return model
+
+
+def _attention(config: ModelConfig) -> dict[str, Any]:
+    return {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+
+
+def _set_generation(model: Any, config: ModelConfig) -> None:
+    if config.generation_config:
+        model.generation_config = generation_settings(config.generation_config, model.generation_config)
 
 
 def _complete_model(place: Path, name: str, **options: Any) -> Any:

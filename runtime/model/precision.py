@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.compact_weight import in_float32, is_compact
 from hdtool.runtime.model.compact_layers import compact_places, replace_parameter
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]
     kept = [tensor.data for tensor in tensors]
     try:
         for weight, places in compact:
-            replace_parameter(places, weight.stored.to(device, higher))
+            replace_parameter(places, in_float32(weight).to(device, higher))
         for tensor in tensors:
             wider = tensor.dtype in HIGHER and torch.finfo(tensor.dtype).bits < torch.finfo(higher).bits
             tensor.data = tensor.data.to(device, higher if wider else tensor.dtype)

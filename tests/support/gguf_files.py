@@ -15,6 +15,7 @@ from gguf.quants import quantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hdtool.data import demo
+from tests.support.packed_blocks import NAMES, some_matrix
 
 TEMPLATE = (demo.MODEL / "chat_template.jinja").read_text()
 END_OF_TEXT, END_OF_TURN = 0, 1
@@ -41,21 +42,21 @@ def vocabulary() -> dict[str, Any]:
 
 def tiny_llama(seed: int = 0, **changed: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    settings = LlamaConfig(
-        vocab_size=len(vocabulary()["model"]["vocab"]),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_VALUE_HEADS,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        bos_token_id=END_OF_TEXT,
-        eos_token_id=END_OF_TEXT,
-        tie_word_embeddings=False,
+    settings: dict[str, Any] = {
+        "vocab_size": len(vocabulary()["model"]["vocab"]),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEY_VALUE_HEADS,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": END_OF_TEXT,
+        "eos_token_id": END_OF_TEXT,
+        "tie_word_embeddings": False,
         **changed,
-    )
-    model = LlamaForCausalLM(settings)
+    }
+    model = LlamaForCausalLM(LlamaConfig(**settings))
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(8)  # random logits of the usual size are too even to tell models apart
@@ -72,11 +73,12 @@ def write_gguf(
 ) -> Path:
     """Write a model; ``kind`` is the format of its matrices, and ``settings`` are added to those of the file.
 
+    The library cannot quantize to formats with blocks of 256: there, matrices are random.
     ``divisors`` are those of the rotary frequencies.
     """
     writer = GGUFWriter(path, "llama")
-    _add_settings(writer, model.config)
-    _add_tokenizer(writer)
+    add_settings(writer, model.config)
+    add_tokenizer(writer)
     for name, value in (settings or {}).items():
         if isinstance(value, int):
             writer.add_uint32(name, value)
@@ -85,14 +87,16 @@ def write_gguf(
     for name, weight in _weights(model).items():
         kept = kind if weight.ndim > 1 else "F32"
         stored = GGMLQuantizationType[kept]
-        writer.add_tensor(name, quantize(weight, stored), raw_dtype=stored)
+        writer.add_tensor(name, _blocks(weight, stored), raw_dtype=stored)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _written(writer, path)
+
+
+def _blocks(weight: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    if kind.name.endswith("_K"):
+        return some_matrix(NAMES[kind.name], len(weight), weight.shape[1], seed=len(weight)).blocks.numpy()
+    return quantize(weight, kind)
 
 
 def _weights(model: LlamaForCausalLM) -> dict[str, np.ndarray[Any, Any]]:
@@ -100,8 +104,9 @@ def _weights(model: LlamaForCausalLM) -> dict[str, np.ndarray[Any, Any]]:
     named = {
         "token_embd.weight": found["model.embed_tokens.weight"],
         "output_norm.weight": found["model.norm.weight"],
-        "output.weight": found["lm_head.weight"],
     }
+    if "lm_head.weight" in found:
+        named["output.weight"] = found["lm_head.weight"]
     heads = {"attn_q": HEADS, "attn_k": KEY_VALUE_HEADS}
     for layer in range(model.config.num_hidden_layers):
         for short, long in LAYER.items():
@@ -116,29 +121,61 @@ def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, An
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
-def _add_settings(writer: GGUFWriter, settings: LlamaConfig) -> None:
+def add_settings(writer: GGUFWriter, settings: LlamaConfig) -> None:
     writer.add_name("tiny")
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
     writer.add_block_count(settings.num_hidden_layers)
     writer.add_feed_forward_length(settings.intermediate_size)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KEY_VALUE_HEADS)
+    writer.add_head_count(settings.num_attention_heads)
+    writer.add_head_count_kv(settings.num_key_value_heads or settings.num_attention_heads)
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
-    writer.add_rope_dimension_count(settings.hidden_size // HEADS)
+    writer.add_rope_dimension_count(settings.hidden_size // settings.num_attention_heads)
     rope: Any = settings.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(settings.vocab_size)
 
 
-def _add_tokenizer(writer: GGUFWriter) -> None:
+def write_random_gguf(path: Path, settings: LlamaConfig, kind: str, embedding: str) -> Path:
+    """Write a model of any size with random blocks; ``embedding`` is the format of the embedding, which is tied."""
+    writer = GGUFWriter(path, "llama")
+    add_settings(writer, settings)
+    add_tokenizer(writer, settings.vocab_size)
+    width, inner = settings.hidden_size, settings.intermediate_size
+    narrow = (settings.num_key_value_heads or 1) * (width // settings.num_attention_heads)
+    shapes = {"attn_q": (width, width), "attn_k": (narrow, width), "attn_v": (narrow, width)}
+    shapes |= {"attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width)}
+    shapes |= {"ffn_down": (width, inner)}
+    tensors = {f"blk.{n}.{name}": shape for n in range(settings.num_hidden_layers) for name, shape in shapes.items()}
+    for seed, (name, shape) in enumerate({"token_embd": (settings.vocab_size, width), **tensors}.items()):
+        stored = embedding if name == "token_embd" else kind
+        blocks = some_matrix(NAMES[stored], *shape, seed).blocks.numpy()
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=GGMLQuantizationType[stored])
+    norms = [f"blk.{n}.{name}" for n in range(settings.num_hidden_layers) for name in ("attn_norm", "ffn_norm")]
+    for name in ("output_norm", *norms):
+        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
+    return _written(writer, path)
+
+
+def _written(writer: GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tokenizer(writer: GGUFWriter, size: int | None = None) -> None:
+    """Add the tokenizer of the demo model, with unused tokens up to a size."""
     tokenizer = vocabulary()
     added = {one["id"] for one in tokenizer["added_tokens"]}
     tokens = sorted(tokenizer["model"]["vocab"].items(), key=lambda entry: entry[1])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([token for token, _ in tokens])
-    writer.add_token_types([TokenType.CONTROL if number in added else TokenType.NORMAL for _, number in tokens])
+    unused = max(0, (size or 0) - len(tokens))
+    writer.add_token_list([*(token for token, _ in tokens), *(f"[unused{number}]" for number in range(unused))])
+    kinds = [TokenType.CONTROL if number in added else TokenType.NORMAL for _, number in tokens]
+    writer.add_token_types(kinds + [TokenType.NORMAL] * unused)
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(END_OF_TEXT)
     writer.add_eos_token_id(END_OF_TEXT)

@@ -13,7 +13,7 @@ from hdtool.runtime.model.checkpoint.fingerprint import DIGITS, Sample, fingerpr
 from hdtool.runtime.model.checkpoint.hub import cached_snapshot
 from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.checkpoint.weight_files import weight_files
-from hdtool.runtime.model.gguf.manifest import Manifest
+from hdtool.runtime.model.gguf.manifest import REST, Manifest
 from hdtool.runtime.model.gguf.which_file import gguf_file
 
 if TYPE_CHECKING:
@@ -88,6 +88,12 @@ def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
     """Whether numbers of a model equal those of its files; what has another form or name is not compared."""
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
+    if not files and (folder / REST).is_file():
+        # All others are packed, and packed weights cannot be changed.
+        files = [folder / REST]
+        stored_names = {sample.name for sample in samples(folder / REST)}
+        if not all(name in stored_names or _is_packed(parameter) for name, parameter in parameters.items()):
+            return False
     stored = (sample for file in files for sample in samples(file))
     comparable = (
         sample
@@ -95,6 +101,12 @@ def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
         if sample.dtype in DTYPES and sample.name in parameters and _is_like(parameters[sample.name], sample)
     )
     return all(_is_equal(parameters[sample.name], sample) for sample in islice(comparable, COMPARED))
+
+
+def _is_packed(parameter: Any) -> bool:
+    from hdtool.runtime.kernels.compact_weight import is_packed
+
+    return is_packed(parameter)
 
 
 def _is_like(parameter: Any, sample: Sample) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, reason_of
 from hdtool.runtime.model.checkpoint.hub import snapshot
-from hdtool.runtime.model.gguf.converted import converted
+from hdtool.runtime.model.gguf.converted import converted, stays_packed
 from hdtool.runtime.model.gguf.which_file import gguf_file
 
 if TYPE_CHECKING:
@@ -46,9 +46,16 @@ def place_of(
     return snapshot(name, revision or config.revision, weights=weights)
 
 
-def _converted(file: Path, *, weights: bool) -> Path:
+def packed_place(config: ModelConfig) -> tuple[Path, Path] | None:
+    """The GGUF file that a configuration names and the folder of its model; None without weights that stay packed."""
+    if config.model is None or not (file := gguf_file(config)) or not stays_packed(file):
+        return None
+    return file, _converted(file, packed=True)
+
+
+def _converted(file: Path, *, weights: bool = False, packed: bool = False) -> Path:
     try:
-        return converted(file, weights=weights)
+        return converted(file, weights=weights, packed=packed)
     except HdtoolError:
         raise
     except Exception as error:  # the library raises many kinds for damaged files

@@ -1,4 +1,7 @@
-"""The conversion of a GGUF file by transformers: its configuration and tokenizer, and its weights in float32."""
+"""The conversion of a GGUF file by transformers: its configuration and tokenizer, and its weights.
+
+The weights are written in float32, or only those that no product takes from the file itself.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 
 from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.model.gguf.manifest import WEIGHTS
+from hdtool.runtime.model.gguf.packing import write_plan
 from hdtool.runtime.model.gguf.rotary_scaling import restore_scaling
 
 LIBRARIES = ("gguf", "accelerate")
@@ -87,6 +92,22 @@ class Conversion:
 
     def write_weights(self, configuration: Path, folder: Path) -> Path:
         """Write the weights; ``configuration`` is what ``write_configuration`` wrote."""
+        model = self._model(configuration, folder)
+        if self.dtype != torch.float32:
+            for weight in model.parameters():
+                weight.data = narrowed(weight.data)
+        with _progress():
+            _save(model, folder)
+        return folder / WEIGHTS
+
+    def write_packed(self, configuration: Path, folder: Path) -> tuple[Path, Path]:
+        """Write which weights stay in the file, and the others; expanded weights that are there are not read again."""
+        there = configuration / WEIGHTS
+        weights = load_file(there).items() if there.is_file() else _weights_once(self._model(configuration, folder))
+        return write_plan(self.file, self.header, weights, folder)
+
+    def _model(self, configuration: Path, folder: Path) -> Any:
+        """The model in float32, as transformers reads it."""
         from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
         with self._alone(folder) as (source, name), self._errors_worded("weights"), _progress():
@@ -103,12 +124,7 @@ class Conversion:
             )
             if lacking := sorted(report["missing_keys"]):
                 raise ModelError(f"{self.file} lacks {len(lacking)} weights of its model ({lacking[0]}, …)")
-            if self.dtype != torch.float32:
-                for weight in model.parameters():
-                    weight.data = narrowed(weight.data)
-        with _progress():
-            _save(model, folder)
-        return folder / WEIGHTS
+        return model
 
     def _ends(self, found: int | list[int] | None) -> int | list[int] | None:
         """The tokens that end an answer: those that transformers read and those that end a turn."""
@@ -145,6 +161,16 @@ class Conversion:
                 f"transformers {metadata.version('transformers')} cannot read the {part} of {self.file}, which has "
                 f"architecture {self.header.architecture} ({reason}): take the model in the layout of save_pretrained"
             ) from error
+
+
+def _weights_once(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model; of tied ones the first, by which the other is found."""
+    seen = set()
+    for name, weight in model.state_dict().items():
+        place = weight.data_ptr(), weight.shape
+        if place not in seen or not weight.numel():
+            seen.add(place)
+            yield name, weight
 
 
 def _save(model: Any, folder: Path) -> None:

@@ -15,38 +15,53 @@ from pathlib import Path
 from hdtool.data.errors import ModelError, worded
 from hdtool.data.files.atomic_write import to_disk
 from hdtool.data.files.locking import exclusive
+from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.home import converted_at_home
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.file_identity import Signature, content_hash
 from hdtool.runtime.model.gguf.manifest import FORMAT, WEIGHTS, Manifest, manifests, remove, remove_unfinished
+from hdtool.runtime.model.gguf.packing import packable
 
 FINGERPRINT_DIGITS = 16
 SPARE = 1 << 26
 """Bytes that stay free on the disk after a conversion."""
 
 
-def converted(file: Path, *, weights: bool) -> Path:
+def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Path:
     """The folder of a GGUF file's model in the layout of ``save_pretrained``, converted if it is not there.
 
-    Without ``weights``, the folder may hold the configuration and the tokenizer alone.
+    Without ``weights``, the folder may hold the configuration and the tokenizer alone. With ``packed``, it has what is
+    needed to compute with the weights of the file itself.
     """
     signature = Signature.of(file)
     current = {folder: manifest for folder, manifest in manifests() if manifest.is_current}
     for folder, manifest in current.items():
-        if signature in manifest.seen and manifest.has_weights >= weights:
+        if signature in manifest.seen and _has(manifest, weights, packed):
             return folder
     conversion, settled = Conversion.of(file), signature.is_settled
     digest = content_hash(file)
     # A copy under another name has the same content.
     copies = (folder for folder, manifest in current.items() if manifest.sha256 == digest)
     folder = next(copies, converted_at_home(file.stem, _fingerprint(digest)))
-    if folder not in current or current[folder].has_weights < weights:
+    if folder not in current or not _has(current[folder], weights, packed):
         advice = "make room, or let HDTOOL_HOME name a folder with more"
         with worded(ModelError, f"{file} cannot be converted to {folder}", advice), _locked(folder, file):
-            _complete(conversion, folder, digest, signature, weights)
+            _complete(conversion, folder, digest, signature, weights, packed)
     if settled:
         _remember(folder, signature)
     return folder
+
+
+def stays_packed(file: Path) -> bool:
+    """Whether a file has weights that can be computed with as they are."""
+    signature = Signature.of(file)
+    if any(signature in manifest.seen and manifest.has_packed for _, manifest in manifests()):
+        return True
+    return bool(packable(GGUFHeader.read(file)))
+
+
+def _has(manifest: Manifest, weights: bool, packed: bool) -> bool:
+    return manifest.has_weights >= weights and manifest.has_packed >= packed
 
 
 def remove_converted(folder: Path, manifest: Manifest) -> None:
@@ -77,7 +92,9 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
-def _complete(conversion: Conversion, folder: Path, digest: str, signature: Signature, weights: bool) -> None:
+def _complete(
+    conversion: Conversion, folder: Path, digest: str, signature: Signature, weights: bool, packed: bool
+) -> None:
     """Make what the folder lacks; its lock is held."""
     remove_unfinished(folder)
     manifest = Manifest.read(folder)  # another process may have made it while this one waited
@@ -85,6 +102,8 @@ def _complete(conversion: Conversion, folder: Path, digest: str, signature: Sign
         print(f"note: reading {conversion.file} into {folder}, once", file=sys.stderr)
         manifest = _with_configuration(conversion, folder, digest, signature)
         _remove_superseded(folder, signature)
+    if packed and not manifest.has_packed:
+        manifest = _add_packed(conversion, folder, manifest, signature)
     if weights and not manifest.has_weights:
         _add_weights(conversion, folder, manifest, signature)
 
@@ -104,6 +123,22 @@ def _with_configuration(conversion: Conversion, folder: Path, digest: str, signa
             manifest.write(folder)
         else:
             place.replace(folder)
+    return manifest
+
+
+def _add_packed(conversion: Conversion, folder: Path, manifest: Manifest, signature: Signature) -> Manifest:
+    print(f"note: finding the packed weights of {conversion.file}, once", file=sys.stderr)
+    with _scratch(folder) as place:
+        made = conversion.write_packed(folder, place)
+        for written in made:
+            shutil.copymode(folder / "config.json", written)
+            to_disk(written)
+        _check_unchanged(conversion.file, signature)
+        for written in made:
+            written.replace(folder / written.name)
+    files = {written.name: (folder / written.name).stat().st_size for written in made}
+    manifest = replace(manifest, files={**manifest.files, **files})
+    manifest.write(folder)
     return manifest
 
 

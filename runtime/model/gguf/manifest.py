@@ -18,6 +18,8 @@ from hdtool.runtime.model.gguf.file_identity import Signature
 
 MANIFEST = "gguf.json"
 WEIGHTS = "model.safetensors"
+PLAN, REST = "packed.json", "rest.safetensors"
+"""Where the file has the weights that stay packed, and all others."""
 FORMAT = 1
 MOST_SEEN = 16
 """Signatures kept: one for each place of the same file, such as a copy."""
@@ -31,7 +33,7 @@ class Manifest:
     transformers: str
     """The version that read the file: another one may read it differently."""
     files: dict[str, int]
-    """Bytes of each file of the folder. The weights are added last."""
+    """Bytes of each file of the folder. The weights, expanded or for packed use, are added when they are needed."""
     seen: tuple[Signature, ...] = ()
     """Files that are known to have this content."""
     format: int = FORMAT
@@ -51,6 +53,10 @@ class Manifest:
     @property
     def has_weights(self) -> bool:
         return WEIGHTS in self.files
+
+    @property
+    def has_packed(self) -> bool:
+        return PLAN in self.files and REST in self.files
 
     @property
     def is_current(self) -> bool:

@@ -1,0 +1,207 @@
+"""Generates the code of a product's tiles: some rows of a matrix by some input rows.
+
+The matrix holds numbers of 32 or 16 bits, or the blocks of a GGUF file. They become float32 in registers, so the
+results have the bits of the product with the expanded matrix. Each sum is added in one order whatever the number of
+rows, so a row has the same bits alone and beside others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from hdtool.runtime.kernels.packed.formats import OF_TYPE
+from hdtool.runtime.kernels.packed.registers import Blocks
+from hdtool.runtime.kernels.raw_memory import BYTES
+from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, LANES, SHORT, VectorCode
+
+ITEM_SIZE = 4
+FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.int16(0), np.uint16(0)
+"""Arguments whose type states the format of a matrix. Compiled code has no type for 16-bit floats: integers of 16 bits
+stand for them."""
+NUMBERS = {types.float32: (FLOAT, 4), types.int16: (SHORT, 2), types.uint16: (HALF, 2)}
+SUMS = 8 if LANES == 8 else 16
+"""Sums of a tile, which must fit into the registers with what is multiplied: AVX has 16 registers."""
+MOST_OUTS, MOST_ROWS = 8, 8
+"""Matrix rows and input rows of a tile, at most. One input row has eight sums, so that additions do not wait for each
+other."""
+FEW_ROWS = 4
+"""Input rows of a tile up to which they are read where they are; more of them are interleaved, vector by vector."""
+
+
+class _Numbers:
+    """Generates the code that reads the rows of a matrix of numbers, in steps of one vector."""
+
+    def __init__(self, code: VectorCode, kind: Any) -> None:
+        self.code = code
+        self.number, self.size = NUMBERS[kind]
+        self.step, self.vectors = LANES, 1
+
+    def stride(self, columns: Any) -> Any:
+        """The bytes of a matrix row."""
+        return self.code.builder.mul(columns, INDEX(self.size))
+
+    def offset(self, column: Any) -> Any:
+        """The bytes of a matrix row before a column."""
+        return self.stride(column)
+
+    def expander(self, address: Any) -> Any:
+        return lambda place: self._expanded(address)
+
+    def _expanded(self, address: Any) -> Any:
+        builder, code = self.code.builder, self.code
+        found = code.load(address, ir.VectorType(self.number, LANES), self.size)
+        if self.number is FLOAT:
+            return found
+        if self.number is HALF:
+            return builder.fpext(found, code.vector)
+        # The bits of a bfloat16 are the upper half of those of a float32.
+        return builder.bitcast(builder.shl(builder.zext(found, code.words), code.every(16)), code.vector)
+
+
+class _Packed:
+    """The same for a matrix of blocks, in steps of one block."""
+
+    def __init__(self, code: VectorCode, kind: Any) -> None:
+        self.code = code
+        self.format = OF_TYPE[kind]
+        self.blocks = Blocks(code, self.format)
+        self.step, self.vectors = self.format.numbers, self.blocks.vectors
+        self.expander = self.blocks.expander
+
+    def stride(self, columns: Any) -> Any:
+        return self.offset(columns)
+
+    def offset(self, column: Any) -> Any:
+        block = self.code.builder.udiv(column, INDEX(self.format.numbers))
+        return self.code.builder.mul(block, INDEX(self.format.bytes))
+
+
+def _read(code: VectorCode, kind: Any) -> Any:
+    return (_Numbers if kind in NUMBERS else _Packed)(code, kind)
+
+
+class _Loop:
+    """Generates the code of a loop over the columns of a matrix."""
+
+    def __init__(self, code: VectorCode, columns: Any, step: int) -> None:
+        self.code, self.builder = code, code.builder
+        self.columns, self.step = columns, step
+
+    def begin(self, sums: int) -> tuple[Any, list[Any]]:
+        """The first column of a step, and the sums so far."""
+        self._before, self._body = self.builder.block, self.builder.append_basic_block("columns")
+        self.builder.branch(self._body)
+        self.builder.position_at_end(self._body)
+        self._column = self.builder.phi(INDEX)
+        self._sums = [self.builder.phi(self.code.vector) for _ in range(sums)]
+        return self._column, list(self._sums)
+
+    def end(self, added: list[Any]) -> None:
+        following = self.builder.add(self._column, INDEX(self.step))
+        zero = ir.Constant(self.code.vector, [0.0] * LANES)
+        firsts = [INDEX(0), *[zero] * len(added)]
+        for phi, first, value in zip([self._column, *self._sums], firsts, [following, *added], strict=True):
+            phi.add_incoming(first, self._before)
+            phi.add_incoming(value, self._body)
+        after = self.builder.append_basic_block("after")
+        self.builder.cbranch(self.builder.icmp_signed("<", following, self.columns), self._body, after)
+        self.builder.position_at_end(after)
+
+
+def outs_beside(rows: int) -> int:
+    """The matrix rows of a tile with this number of input rows; a divisor of ``MOST_OUTS``."""
+    return max(outs for outs in (1, 2, 4, MOST_OUTS) if outs * rows <= SUMS or outs == 1)
+
+
+def tile(outs: int, rows: int) -> Any:
+    """An intrinsic that multiplies ``outs`` rows of a matrix by ``rows`` input rows."""
+
+    def typed(context: Any, matrix: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> Any:
+        def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            matrix, _, columns, inputs, outputs, apart = arguments
+            code = VectorCode(builder)
+            read = _read(code, kind)
+            first, stride = builder.inttoptr(matrix, BYTES), read.stride(columns)
+            places = [code.after(first, builder.mul(stride, INDEX(out))) for out in range(outs + 1)]
+            numbers = builder.inttoptr(inputs, FLOAT.as_pointer())
+            loop = _Loop(code, columns, read.step)
+            column, sums = loop.begin(outs * rows)
+            offset = read.offset(column)
+            _prefetch(code, code.after(places.pop(), builder.mul(offset, INDEX(outs))), read, outs)
+            expanders = [read.expander(code.after(out, offset)) for out in places]
+            for place in range(read.vectors):
+                at = builder.add(column, INDEX(place * LANES))
+                factors = _factors(code, numbers, at, columns, rows)
+                for out, expand in enumerate(expanders):
+                    weights = expand(place)
+                    for row, factor in enumerate(factors):
+                        sum_ = out * rows + row
+                        sums[sum_] = code.multiply_add(weights, factor, sums[sum_])
+            loop.end(sums)
+            written = builder.inttoptr(outputs, FLOAT.as_pointer())
+            for out in range(outs):
+                for row in range(rows):
+                    where = builder.add(builder.mul(apart, INDEX(row)), INDEX(out))
+                    builder.store(code.total(sums[out * rows + row]), code.after(written, where))
+            return target.get_dummy_value()
+
+        return types.void(types.int64, kind, *[types.int64] * 4), generate
+
+    return intrinsic(typed)
+
+
+def _factors(code: VectorCode, inputs: Any, at: Any, columns: Any, rows: int) -> list[Any]:
+    """The numbers of each input row at a column."""
+    builder = code.builder
+    if rows > FEW_ROWS:
+        first = code.after(inputs, builder.mul(at, INDEX(rows)))
+        places = [code.after(first, row * LANES) for row in range(rows)]
+    else:
+        places = [code.after(inputs, builder.add(builder.mul(columns, INDEX(row)), at)) for row in range(rows)]
+    return [code.load(place, code.vector, ITEM_SIZE) for place in places]
+
+
+def _prefetch(code: VectorCode, ahead: Any, read: Any, outs: int) -> None:
+    """Prefetch as much of the next tile as is read of this one, in the order of memory."""
+    size = read.format.bytes if isinstance(read, _Packed) else read.size * read.step
+    for byte in range(0, max(outs * size, CACHE_LINE), CACHE_LINE):
+        code.prefetch(code.after(ahead, byte))
+
+
+def _unpack_row(context: Any, matrix: Any, kind: Any, columns: Any, written: Any) -> Any:
+    """Write a matrix row as float32 numbers."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        matrix, _, columns, written = arguments
+        code = VectorCode(builder)
+        read = _read(code, kind)
+        first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
+        loop = _Loop(code, columns, read.step)
+        column, _ = loop.begin(0)
+        expand = read.expander(code.after(first, read.offset(column)))
+        for place in range(read.vectors):
+            at = code.after(numbers, builder.add(column, INDEX(place * LANES)))
+            builder.store(expand(place), builder.bitcast(at, code.vector.as_pointer())).align = ITEM_SIZE
+        loop.end([])
+        return target.get_dummy_value()
+
+    return types.void(types.int64, kind, types.int64, types.int64), generate
+
+
+def _block_numbers(context: Any, kind: Any) -> Any:
+    """The numbers of a block; 1 for a matrix without blocks."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return INDEX(OF_TYPE[kind].numbers if kind in OF_TYPE else 1)
+
+    return types.int64(kind), generate
+
+
+# Typed as Any, because numba passes the context argument itself.
+unpack_row: Any = intrinsic(_unpack_row)
+block_numbers: Any = intrinsic(_block_numbers)

@@ -1,0 +1,154 @@
+"""Generates code that expands a block to float32 in vector registers, with the roundings of the library ``gguf``.
+
+The layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. A weight is ``d * q``,
+``d * q + m`` or ``d * q - m``: each operation rounds once, and none is fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from hdtool.runtime.kernels.packed.formats import BlockFormat
+from hdtool.runtime.kernels.raw_memory import WORD
+from hdtool.runtime.kernels.vector_code import FLOAT, HALF, LANES, OCTET, VectorCode
+
+Expand = Callable[[int], Any]
+"""The vector of a block at a place in it, which counts vectors."""
+PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
+
+
+class Blocks:
+    """The blocks of one format."""
+
+    def __init__(self, code: VectorCode, format: BlockFormat) -> None:
+        self.code, self.builder = code, code.builder
+        self.vectors = format.numbers // LANES
+        self._expander = getattr(self, f"_{format.name.lower()}")
+
+    def expander(self, block: Any) -> Expand:
+        """Generate what all vectors of a block share; the function that is returned generates one of them."""
+        found: Expand = self._expander(block)
+        return found
+
+    def _q4_0(self, block: Any) -> Expand:
+        return self._by_level(block, 2, [level - 8.0 for level in range(16)], self._half(block, 0), None)
+
+    def _q4_1(self, block: Any) -> Expand:
+        levels = [float(level) for level in range(16)]
+        return self._by_level(block, 4, levels, self._half(block, 0), self._half(block, 2))
+
+    def _by_level(self, block: Any, first: int, levels: list[float], scale: Any, minimum: Any) -> Expand:
+        """Half bytes: the low ones of 16 bytes, then the high ones."""
+        if LANES == 16:
+            table = self.builder.fmul(ir.Constant(self.code.vector, levels), scale)
+            table = table if minimum is None else self.builder.fadd(table, minimum)
+            low = self._bytes(block, first)
+            indices = low, self.builder.lshr(low, self.code.every(4))
+            # The permutation reads the four lowest bits of an index.
+            return lambda place: self.code.call(PERMUTATION, self.code.vector, table, indices[place])
+
+        def expand(place: int) -> Any:
+            half, byte = divmod(place * LANES, 16)
+            level = self._float(self._plus(self._bits(self._bytes(block, first + byte), 4 * half, 4), int(levels[0])))
+            weights = self.builder.fmul(level, scale)
+            return weights if minimum is None else self.builder.fadd(weights, minimum)
+
+        return expand
+
+    def _q8_0(self, block: Any) -> Expand:
+        scale = self._half(block, 0)
+        return lambda place: self.builder.fmul(self._float(self._bytes(block, 2 + place * LANES, signed=True)), scale)
+
+    def _q4_k(self, block: Any) -> Expand:
+        scales = self._scales_and_minima(block)
+
+        def expand(place: int) -> Any:
+            part, byte = divmod(place * LANES, 32)
+            bytes_ = self._bytes(block, 16 + part // 2 * 32 + byte)
+            return self._scaled(self._bits(bytes_, part % 2 * 4, 4), scales, part)
+
+        return expand
+
+    def _q5_k(self, block: Any) -> Expand:
+        scales = self._scales_and_minima(block)
+
+        def expand(place: int) -> Any:
+            part, byte = divmod(place * LANES, 32)
+            low = self._bits(self._bytes(block, 48 + part // 2 * 32 + byte), part % 2 * 4, 4)
+            high = self._bits(self._bytes(block, 16 + byte), part, 1)
+            return self._scaled(self._joined(low, high), scales, part)
+
+        return expand
+
+    def _q6_k(self, block: Any) -> Expand:
+        """Parts of 32 numbers, of which each half has a scale of 8 bits."""
+        kind = ir.VectorType(WORD, 16)
+        whole = self.builder.sext(self.code.load(self.code.after(block, 192), ir.VectorType(OCTET, 16)), kind)
+        scale = self.builder.sitofp(whole, ir.VectorType(FLOAT, 16))
+        scales = self.builder.fmul(self._half(block, 208, 16), scale)
+
+        def expand(place: int) -> Any:
+            part, byte = divmod(place * LANES, 32)
+            half, quarter = divmod(part, 4)
+            low = self._bytes(block, half * 64 + quarter % 2 * 32 + byte)
+            high = self._bytes(block, 128 + half * 32 + byte)
+            joined = self._joined(self._bits(low, quarter // 2 * 4, 4), self._bits(high, quarter * 2, 2))
+            level = self._float(self._plus(joined, -32))
+            return self.builder.fmul(self.code.lane(scales, part * 2 + byte // 16), level)
+
+        return expand
+
+    def _scales_and_minima(self, block: Any) -> Any:
+        """Eight scales and eight minima as one vector; in the block they have 6 bits each, in 12 bytes."""
+        builder = self.builder
+        first, second, third = (self.code.load(self.code.after(block, 4 + 4 * word), WORD) for word in range(3))
+
+        def upper(word: Any) -> Any:
+            return builder.and_(builder.lshr(word, WORD(2)), WORD(0x30303030))
+
+        def lower(word: Any) -> Any:
+            return builder.and_(word, WORD(0x0F0F0F0F))
+
+        words = (
+            builder.and_(first, WORD(0x3F3F3F3F)),
+            builder.or_(lower(third), upper(first)),
+            builder.and_(second, WORD(0x3F3F3F3F)),
+            builder.or_(lower(builder.lshr(third, WORD(4))), upper(second)),
+        )
+        packed: Any = ir.Constant(ir.VectorType(WORD, 4), ir.Undefined)
+        for place, word in enumerate(words):
+            packed = builder.insert_element(packed, word, WORD(place))
+        octets = builder.bitcast(packed, ir.VectorType(OCTET, 16))
+        numbers = builder.uitofp(builder.zext(octets, ir.VectorType(WORD, 16)), ir.VectorType(FLOAT, 16))
+        both = self._half(block, 0, 8), self._half(block, 2, 8)
+        return builder.fmul(numbers, builder.shuffle_vector(*both, self.code.integers(list(range(16)))))
+
+    def _scaled(self, level: Any, scales: Any, part: int) -> Any:
+        product = self.builder.fmul(self.code.lane(scales, part), self._float(level))
+        return self.builder.fsub(product, self.code.lane(scales, 8 + part))
+
+    def _half(self, block: Any, offset: int, lanes: int = LANES) -> Any:
+        """A float16 of a block in all lanes, as float32."""
+        number = self.code.splat(self.code.load(self.code.after(block, offset), HALF), lanes)
+        return self.builder.fpext(number, ir.VectorType(FLOAT, lanes))
+
+    def _bytes(self, block: Any, offset: int, *, signed: bool = False) -> Any:
+        """Bytes of a block as integers of 32 bits, one in each lane."""
+        found = self.code.load(self.code.after(block, offset), ir.VectorType(OCTET, LANES))
+        return (self.builder.sext if signed else self.builder.zext)(found, self.code.words)
+
+    def _bits(self, words: Any, first: int, count: int) -> Any:
+        shifted = self.builder.lshr(words, self.code.every(first)) if first else words
+        return shifted if first + count == 8 else self.builder.and_(shifted, self.code.every((1 << count) - 1))
+
+    def _joined(self, low: Any, high: Any) -> Any:
+        return self.builder.or_(low, self.builder.shl(high, self.code.every(4)))
+
+    def _plus(self, words: Any, added: int) -> Any:
+        return self.builder.add(words, self.code.every(added)) if added else words
+
+    def _float(self, words: Any) -> Any:
+        return self.builder.sitofp(words, self.code.vector)

@@ -1,0 +1,93 @@
+"""What generated vector code needs: the registers of this processor, and a builder of LLVM instructions for them."""
+
+from __future__ import annotations
+
+from platform import machine
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba.core import cgutils
+
+from hdtool.runtime.kernels.raw_memory import BYTES, WORD
+
+FLOAT = ir.FloatType()
+HALF = ir.HalfType()
+SHORT = ir.IntType(16)
+OCTET = ir.IntType(8)
+INDEX = ir.IntType(64)
+CACHE_LINE = 64
+"""Bytes."""
+
+
+def _has(feature: str) -> bool:
+    try:
+        return bool(binding.get_host_cpu_features().get(feature))
+    except RuntimeError:  # unsupported on some processors
+        return False
+
+
+EXPANDS_FLOAT16 = _has("f16c") or _has("avx512f") or machine().lower() in ("aarch64", "arm64")
+"""Whether the processor converts float16; elsewhere the compiler calls a function of a library that may be missing."""
+LANES = 16 if _has("avx512f") else 8 if _has("avx") else 4
+"""Numbers in a vector register."""
+
+
+class VectorCode:
+    """Adds instructions on vectors of ``LANES`` numbers to a function that numba compiles."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        self.vector = ir.VectorType(FLOAT, LANES)
+        self.words = ir.VectorType(WORD, LANES)
+
+    def call(self, name: str, result: Any, *arguments: Any) -> Any:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(function, arguments)
+
+    def load(self, address: Any, kind: Any, align: int = 1) -> Any:
+        found = self.builder.load(self.builder.bitcast(address, kind.as_pointer()))
+        found.align = align
+        return found
+
+    def after(self, address: Any, count: int | Any) -> Any:
+        """The address ``count`` items later."""
+        return self.builder.gep(address, [INDEX(count) if isinstance(count, int) else count])
+
+    def splat(self, number: Any, lanes: int = LANES) -> Any:
+        """A number in all lanes."""
+        undefined = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
+        first = self.builder.insert_element(undefined, number, WORD(0))
+        return self.lane(first, 0, lanes)
+
+    def lane(self, vector: Any, place: int, lanes: int = LANES) -> Any:
+        """One number of a vector in all lanes."""
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        return self.builder.shuffle_vector(vector, undefined, self.integers([place] * lanes))
+
+    def integers(self, numbers: list[int], kind: Any = WORD) -> Any:
+        return ir.Constant(ir.VectorType(kind, len(numbers)), numbers)
+
+    def every(self, number: int) -> Any:
+        """A constant integer in all lanes."""
+        return self.integers([number] * LANES)
+
+    def multiply_add(self, weights: Any, factor: Any, added: Any) -> Any:
+        return self.call(f"llvm.fmuladd.v{LANES}f32", self.vector, weights, factor, added)
+
+    def total(self, vector: Any) -> Any:
+        """The sum of all lanes, always in the same order: halves are added until one number is left."""
+        lanes = LANES
+        while lanes > 1:
+            lanes //= 2
+            undefined = ir.Constant(vector.type, ir.Undefined)
+            low, high = (
+                self.builder.shuffle_vector(vector, undefined, self.integers(list(range(first, first + lanes))))
+                for first in (0, lanes)
+            )
+            vector = self.builder.fadd(low, high)
+        return self.builder.extract_element(vector, WORD(0))
+
+    def prefetch(self, address: Any) -> None:
+        """Fetch a cache line to read, into L2: L1 has no room for two tiles and the input rows."""
+        self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), WORD(2), WORD(1))

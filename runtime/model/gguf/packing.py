@@ -1,0 +1,164 @@
+"""Which weights of a model can be computed with in the blocks of its GGUF file, and in which order of rows.
+
+Families differ in names and in the order of rows, so nothing is derived from these: a weight stays packed if each of
+its rows in float32, as transformers reads the file, has the bits of a row of one tensor of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from hdtool.data.errors import ModelError
+from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
+from hdtool.runtime.kernels.compact_weight import CompactWeight
+from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from hdtool.runtime.model.gguf.manifest import PLAN, REST
+
+VERSION = 1
+PART = 1 << 22
+"""Numbers that are expanded at a time while rows are compared."""
+DIGEST = 16
+"""Bytes of the hash of a row."""
+ORDER = ".rows"
+"""The end of the name of the tensor that has the order of a weight's rows in the file."""
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """Where a GGUF file has the blocks of a weight."""
+
+    kind: int
+    offset: int
+    """Bytes from the start of the file."""
+    outs: int
+    columns: int
+    ordered: bool
+    """Whether the file has the rows in the order of the weight."""
+
+    @property
+    def bytes(self) -> int:
+        return self.outs * FORMATS[self.kind].row_bytes(self.columns)
+
+    def of(self, content: torch.Tensor) -> PackedMatrix:
+        """The matrix in the content of the file; the rows are in the order of the file."""
+        blocks = content[self.offset : self.offset + self.bytes].view(self.outs, -1)
+        return PackedMatrix(blocks, FORMATS[self.kind])
+
+
+def packable(header: GGUFHeader) -> list[PackedTensor]:
+    """The tensors of a file that our product takes as they are."""
+    found = []
+    for tensor in header.tensors:
+        if EXPANDS_FLOAT16 and tensor.kind in FORMATS and len(tensor.shape) == 2 and _fits(tensor):
+            outs, columns = tensor.shape
+            found.append(PackedTensor(tensor.kind, header.data + tensor.offset, outs, columns, True))
+    return found
+
+
+def _fits(tensor: GGUFTensor) -> bool:
+    outs, columns = tensor.shape
+    return outs > 0 and columns > 0 and columns % max(COLUMN_MULTIPLE, FORMATS[tensor.kind].numbers) == 0
+
+
+def write_plan(
+    file: Path, header: GGUFHeader, weights: Iterable[tuple[str, torch.Tensor]], folder: Path
+) -> tuple[Path, Path]:
+    """Write where the file has weights and, in float32, those that it does not have; ``weights`` are the model's."""
+    content = mapped(file)
+    tensors = list(_hashed(packable(header), content))
+    plan, rest = {}, {}
+    for name, weight in weights:
+        found = _place_of(weight, tensors)
+        if found is None:
+            rest[name] = weight.contiguous()
+            continue
+        plan[name], order = found
+        if order is not None:
+            rest[name + ORDER] = order
+    places = folder / PLAN, folder / REST
+    row = {"version": VERSION, "tensors": {name: asdict(tensor) for name, tensor in plan.items()}}
+    places[0].write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    try:
+        save_file(rest, places[1], {"format": "pt"})
+    except SafetensorError as error:  # of a full disk, among others
+        raise OSError(0, " ".join(str(error).split())) from error
+    return places
+
+
+def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model by name, those in blocks mapped from its file."""
+    rest = load_file(folder / REST)
+    try:
+        row = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        plan = {name: PackedTensor(**tensor) for name, tensor in row["tensors"].items()}
+        content = mapped(file)
+        orders = {name: rest.pop(name + ORDER, None) for name in plan}
+        found = {name: CompactWeight(_matrix(file, plan[name], content, order)) for name, order in orders.items()}
+    except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
+        raise ModelError(
+            f"{folder / PLAN} is damaged or does not fit {file} ({error}): remove {folder}, and the file is read again"
+        ) from error
+    return {**rest, **found}
+
+
+def mapped(file: Path) -> torch.Tensor:
+    """The bytes of a file, read from the disk where they are used; a change of the tensor would not change the file."""
+    return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+
+
+def _matrix(file: Path, tensor: PackedTensor, content: torch.Tensor, order: torch.Tensor | None) -> PackedMatrix:
+    if order is None:
+        return tensor.of(content)
+    # Read and not mapped: of a mapped part, the pages would stay in memory beside the copy.
+    part = torch.from_numpy(np.fromfile(file, np.uint8, tensor.bytes, offset=tensor.offset))
+    return PackedMatrix(part.view(tensor.outs, -1)[order.long()], FORMATS[tensor.kind])
+
+
+@dataclass(frozen=True)
+class _HashedTensor:
+    tensor: PackedTensor
+    rows: list[bytes]
+
+
+def _hashed(tensors: list[PackedTensor], content: torch.Tensor) -> Iterator[_HashedTensor]:
+    for tensor in tensors:
+        yield _HashedTensor(tensor, _rows(tensor.of(content)))
+
+
+def _rows(matrix: PackedMatrix | torch.Tensor) -> list[bytes]:
+    """The hash of each row in float32."""
+    size = max(1, PART // matrix.shape[1])
+    parts = (matrix[first : first + size].float() for first in range(0, len(matrix), size))
+    return [blake2b(row, digest_size=DIGEST).digest() for part in parts for row in part.contiguous().numpy()]
+
+
+def _place_of(weight: torch.Tensor, tensors: list[_HashedTensor]) -> tuple[PackedTensor, torch.Tensor | None] | None:
+    """The tensor that has the rows of a weight, and their order if it is another one."""
+    if weight.dtype != torch.float32 or weight.dim() != 2:
+        return None
+    alike = [one for one in tensors if (one.tensor.outs, one.tensor.columns) == tuple(weight.shape)]
+    if not alike:
+        return None
+    rows = _rows(weight.detach())
+    for one in alike:
+        if one.rows == rows:
+            return one.tensor, None
+    for one in alike:
+        places = {row: place for place, row in enumerate(one.rows)}
+        if all(row in places for row in rows):
+            tensor = one.tensor
+            moved = PackedTensor(tensor.kind, tensor.offset, tensor.outs, tensor.columns, False)
+            return moved, torch.tensor([places[row] for row in rows], dtype=torch.int32)
+    return None

@@ -1,0 +1,239 @@
+"""Whole models with the blocks of GGUF files: passes, answers, loading and memory.
+
+    python -m tests.benchmarks.packed_weights passes --model FILE.gguf     # quantized again to each format
+    python -m tests.benchmarks.packed_weights passes --formats Q4_K,Q6_K   # random blocks, the shape of Llama 3.2 1B
+    python -m tests.benchmarks.packed_weights answers --model FILE.gguf    # beside llama-cpp-python if it is installed
+    python -m tests.benchmarks.packed_weights loading --model FILE.gguf    # or --formats Q4_K: a random file
+
+Passes and answers of all sides are measured in turn, in one process with one thread. Times are those of the process on
+the processor; on a machine that does nothing else, both clocks agree. In passes, products are our own up to 64 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging
+
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.prompts import read_prompts
+from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.environment import machine
+from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
+from hdtool.runtime.kernels.compact_weight import CompactWeight
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.small_batch_linear import ProductChoice, use_small_batch_products
+from hdtool.runtime.model.compact_layers import Place, compact_places, replace_parameter, weight_places
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.tree import DraftTree
+from tests.benchmarks import cpu_weights
+from tests.benchmarks.cpu_weights import CONTEXT, ROWS, SHAPE, answer, resident
+from tests.support.gguf_files import write_random_gguf
+from tests.support.packed_blocks import NAMES, some_matrix
+
+PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CHILD = "--loads"
+
+
+@dataclass
+class Side:
+    """The weights of a model in one format."""
+
+    weights: list[tuple[list[Place], torch.Tensor]]
+
+    def use(self) -> None:
+        for places, weight in self.weights:
+            replace_parameter(places, weight)
+
+    @property
+    def bytes(self) -> int:
+        stored = [weight.stored if isinstance(weight, CompactWeight) else weight for _, weight in self.weights]
+        return sum(one.nbytes for one in stored)
+
+
+def side_of(model: Any, name: str, stored: Callable[[torch.Tensor, str], torch.Tensor]) -> Side:
+    matrices = [(places, weight) for places, weight in weight_places(model) if weight.dim() == 2]
+    return Side([(places, stored(weight, name)) for places, weight in matrices])
+
+
+def quantized(weight: torch.Tensor, name: str) -> torch.Tensor:
+    if name == "float32":
+        return weight.detach()
+    if name in PLAIN:
+        return CompactWeight(weight.detach().bfloat16())
+    blocks = quantize(weight.detach().numpy(), GGMLQuantizationType[name])
+    return CompactWeight(PackedMatrix(torch.from_numpy(blocks), NAMES[name]))
+
+
+def random_weight(weight: torch.Tensor, name: str) -> torch.Tensor:
+    if name in PLAIN:
+        found = torch.empty(weight.shape, dtype=PLAIN[name]).normal_(0, 0.02)
+        return found if name == "float32" else CompactWeight(found)
+    return CompactWeight(some_matrix(NAMES[name], *weight.shape))
+
+
+def target_and_sides(model: str | None, formats: list[str]) -> tuple[Target, dict[str, Side]]:
+    if model:
+        target = load(ModelConfig(model, device="cpu", dtype="float32")).target
+        return target, {name: side_of(target.model, name, quantized) for name in formats}
+    shape = LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    with torch.device("meta"):
+        empty: Any = AutoModelForCausalLM.from_config(shape)
+    sides = {name: side_of(empty, name, random_weight) for name in formats}
+    return _target(empty, sides), sides
+
+
+def _target(model: Any, sides: dict[str, Side]) -> Target:
+    """A target of a model that has no memory yet, but for its matrices."""
+    for places, weight in weight_places(model):
+        if weight.dim() == 1:
+            replace_parameter(places, torch.ones(weight.shape))
+    next(iter(sides.values())).use()
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(model.config)
+    use_small_batch_products(model)
+    return Target(model.eval())
+
+
+def passes(target: Target, sides: dict[str, Side], repeats: int) -> None:
+    print(f"| milliseconds of a pass, rows | MB | {' | '.join(map(str, ROWS))} |\n|---|---|{'---|' * len(ROWS)}")
+    next(iter(sides.values())).use()
+    target.prefill(some_context(CONTEXT, 4000))
+    target.commit([])
+    medians: dict[str, list[float]] = {name: [] for name in sides}
+    for rows in ROWS:
+        tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
+        taken: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(repeats + 1):
+            for name, side in sides.items():
+                side.use()
+                started = time.process_time()
+                target.verify(tree)
+                taken[name].append((time.process_time() - started) * 1e3)
+        for name, times in taken.items():
+            medians[name].append(statistics.median(times[1:]))
+    for name, found in medians.items():
+        print(f"| {name} | {sides[name].bytes / 1e6:.0f} | {' | '.join(f'{each:.1f}' for each in found)} |")
+
+
+def answers(file: str, questions: int, most: int) -> None:
+    sides = {
+        "float32": load(ModelConfig(file, device="cpu", dtype="float32")),
+        "packed": load(ModelConfig(file, device="cpu")),
+    }
+    first = next(iter(sides.values()))
+    asked = [
+        encode_conversation(first.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)[: questions + 1]
+    ]
+    curves = {side: cost_here(loaded.target) for side, loaded in sides.items()}
+    peer = LlamaCppContender(first, Path(file), most, lookup=False) if find_spec("llama_cpp") else None
+    totals: dict[tuple[str, str], list[float]] = {}
+    same: dict[str, int] = {}
+    for number, prompt in enumerate(asked):
+        for method in ("ar", "hd"):
+            found = {side: answer(loaded, curves[side], method, prompt, most) for side, loaded in sides.items()}
+            if number:  # the first one is the warm-up
+                same[method] = same.get(method, 0) + (len({tuple(tokens) for tokens, _, _ in found.values()}) == 1)
+                for side, (tokens, seconds, steps) in found.items():
+                    _add(totals, (method, side), len(tokens), seconds, steps)
+        if peer:
+            started = time.process_time()
+            length = len(peer.answer(prompt).output_ids)
+            if number:
+                _add(totals, ("llama.cpp", "packed"), length, time.process_time() - started, length)
+    print("\n| method | weights | tokens/s | tokens a step | answers with the same tokens |\n|---|---|---|---|---|")
+    for (method, side), (number_of_tokens, passed, number_of_steps) in totals.items():
+        equal = f"{same[method]} of {questions}" if method in same else ""
+        speed, per_step = number_of_tokens / passed, number_of_tokens / number_of_steps
+        print(f"| {method} | {side} | {speed:.1f} | {per_step:.2f} | {equal} |", flush=True)
+
+
+def _add(totals: dict[tuple[str, str], list[float]], side: tuple[str, str], *numbers: float) -> None:
+    totals[side] = [a + b for a, b in zip(totals.get(side, [0.0] * len(numbers)), numbers, strict=True)]
+
+
+def loads(file: str, dtype: str) -> None:
+    """Load a model in a process of its own; print what that takes."""
+    load(ModelConfig(device="cpu"))  # what the libraries take is not the model's
+    before = resident()
+    started, clock = time.perf_counter(), time.process_time()
+    loaded = load(ModelConfig(file, device="cpu", dtype=dtype))
+    seconds, busy = time.perf_counter() - started, time.process_time() - clock
+    _use(loaded)
+    after = resident()
+    own, mapped = (after[name] - before[name] for name in ("RssAnon", "RssFile"))
+    peak = after["VmHWM"] - before["RssAnon"] - before["RssFile"]
+    cells = f"{seconds:.2f}", f"{busy:.2f}", *(f"{size / 1e6:.0f}" for size in (own, mapped, own + mapped, peak))
+    print(" | ".join(cells))
+
+
+def _use(loaded: Loaded) -> None:
+    loaded.target.prefill(some_context(64, 4000), 64)
+    loaded.target.commit([])
+    loaded.target.verify(DraftTree.bare(1))
+    assert compact_places(loaded.target.model) or loaded.target.dtype == torch.float32
+
+
+def loading(file: str) -> None:
+    print(f"{Path(file).stat().st_size / 1e6:.0f} MB in the file\n")
+    print("| weights | seconds | of the processor | own memory, MB | mapped files, MB | both, MB | most, MB |")
+    print("|---|---|---|---|---|---|---|")
+    for name, dtype in (("first start, packed", "auto"), ("packed", "auto"), ("packed again", "auto")):
+        command = [sys.executable, "-m", "tests.benchmarks.packed_weights", "loading", CHILD, file, dtype]
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip().splitlines()
+        print(f"| {name} | {found[-1]} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("passes", "answers", "loading"))
+    parser.add_argument("--model", help="a GGUF file")
+    parser.add_argument("--formats", default="float32,bfloat16,Q8_0,Q4_1,Q4_0")
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--questions", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument(CHILD, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.loads:
+        return loads(*options.loads)
+    print(f"{machine(torch.device('cpu'))}; one thread\n", flush=True)
+    cpu_weights.CLOCK = time.process_time
+    if options.part == "answers":
+        return answers(options.model, options.questions, options.tokens)
+    if options.part == "passes":
+        setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)  # noqa: B010
+        with torch.inference_mode(False), torch.no_grad():
+            return passes(*target_and_sides(options.model, options.formats.split(",")), options.repeats)
+    if options.model:
+        return loading(options.model)
+    with TemporaryDirectory() as folder:
+        os.environ["HDTOOL_HOME"] = f"{folder}/home"
+        kind = options.formats.split(",")[0]
+        shape = LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        loading(str(write_random_gguf(Path(folder) / "random.gguf", shape, kind, "Q6_K" if "_K" in kind else "Q8_0")))
+
+
+if __name__ == "__main__":
+    main()

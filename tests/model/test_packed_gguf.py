@@ -1,0 +1,275 @@
+"""GGUF files whose weights stay packed: the bits, the tokens and the errors of the expanded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hdtool
+from hdtool.cli.app import run as command
+from hdtool.data.errors import ModelError
+from hdtool.data.stores.manifest import Checkpoint
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.environment import fingerprint
+from hdtool.runtime.kernels import vector_code
+from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
+from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.small_batch_linear import ProductChoice
+from hdtool.runtime.model import compact_layers
+from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
+from hdtool.runtime.model.gguf import file_identity, packing
+from hdtool.runtime.model.gguf.convert import Conversion
+from hdtool.runtime.model.gguf.converted import converted
+from hdtool.runtime.model.gguf.manifest import PLAN, REST, WEIGHTS, Manifest
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.precision import logits_after, more_precise
+from hdtool.runtime.model.target import Target
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
+from tests.support.trees import LyingDrafter
+
+pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+KINDS = [one.name for one in FORMATS.values()]
+LENGTHS = (1, 2, 3, 5, 16, 64, 65, 100)
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+"""Each matrix has blocks of 256 columns."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(file_identity, "SETTLED", -60.0)
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def file_of(folder: Path, kind: str = "Q4_1", seed: int = 0, **changed: Any) -> Path:
+    return write_gguf(folder / "tiny.gguf", tiny_llama(seed, **(changed or WIDE)), kind)
+
+
+def both(file: Path) -> tuple[Target, Target]:
+    """The model with packed weights, and expanded."""
+    packed, wide = (load(ModelConfig(str(file), device="cpu", dtype=dtype)).target for dtype in ("auto", "float32"))
+    return packed, wide
+
+
+def packed_names(model: torch.nn.Module) -> set[str]:
+    return {name for name, weight in model.named_parameters(remove_duplicate=False) if is_packed(weight)}
+
+
+def matrices(model: torch.nn.Module) -> set[str]:
+    return {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.dim() == 2}
+
+
+@cache
+def prompt_of(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(2, len(vocabulary()["model"]["vocab"]), (length,), generator=generator).tolist()
+
+
+def all_logits(model: Any, length: int) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([prompt_of(length)]), use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_logits_and_answers_are_those_of_the_expanded_model(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
+    packed, wide = both(file_of(tmp_path, kind))
+    assert packed_names(packed.model) == matrices(wide.model) and not packed_names(wide.model)
+    assert packed.dtype == torch.float32
+    for length in LENGTHS:
+        assert torch.equal(all_logits(packed.model, length), all_logits(wide.model, length)), length
+    prompt = prompt_of(20)
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
+        plain = said(run(wide, prompt, sampling))
+        assert said(run(packed, prompt, sampling)) == plain
+        liar = LyingDrafter(len(prompt), plain, len(vocabulary()["model"]["vocab"]), seed=1)
+        assert said(run(packed, prompt, sampling, drafter=liar)) == plain
+        assert liar.accepted > 0
+    assert packed_names(packed.model) == matrices(wide.model), "no weight was expanded"
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: False)
+    for length in LENGTHS[1:]:  # for one row, the product of torch depends on the address of the weight
+        assert torch.equal(all_logits(packed.model, length), all_logits(wide.model, length)), length
+
+
+METHODS = ["hd", "hd-paper", "lade", "pld", "suffix", "sam", "tr", "racer", "logitspec", "hd+logitspec"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_are_lossless(method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = file_of(tmp_path, "Q4_1")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say it {number} times."}) + "\n" for number in range(2)))
+    options = ("--model", str(file), "--prompts", str(prompts), "--max-new-tokens", "24", "--method", method)
+    assert command(["verify", *options, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["lossless"] and found["identical"] == {"plain": 2, "generate": 2}, found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_disk_holds_only_what_is_not_packed(tied: bool, tmp_path: Path) -> None:
+    file = file_of(tmp_path, "Q8_0", tie_word_embeddings=tied)
+    model = hdtool.load(str(file)).target.model
+    folder = converted(file, packed=True)
+    assert not (folder / WEIGHTS).exists()
+    rest = load_file(folder / REST)
+    odd = {f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)}
+    assert matrices(model) - packed_names(model) == odd, "96 columns are no multiple of what the product takes"
+    orders = {name for name in rest if name.endswith(packing.ORDER)}
+    assert {name.split(".")[4] for name in orders} == {"q_proj", "k_proj"}
+    assert {name for name in rest if "norm" not in name} == odd | orders
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (table is head) == tied and is_packed(table)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_blocks_are_mapped_and_not_copied(tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+    model = hdtool.load(str(file)).target.model
+    spans = [
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(file) in line
+    ]
+    assert spans
+
+    def is_mapped(name: str) -> bool:
+        stored = model.get_parameter(name).stored
+        assert isinstance(stored, PackedMatrix)
+        return any(int(first, 16) <= stored.data_ptr() < int(last, 16) for first, last in spans)
+
+    copied = {name for name in packed_names(model) if not is_mapped(name)}
+    assert {name.split(".")[-2] for name in copied} == {"q_proj", "k_proj"}, "their rows have another order"
+    before = file.read_bytes()
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight").stored.blocks.zero_()
+    assert file.read_bytes() == before
+
+
+def test_formats_that_no_product_takes_are_expanded(tmp_path: Path) -> None:
+    file = file_of(tmp_path, "Q5_0")
+    packed, wide = both(file)
+    assert not packed_names(packed.model)
+    assert torch.equal(all_logits(packed.model, 9), all_logits(wide.model, 9))
+    manifest = Manifest.read(converted(file))
+    assert manifest is not None and manifest.has_weights and not manifest.has_packed
+
+
+def test_without_the_instructions_the_file_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "EXPANDS_FLOAT16", False)
+    assert not packed_names(hdtool.load(str(file_of(tmp_path))).target.model)
+
+
+def test_where_the_product_differs_weights_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact_layers, "_has_same_bits", lambda stored: False)
+    file = file_of(tmp_path)
+    model = hdtool.load(str(file)).target.model
+    assert packed_names(model) == {"model.embed_tokens.weight"}
+
+
+def test_a_model_that_was_converted_before_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = file_of(tmp_path)
+    folder = converted(file, weights=True)
+    kept = (folder / WEIGHTS).stat().st_mtime_ns
+    monkeypatch.setattr(Conversion, "_model", lambda *_: pytest.fail("transformers read the weights again"))
+    assert packed_names(hdtool.load(str(file)).target.model)
+    assert (folder / WEIGHTS).stat().st_mtime_ns == kept
+    monkeypatch.setattr(Conversion, "of", lambda _: pytest.fail("the file was read again"))
+    assert packed_names(hdtool.load(str(file)).target.model)
+
+
+def test_expanded_weights_are_added_when_they_are_needed(tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+    folder = converted(file, packed=True)
+    assert converted(file, packed=True, weights=True) == folder
+    assert {WEIGHTS, PLAN, REST} <= {path.name for path in folder.iterdir()}
+    assert load(ModelConfig(str(file), device="cpu", dtype="bfloat16")).target.dtype == torch.bfloat16
+
+
+def test_a_changed_file_never_gives_the_old_model(tmp_path: Path) -> None:
+    """The new file has the name, the header, the size and the time of the old one."""
+    file = file_of(tmp_path)
+    before = file.stat()
+    old = all_logits(hdtool.load(str(file)).target.model, 5)
+    file_of(tmp_path, seed=1)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    packed, wide = both(file)
+    assert not torch.equal(all_logits(packed.model, 5), old)
+    assert torch.equal(all_logits(packed.model, 5), all_logits(wide.model, 5))
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+    expected = all_logits(hdtool.load(str(file)).target.model, 5)
+    folder = converted(file, packed=True)
+    plan = (folder / PLAN).read_text()
+    for damaged in (
+        plan.replace('"kind": 3', '"kind": 9'),
+        plan.replace('"outs": 2', '"outs": 3'),
+        "{" + plan[1:-3] + " ",
+    ):
+        (folder / PLAN).write_text(damaged.ljust(len(plan))[: len(plan)])
+        with pytest.raises(
+            ModelError, match=r"packed.json is damaged or does not fit .*: remove .*, and the file is read"
+        ):
+            hdtool.load(str(file))
+    (folder / PLAN).write_text(plan)
+    (folder / REST).write_bytes((folder / REST).read_bytes()[:-1])
+    assert torch.equal(all_logits(hdtool.load(str(file)).target.model, 5), expected), "it was made again"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1000])
+    with pytest.raises(ModelError, match="is cut short"):
+        hdtool.load(str(file))
+
+
+def test_a_copy_of_the_file_is_mapped_itself(tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+    expected = all_logits(hdtool.load(str(file)).target.model, 5)
+    copy = shutil.copy(file, tmp_path / "copy.gguf")
+    file.unlink()
+    assert torch.equal(all_logits(hdtool.load(str(copy)).target.model, 5), expected)
+
+
+def test_the_model_is_recognised_until_its_weights_change(tmp_path: Path) -> None:
+    file = file_of(tmp_path, "Q4_1", hidden_size=64)
+    loaded = hdtool.load(str(file))
+    model: Any = loaded.target.model
+    assert loaded.checkpoint
+    assert checkpoint_in_memory(model) == Checkpoint(loaded.checkpoint.fingerprint, model.name_or_path.split("/")[-1])
+    wide = load(ModelConfig(str(file), device="cpu", dtype="float32")).target.model
+    assert fingerprint(model) == fingerprint(wide)
+    assert checkpoint_in_memory(model), "expanded weights lie in the folder as well"
+    (Path(model.name_or_path) / WEIGHTS).unlink()
+    for changed in (model.model.layers[0].mlp.down_proj, model.model.layers[1].mlp.up_proj):
+        before = changed.weight.data
+        changed.weight.data = before + 1
+        assert checkpoint_in_memory(model) is None
+        changed.weight.data = before
+
+
+def test_other_uses_of_the_weights(tmp_path: Path) -> None:
+    """A higher precision and back, saving, and another dtype."""
+    packed, wide = both(file_of(tmp_path))
+    for model in (packed.model, wide.model):
+        model.save_pretrained(tmp_path / str(is_packed(model.lm_head.weight)))
+    first, second = (load_file(tmp_path / name / WEIGHTS) for name in ("True", "False"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    found = []
+    for target in (packed, wide):
+        with more_precise(target.model, torch.device("cpu")):
+            found.append(logits_after(target.model, prompt_of(9)))
+    assert torch.equal(*found) and found[0].dtype == torch.float64
+    assert torch.equal(all_logits(packed.model, 9), all_logits(wide.model, 9))
+    packed.model.to(torch.float64)
+    assert not any(map(is_compact, packed.model.parameters()))

@@ -1,0 +1,168 @@
+"""Products with the blocks of GGUF files: every bit is that of the library's numbers in float32."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from platform import machine
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import embedding, linear
+
+from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
+from hdtool.runtime.kernels.expanded_linear import BLOCK_NUMBERS, BlockwiseLinear
+from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
+from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS
+from hdtool.runtime.kernels.small_batch_linear import own_linear
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_scales, some_matrix
+from tests.support.project import ROOT
+
+pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+ALL = [pytest.param(one, id=one.name) for one in FORMATS.values()]
+SPECIAL = [0.0, -0.0, 6e-8, -5.9e-5, float("inf"), -float("inf"), float("nan"), 65504.0, 1.0]
+"""Zeros, subnormal numbers, infinities, NaN and the largest number of float16."""
+
+
+def assert_same_bits(found: np.ndarray, numbers: np.ndarray) -> None:
+    both_nan = np.isnan(found) & np.isnan(numbers)
+    assert np.array_equal(np.where(both_nan, 0, found).view(np.int32), np.where(both_nan, 0, numbers).view(np.int32))
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_sizes_are_those_of_the_library(format: BlockFormat) -> None:
+    kind = GGMLQuantizationType[format.name]
+    assert (int(kind), GGML_QUANT_SIZES[kind]) == (format.number, (format.numbers, format.bytes))
+
+
+@given(
+    st.sampled_from(list(FORMATS.values())),
+    st.lists(st.one_of(st.sampled_from(SPECIAL), st.floats(width=16)), min_size=2, max_size=2),
+    st.data(),
+)
+@settings(deadline=None)
+def test_any_block_has_the_numbers_of_the_library(
+    format: BlockFormat, scales: list[float], data: st.DataObject
+) -> None:
+    content = data.draw(st.binary(min_size=format.bytes, max_size=format.bytes))
+    block = np.frombuffer(content, np.uint8).copy()[None]
+    for first, scale in zip(SCALES[format.name], scales, strict=False):
+        set_scales(block, first, np.array([scale], np.float16))
+    matrix = PackedMatrix(torch.from_numpy(block), format)
+    assert_same_bits(matrix.float().numpy(), expected(matrix))
+
+
+@pytest.mark.parametrize("format", ALL)
+@pytest.mark.parametrize("scale", SPECIAL)
+def test_all_bytes_at_all_places(format: BlockFormat, scale: float) -> None:
+    """Each byte of a block has each of its values."""
+    blocks = (np.arange(256)[:, None] + 37 * np.arange(format.bytes)[None]).astype(np.uint8)
+    for first in SCALES[format.name]:
+        set_scales(blocks, first, np.full(256, scale, np.float16))
+    matrix = PackedMatrix(torch.from_numpy(blocks), format)
+    assert_same_bits(matrix.float().numpy(), expected(matrix))
+
+
+@given(
+    st.sampled_from(list(FORMATS.values())),
+    st.integers(1, MOST_IN_REGISTERS + 20),
+    st.integers(1, 3 * MOST_OUTS),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None)
+def test_products_have_the_bits_of_float32(
+    format: BlockFormat, rows: int, outs: int, wholes: int, bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    matrix = some_matrix(format, outs, wholes * LONGEST_BLOCK, seed)
+    numbers, added = torch.randn(rows, wholes * LONGEST_BLOCK), torch.randn(outs) if bias else None
+    wide = torch.from_numpy(expected(matrix))
+    found = own_linear(numbers, matrix, added)
+    assert torch.equal(found, own_linear(numbers, wide, added))
+    exact = numbers.double() @ wide.double().T + (0 if added is None else added)
+    magnitude = numbers.double().abs() @ wide.double().abs().T + (0 if added is None else added.abs())
+    assert ((found - exact).abs() <= numbers.shape[1] * torch.finfo(torch.float32).eps * magnitude).all()
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> None:
+    """Nor on their number."""
+    columns = 2 * LONGEST_BLOCK
+    matrix, numbers = some_matrix(format, MOST_OUTS + 3, columns), torch.randn(2 * MOST_IN_REGISTERS, columns)
+    alone = torch.cat([own_linear(row, matrix) for row in numbers.split(1)])
+    for rows in (*range(1, 2 * MOST_ROWS + 2), MOST_IN_REGISTERS, MOST_IN_REGISTERS + 1, len(numbers)):
+        assert torch.equal(own_linear(numbers[:rows], matrix), alone[:rows])
+        others = torch.full((rows, columns), float("nan"))
+        others[rows // 2] = numbers[rows // 2]
+        assert torch.equal(own_linear(others, matrix)[rows // 2], alone[rows // 2])
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_many_rows_have_the_bits_of_the_product_of_torch(format: BlockFormat) -> None:
+    matrix = some_matrix(format, 2 * BLOCK_NUMBERS // LONGEST_BLOCK + 5, LONGEST_BLOCK)
+    numbers, bias = torch.randn(1, 70, LONGEST_BLOCK), torch.randn(len(matrix))
+    assert torch.equal(BlockwiseLinear()(numbers, matrix, bias), linear(numbers, matrix.float(), bias))
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_rows_of_an_embedding(format: BlockFormat) -> None:
+    matrix = some_matrix(format, 9, LONGEST_BLOCK)
+    weight, wide = CompactWeight(matrix), matrix.float()
+    assert is_packed(weight)
+    ids = torch.tensor([[0, 8, 3], [3, 3, 1]])
+    assert torch.equal(embedding(ids, weight), embedding(ids, wide))
+    assert torch.equal(weight[torch.tensor([-1, 2])], wide[[-1, 2]])
+    assert torch.equal(weight.index_select(0, ids[0]), wide[ids[0]])
+    assert torch.equal(weight.detach()[2:5] * 1, wide[2:5])
+    assert weight.reads.number == 1, "the last one alone expands what it reads"
+    for wrong in (9, -1):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([wrong]), weight)
+    assert torch.equal(weight.index_select(1, ids[0]), wide[:, ids[0]])
+    assert torch.equal(weight[ids[0], ids[1]], wide[ids[0], ids[1]])
+
+
+NARROW = """
+from llvmlite import binding
+from llvmlite.binding.targets import FeatureMap
+
+features = FeatureMap({name: True for name in FEATURES})
+binding.get_host_cpu_features = lambda: features
+import torch
+from hdtool.runtime.kernels.vector_code import LANES
+from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.kernels.small_batch_linear import own_linear
+from tests.support.packed_blocks import expected, some_matrix
+
+for format in FORMATS.values():
+    matrix, numbers = some_matrix(format, 11, 512), torch.randn(30, 512)
+    wide = torch.from_numpy(expected(matrix))
+    assert torch.equal(matrix.float(), wide), format
+    alone = torch.cat([own_linear(row, wide) for row in numbers.split(1)])
+    for rows in (1, 2, 3, 4, 5, 8, 9, 30):
+        assert torch.equal(own_linear(numbers[:rows], matrix), alone[:rows]), (format, rows)
+print(LANES)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(machine().lower() not in ("x86_64", "amd64"), reason="the processors are named")
+@pytest.mark.parametrize(("features", "lanes"), [(["avx", "avx2", "fma", "f16c"], 8), (["sse4.2", "f16c"], 4)])
+def test_narrower_registers_give_the_same_bits(features: list[str], lanes: int, tmp_path: Path) -> None:
+    """The code for a processor without AVX-512, and with the registers of ARM."""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", NARROW.replace("FEATURES", repr(features))]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) == lanes
