@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.nn import Linear
@@ -56,7 +56,7 @@ class ProductChoice:
             return False
         threads = torch.get_num_threads()
         if threads not in self._own:
-            tried = saved_choice(_choice_file(_form(self._weights[0]), threads), TIMED_ROWS, self._measured)
+            tried = saved_choice(_choice_file(_shape_in_words(self._weights[0]), threads), TIMED_ROWS, self._measured)
             nearest = (min(most for most in TIMED_ROWS if rows <= most) for rows in range(TIMED_ROWS[-1] + 1))
             self._own.setdefault(threads, tuple(tried[most] for most in nearest))
         return self._own[threads][rows]
@@ -126,8 +126,7 @@ def own_linear(
     found = memory.room_for(rows, outs, input) if memory else input.new_empty(rows, outs)
     multiply(
         weight.data_ptr(),
-        weight.format.kind if isinstance(weight, PackedMatrix) else KINDS[weight.dtype],
-        weight.itemsize,
+        *form_of(weight),
         outs,
         columns,
         input.data_ptr(),
@@ -138,16 +137,21 @@ def own_linear(
     return found.view(*input.shape[:-1], outs)
 
 
+def form_of(weight: Stored) -> tuple[Any, int]:
+    """The format of a matrix for our own product, and the bytes of its numbers or blocks."""
+    return weight.format.kind if isinstance(weight, PackedMatrix) else KINDS[weight.dtype], weight.itemsize
+
+
 def use_small_batch_products(model: torch.nn.Module) -> None:
     """Use the product of ``small_batch_gemm.py`` in the linear layers of a CPU model; weights are not changed."""
     choices: dict[str, list[torch.Tensor]] = {}
     fit = [module for module in model.modules() if type(module) is Linear and fits_own_product(module)]
     for layer in fit:
-        choices.setdefault(_form(layer.weight), []).append(layer.weight)
+        choices.setdefault(_shape_in_words(layer.weight), []).append(layer.weight)
     made = {form: ProductChoice(weights) for form, weights in choices.items()}
     blockwise = {form: BlockwiseLinear() for form in choices}
     for layer in fit:
-        form = _form(layer.weight)
+        form = _shape_in_words(layer.weight)
         layer.__class__ = SmallBatchLinear
         cast(SmallBatchLinear, layer).choice = made[form]
         cast(SmallBatchLinear, layer).blockwise = blockwise[form]
@@ -173,7 +177,7 @@ def share_weights(stock: torch.nn.Module, own: torch.nn.Module) -> None:
             other.weight.data = layer.weight.data
 
 
-def _form(weight: torch.Tensor) -> str:
+def _shape_in_words(weight: torch.Tensor) -> str:
     """The shape of a weight and, if it is packed, its format."""
     packed = is_compact(weight) and isinstance(weight.stored, PackedMatrix) and weight.stored.format.name
     return "x".join(map(str, weight.shape)) + (f"-{packed}" if packed else "")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hdtool.runtime.kernels.fused.attention import QUERIES, attend, attention_numbers
 from hdtool.runtime.kernels.fused.elementwise import norm_rows
 from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, gate_rows
-from hdtool.runtime.kernels.small_batch_gemm import LANES
+from hdtool.runtime.kernels.vector_code import LANES
 
 HIDDEN = torch.finfo(torch.float32).min
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4, 5, 8]))

@@ -38,6 +38,16 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: own and rows <= 64)
 
 
+class _NotOwn(ProductChoice):
+    """Takes the products of torch."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def own(self, rows: int) -> bool:
+        return False
+
+
 @pytest.fixture
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
@@ -71,7 +81,7 @@ def test_weights_in_16_bits_give_the_bits_of_float32(dtype: torch.dtype) -> None
 def test_compiled_products_and_those_of_the_modules_give_the_same_bits() -> None:
     _, fused = both("llama with biases")
     found = logits_of(fused, prompt_of(30))
-    stack(fused)._has_known_formats = False
+    stack(fused)._choices.append(_NotOwn())
     assert torch.equal(logits_of(fused, prompt_of(30)), found)
 
 
@@ -194,8 +204,8 @@ def test_no_pass_compiles_anything(monkeypatch: pytest.MonkeyPatch) -> None:
         return [len(one.signatures) for one in vars(layers).values() if hasattr(one, "signatures")]
 
     before = compiled()
-    for own in (True, False):
-        stack(fused)._has_known_formats = own
+    for others in ([], [_NotOwn()]):
+        stack(fused)._choices += others
         for tree in (TREE, DraftTree.bare(1)):
             logits_of(fused, prompt_of(30), tree)
     assert compiled() == before and before

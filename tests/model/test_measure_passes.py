@@ -76,7 +76,10 @@ def test_a_saved_curve_is_reused(embedded: Loaded) -> None:
     target = embedded.target
     save_at_home(target, curve)
     path = cost_at_home(
-        fingerprint(target.model), device_name(target.device), "float32-own-products-compact", torch.get_num_threads()
+        fingerprint(target.model),
+        device_name(target.device),
+        "float32-own-products-compact-fused",
+        torch.get_num_threads(),
     )
     assert CostCurve.read(path) == curve
     assert [file.name for file in path.parent.iterdir()] == [path.name]

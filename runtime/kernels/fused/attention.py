@@ -12,9 +12,10 @@ from typing import Any
 from numba import njit, types
 from numba.extending import intrinsic
 
-from hdtool.runtime.kernels.fused.vectors import VECTOR, VectorCode
+from hdtool.runtime.kernels.fused.vectors import VECTOR, FloatCode
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.raw_memory import array_at
-from hdtool.runtime.kernels.small_batch_gemm import FLOAT, INDEX, ITEM_SIZE, LANES
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, LANES
 
 QUERIES = 16
 """Queries that read the same keys and values together, while these are in the first cache."""
@@ -27,13 +28,13 @@ def _scores(context: Any, keys: Any, width: Any, query: Any, written: Any) -> An
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         keys, width, query, written = arguments
-        code = VectorCode(builder)
+        code = FloatCode(builder)
         rows = [code.at(keys, builder.mul(width, INDEX(lane))) for lane in range(LANES)]
 
         def add(index: Any, sums: list[Any]) -> list[Any]:
-            numbers = code.load(code.at(query, index))
+            numbers = code.read(code.at(query, index))
             pairs = zip(rows, sums, strict=True)
-            return [code.fused(code.load(code.at(row, index)), numbers, sum_) for row, sum_ in pairs]
+            return [code.multiply_add(code.read(code.at(row, index)), numbers, sum_) for row, sum_ in pairs]
 
         sums = code.loop(width, [code.number(0.0)] * LANES, add)
         code.store(code.sums_of(sums), written)
@@ -47,12 +48,12 @@ def _exponentials(context: Any, scores: Any, count: Any, largest: Any) -> Any:
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         scores, count, largest = arguments
-        code = VectorCode(builder)
-        top = code.spread(largest)
+        code = FloatCode(builder)
+        top = code.splat(largest)
 
         def apply(index: Any, _: list[Any]) -> list[Any]:
             place = code.at(scores, index)
-            code.store(code.exp(builder.fsub(code.load(place), top)), place)
+            code.store(code.exp(builder.fsub(code.read(place), top)), place)
             return []
 
         code.loop(count, [], apply)
@@ -66,12 +67,12 @@ def _masked(context: Any, scores: Any, count: Any, scale: Any, mask: Any) -> Any
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         scores, count, scale, mask = arguments
-        code = VectorCode(builder)
-        factor = code.spread(scale)
+        code = FloatCode(builder)
+        factor = code.splat(scale)
 
         def apply(index: Any, tops: list[Any]) -> list[Any]:
             place = code.at(scores, index)
-            found = builder.fadd(builder.fmul(code.load(place), factor), code.load(code.at(mask, index)))
+            found = builder.fadd(builder.fmul(code.read(place), factor), code.read(code.at(mask, index)))
             code.store(found, place)
             return [builder.select(builder.fcmp_ordered(">", found, tops[0]), found, tops[0])]
 
@@ -96,25 +97,25 @@ def _weighed(queries: int, vectors: int) -> Any:
     ) -> Any:
         def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             values, width, weights, apart, count, sums, totals = arguments
-            code = VectorCode(builder)
+            code = FloatCode(builder)
             places = [
                 [code.at(sums, builder.add(builder.mul(width, INDEX(query)), INDEX(vector * LANES)))]
                 for query in range(queries)
                 for vector in range(vectors)
             ]
             kept = [code.at(totals, INDEX(query)) for query in range(queries)]
-            first = [*(code.load(place) for (place,) in places), *(code.load(place, FLOAT) for place in kept)]
+            first = [*(code.read(place) for (place,) in places), *(code.read(place, FLOAT) for place in kept)]
 
             def add(index: Any, carried: list[Any]) -> list[Any]:
                 row = code.at(values, builder.mul(index, width))
-                numbers = [code.load(code.at(row, INDEX(vector * LANES))) for vector in range(vectors)]
+                numbers = [code.read(code.at(row, INDEX(vector * LANES))) for vector in range(vectors)]
                 added, summed = [], []
                 for query in range(queries):
                     at = code.at(weights, builder.add(index, builder.mul(apart, INDEX(query))))
-                    weight = code.load(at, FLOAT)
-                    spread = code.spread(weight)
+                    weight = code.read(at, FLOAT)
+                    spread = code.splat(weight)
                     for vector in range(vectors):
-                        added.append(code.fused(numbers[vector], spread, carried[query * vectors + vector]))
+                        added.append(code.multiply_add(numbers[vector], spread, carried[query * vectors + vector]))
                     summed.append(builder.fadd(carried[queries * vectors + query], weight))
                 return [*added, *summed]
 
@@ -135,11 +136,11 @@ def _divided(context: Any, sums: Any, width: Any, total: Any, written: Any) -> A
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, width, total, written = arguments
-        code = VectorCode(builder)
-        factor = code.spread(builder.fdiv(FLOAT(1.0), total))
+        code = FloatCode(builder)
+        factor = code.splat(builder.fdiv(FLOAT(1.0), total))
 
         def apply(index: Any, _: list[Any]) -> list[Any]:
-            code.store(builder.fmul(code.load(code.at(sums, index)), factor), code.at(written, index))
+            code.store(builder.fmul(code.read(code.at(sums, index)), factor), code.at(written, index))
             return []
 
         code.loop(width, [], apply)

@@ -8,9 +8,10 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
-from hdtool.runtime.kernels.fused.vectors import VECTOR, VectorCode
+from hdtool.runtime.kernels.fused.vectors import VECTOR, FloatCode
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.raw_memory import array_at
-from hdtool.runtime.kernels.small_batch_gemm import FLOAT, ITEM_SIZE, LANES
+from hdtool.runtime.kernels.vector_code import FLOAT, LANES
 
 
 def _normed(context: Any, read: Any, weight: Any, width: Any, epsilon: Any, written: Any) -> Any:
@@ -18,20 +19,20 @@ def _normed(context: Any, read: Any, weight: Any, width: Any, epsilon: Any, writ
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         read, weight, width, epsilon, written = arguments
-        code = VectorCode(builder)
+        code = FloatCode(builder)
 
         def square(index: Any, sums: list[Any]) -> list[Any]:
-            numbers = code.load(code.at(read, index))
-            return [code.fused(numbers, numbers, sums[0])]
+            numbers = code.read(code.at(read, index))
+            return [code.multiply_add(numbers, numbers, sums[0])]
 
         (squares,) = code.loop(width, [code.number(0.0)], square)
-        mean = builder.fdiv(code.sum_of(squares), builder.sitofp(width, FLOAT))
+        mean = builder.fdiv(code.total(squares), builder.sitofp(width, FLOAT))
         root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(mean, epsilon))
-        scale = code.spread(builder.fdiv(FLOAT(1.0), root))
+        scale = code.splat(builder.fdiv(FLOAT(1.0), root))
 
         def apply(index: Any, _: list[Any]) -> list[Any]:
-            numbers = builder.fmul(code.load(code.at(read, index)), scale)
-            code.store(builder.fmul(numbers, code.load(code.at(weight, index))), code.at(written, index))
+            numbers = builder.fmul(code.read(code.at(read, index)), scale)
+            code.store(builder.fmul(numbers, code.read(code.at(weight, index))), code.at(written, index))
             return []
 
         code.loop(width, [], apply)
@@ -45,12 +46,12 @@ def _gated(context: Any, gate: Any, up: Any, size: Any) -> Any:
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         gate, up, size = arguments
-        code = VectorCode(builder)
+        code = FloatCode(builder)
 
         def apply(index: Any, _: list[Any]) -> list[Any]:
-            numbers = code.load(code.at(gate, index))
+            numbers = code.read(code.at(gate, index))
             divisor = builder.fadd(code.exp(builder.fneg(numbers)), code.number(1.0))
-            found = builder.fmul(builder.fdiv(numbers, divisor), code.load(code.at(up, index)))
+            found = builder.fmul(builder.fdiv(numbers, divisor), code.read(code.at(up, index)))
             code.store(found, code.at(gate, index))
             return []
 
@@ -65,11 +66,11 @@ def _added(context: Any, sums: Any, numbers: Any, size: Any) -> Any:
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, numbers, size = arguments
-        code = VectorCode(builder)
+        code = FloatCode(builder)
 
         def apply(index: Any, _: list[Any]) -> list[Any]:
             place = code.at(sums, index)
-            code.store(builder.fadd(code.load(place), code.load(code.at(numbers, index))), place)
+            code.store(builder.fadd(code.read(place), code.read(code.at(numbers, index))), place)
             return []
 
         code.loop(size, [], apply)
@@ -83,16 +84,16 @@ def _rotated(context: Any, read: Any, cos: Any, sin: Any, width: Any, written: A
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         read, cos, sin, width, written = arguments
-        code = VectorCode(builder)
+        code = FloatCode(builder)
         half = builder.lshr(width, ir.Constant(width.type, 1))
         pair = ir.VectorType(FLOAT, ROTATED)
 
         def apply(index: Any, _: list[Any]) -> list[Any]:
             other = builder.add(index, half)
-            first, second = (code.load(code.at(read, place), pair) for place in (index, other))
+            first, second = (code.read(code.at(read, place), pair) for place in (index, other))
             for place, own, turned in ((index, first, builder.fneg(second)), (other, second, first)):
-                product = builder.fmul(own, code.load(code.at(cos, place), pair))
-                sum_ = builder.fadd(product, builder.fmul(turned, code.load(code.at(sin, place), pair)))
+                product = builder.fmul(own, code.read(code.at(cos, place), pair))
+                sum_ = builder.fadd(product, builder.fmul(turned, code.read(code.at(sin, place), pair)))
                 code.store(sum_, code.at(written, place))
             return []
 

@@ -20,16 +20,16 @@ from hdtool.runtime.kernels.fused.elementwise import (
     norm_rows,
     rotate_head,
 )
-from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, FLOAT16, FLOAT32, ITEM_SIZE, multiply
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
+from hdtool.runtime.kernels.product_address import call_product
 
 TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
 """The products of a layer."""
 PRODUCT_FIELDS = 5
-"""Address and format of the matrix, rows and columns of it, address of the bias."""
+"""Addresses of the compiled product and of the matrix, rows and columns of it, address of the bias."""
 NORM_BEFORE, NORM_AFTER, NORM_Q, NORM_K, KEYS, VALUES = range(7 * PRODUCT_FIELDS, 7 * PRODUCT_FIELDS + 6)
 """Addresses of the weights of norms, 0 for none, and of the layer's keys and values."""
 FIELDS = VALUES + 1
-FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_FLOAT16 = range(3)
 
 SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER, COS, SIN, SLOT_APART, HEAD_APART, MASK, MASK_SLOT, MASK_ROW = range(14)
 """Of a pass: sequences and new rows of each; shapes; addresses of the rotary positions; and numbers from one sequence,
@@ -42,13 +42,8 @@ Numbers = npt.NDArray[np.int64]
 @njit(cache=True, nogil=True)
 def product(layer: Numbers, which: int, inputs: int, rows: int, outputs: int) -> None:
     """One of the seven products of a layer: all weights are read here."""
-    matrix, form, outs, columns, bias = layer[which * PRODUCT_FIELDS : (which + 1) * PRODUCT_FIELDS]
-    if form == FORMAT_FLOAT32:
-        multiply(matrix, FLOAT32, 4, outs, columns, inputs, rows, outputs, bias)
-    elif form == FORMAT_BFLOAT16:
-        multiply(matrix, BFLOAT16, 2, outs, columns, inputs, rows, outputs, bias)
-    elif form == FORMAT_FLOAT16:
-        multiply(matrix, FLOAT16, 2, outs, columns, inputs, rows, outputs, bias)
+    compiled, matrix, outs, columns, bias = layer[which * PRODUCT_FIELDS : (which + 1) * PRODUCT_FIELDS]
+    call_product(compiled, matrix, outs, columns, inputs, rows, outputs, bias)
 
 
 @njit(cache=True, nogil=True)

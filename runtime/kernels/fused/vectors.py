@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils
 
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.raw_memory import WORD
-from hdtool.runtime.kernels.small_batch_gemm import FLOAT, INDEX, ITEM_SIZE, LANES
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, LANES, VectorCode
 
 VECTOR = ir.VectorType(FLOAT, LANES)
 WORDS = ir.VectorType(WORD, LANES)
@@ -30,32 +30,18 @@ ONE_BITS = 127 << 23
 """The bits of 1.0 in float32."""
 
 
-class VectorCode:
-    """Adds instructions to a function that is being generated."""
-
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
-
-    def call(self, name: str, result: Any, *arguments: Any, **flags: Any) -> Any:
-        kind = ir.FunctionType(result, [argument.type for argument in arguments])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
-        return self.builder.call(function, arguments, **flags)
+class FloatCode(VectorCode):
+    """Adds instructions on float32 numbers, given by integer addresses, to a function that is being generated."""
 
     def number(self, value: float) -> Any:
         """A constant in all lanes."""
         return ir.Constant(VECTOR, [value] * LANES)
 
-    def spread(self, value: Any) -> Any:
-        """A number in all lanes."""
-        undefined = ir.Constant(VECTOR, ir.Undefined)
-        first = self.builder.insert_element(undefined, value, WORD(0))
-        return self.builder.shuffle_vector(first, undefined, ir.Constant(WORDS, [0] * LANES))
-
     def at(self, address: Any, index: Any) -> Any:
         """The address of a float32 by its index."""
         return self.builder.add(address, self.builder.mul(index, INDEX(ITEM_SIZE)))
 
-    def load(self, address: Any, kind: Any = VECTOR) -> Any:
+    def read(self, address: Any, kind: Any = VECTOR) -> Any:
         found = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
         found.align = ITEM_SIZE
         return found
@@ -63,22 +49,8 @@ class VectorCode:
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = ITEM_SIZE
 
-    def fused(self, first: Any, second: Any, added: Any) -> Any:
-        """``first * second + added``"""
-        return self.call(f"llvm.fmuladd.v{LANES}f32", VECTOR, first, second, added)
-
-    def sum_of(self, vector: Any) -> Any:
-        """The sum of all lanes, in pairs, then pairs of pairs."""
-        count = LANES
-        while count > 1:
-            count //= 2
-            lanes = [lane + count for lane in range(count)] + list(range(LANES - count))
-            moved = self.builder.shuffle_vector(vector, vector, ir.Constant(WORDS, lanes))
-            vector = self.builder.fadd(vector, moved)
-        return self.builder.extract_element(vector, WORD(0))
-
     def sums_of(self, vectors: Sequence[Any]) -> Any:
-        """The sums of as many vectors as there are lanes, one in each lane, added as ``sum_of`` adds them."""
+        """The sums of as many vectors as there are lanes, one in each lane, added as ``total`` adds them."""
         vectors, count = list(vectors), LANES
         while count > 1:
             count //= 2
@@ -108,14 +80,14 @@ class VectorCode:
         builder = self.builder
         vanishes = builder.fcmp_ordered("<", x, self.number(SMALLEST))
         x = builder.select(builder.fcmp_ordered(">", x, self.number(LARGEST)), self.number(LARGEST), x)
-        rounded = self.fused(x, self.number(LOG2_E), self.number(ROUNDING))
+        rounded = self.multiply_add(x, self.number(LOG2_E), self.number(ROUNDING))
         power = builder.fsub(rounded, self.number(ROUNDING))
-        rest = self.fused(power, self.number(-LN2_HIGH), x)
-        rest = self.fused(power, self.number(-LN2_LOW), rest)
+        rest = self.multiply_add(power, self.number(-LN2_HIGH), x)
+        rest = self.multiply_add(power, self.number(-LN2_LOW), rest)
         found = self.number(POLYNOMIAL[0])
         for coefficient in POLYNOMIAL[1:]:
-            found = self.fused(found, rest, self.number(coefficient))
-        found = self.fused(found, builder.fmul(rest, rest), rest)
+            found = self.multiply_add(found, rest, self.number(coefficient))
+        found = self.multiply_add(found, builder.fmul(rest, rest), rest)
         found = builder.fadd(found, self.number(1.0))
         shifted = builder.shl(builder.bitcast(rounded, WORDS), ir.Constant(WORDS, [23] * LANES))
         scale = builder.add(shifted, ir.Constant(WORDS, [ONE_BITS] * LANES))

@@ -8,8 +8,8 @@ import torch
 from torch.nn import Module
 
 from hdtool.runtime.kernels.compact_weight import is_compact
-from hdtool.runtime.kernels.small_batch_gemm import LANES
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear
+from hdtool.runtime.kernels.vector_code import LANES
 
 PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 OF_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -16,7 +16,8 @@ from torch.nn import Module, ModuleList
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.fused import layers as compiled
 from hdtool.runtime.kernels.fused.layers import FIELDS, PASS_FIELDS, PRODUCT_FIELDS, Numbers
-from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear
+from hdtool.runtime.kernels.product_address import product_of
+from hdtool.runtime.kernels.small_batch_linear import form_of
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import LayerParts
 from hdtool.runtime.model.fused.unchanged import Unchanged
@@ -26,11 +27,6 @@ MOST_ROWS = 64
 MOST_WORK = 1 << 23
 """With several threads: numbers of rows, positions and queries' widths, multiplied, from which on the attention of the
 library, which uses them all, is the faster one. Compiled layers use one thread."""
-FORMATS = {
-    torch.float32: compiled.FORMAT_FLOAT32,
-    torch.bfloat16: compiled.FORMAT_BFLOAT16,
-    torch.float16: compiled.FORMAT_FLOAT16,
-}
 KNOWN = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "use_cache"}
 """What a pass of ours gives to a layer; a pass with other arguments is the library's."""
 
@@ -59,7 +55,6 @@ class LayerStack:
         self._unchanged = Unchanged(part.layer for part in parts)
         self._choices = list({id(one.choice): one.choice for part in parts for one in part.products}.values())
         self._table = _table_of(parts)
-        self._has_known_formats = all(_format_of(one) is not None for part in parts for one in part.products)
         self._last: tuple[weakref.ref[KVTensors], Numbers] | None = None
         """The cache of the last pass, and the table with its addresses."""
         self._scratch: list[torch.Tensor] = []
@@ -138,7 +133,7 @@ class LayerStack:
         scratch = self._memory(compiled.scratch_numbers(shape, positions), hidden)
         places = np.array(starts, np.int64)
         rows = hidden.shape[0] * hidden.shape[1]
-        if self._has_known_formats and all(choice.own(rows) for choice in self._choices):
+        if all(choice.own(rows) for choice in self._choices):
             own = shape, table[first:end], places, self._epsilon, self._scale
             compiled.compute_layers(*own, hidden.data_ptr(), scratch.data_ptr())
         else:
@@ -212,11 +207,6 @@ def _are_numbers(tensor: object, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _format_of(product: SmallBatchLinear) -> int | None:
-    weight = product.weight
-    return FORMATS.get(weight.stored.dtype if is_compact(weight) else weight.dtype)
-
-
 def _address_of(weight: Any) -> int:
     return int((weight.stored if is_compact(weight) else weight).data_ptr())
 
@@ -227,8 +217,8 @@ def _table_of(parts: list[LayerParts]) -> Numbers:
     for row, part in zip(table, parts, strict=True):
         for number, product in enumerate(part.products):
             bias = 0 if product.bias is None else product.bias.data_ptr()
-            known = _format_of(product)
-            described = _address_of(product.weight), -1 if known is None else known, *product.weight.shape, bias
+            stored = product.weight.stored if is_compact(product.weight) else product.weight
+            described = product_of(*form_of(stored)).address, stored.data_ptr(), *product.weight.shape, bias
             row[number * PRODUCT_FIELDS : (number + 1) * PRODUCT_FIELDS] = described
         norms = [_address_of(norm._parameters["weight"]) for norm in part.norms]
         row[compiled.NORM_BEFORE : compiled.NORM_BEFORE + len(norms)] = norms

@@ -14,6 +14,7 @@ import torch
 from torch.nn import Module
 
 from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -38,7 +39,8 @@ class Unchanged:
         weights = [one for one in self._held if isinstance(one, torch.Tensor)]
         self._compact = list(filter(is_compact, weights))
         self._stored = self._now_stored()
-        self._tensors = [weight for weight in weights if not is_compact(weight)] + self._stored
+        self._tensors = [weight for weight in weights if not is_compact(weight)]
+        self._tensors += [one.blocks if isinstance(one, PackedMatrix) else one for one in self._stored]
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def __call__(self) -> bool:

@@ -1,0 +1,60 @@
+"""The small-batch product of one format of matrices as a C function, which compiled code calls by its address.
+
+Code that multiplies matrices of several formats, known only when it runs, needs no version for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, cast
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import cfunc, types
+from numba.extending import intrinsic
+
+from hdtool.runtime.kernels.small_batch_gemm import multiply
+from hdtool.runtime.kernels.vector_code import INDEX
+
+ARGUMENTS = 7
+"""Of ``multiply`` without the format and the size of its numbers or blocks."""
+
+
+def product_of(kind: Any, size: int) -> Any:
+    """The product for a format; it must be kept as long as its address is used."""
+    return _made(cast(Hashable, type(kind)), size)  # formats differ by the type of ``kind``: they are equal as numbers
+
+
+@cache
+def _made(kind_type: Hashable, size: int) -> Any:
+    kind: Any = cast(Any, kind_type)(0)
+
+    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    def product(matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int) -> None:
+        multiply(matrix, kind, size, outs, columns, inputs, rows, outputs, bias)
+
+    return product
+
+
+def _call(
+    context: Any,
+    product: Any,
+    matrix: Any,
+    outs: Any,
+    columns: Any,
+    inputs: Any,
+    rows: Any,
+    outputs: Any,
+    bias: Any,
+) -> Any:
+    """Call the product at an address."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [INDEX] * ARGUMENTS)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return target.get_dummy_value()
+
+    return types.void(types.int64, *[types.int64] * ARGUMENTS), generate
+
+
+call_product: Any = intrinsic(_call)
