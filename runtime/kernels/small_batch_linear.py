@@ -46,14 +46,17 @@ class ProductChoice:
     as they are, since torch multiplies them only after they are unpacked.
     """
 
-    def __init__(self, weights: list[torch.Tensor]) -> None:
-        self._weights = weights
+    def __init__(self, weights: list[torch.Tensor], fixed: bool | None = None) -> None:
+        """``fixed`` states the product for all numbers of rows that our own takes; None measures it."""
+        self._weights, self._fixed = weights, fixed
         self._own: dict[int, tuple[bool, ...]] = {}
 
     def own(self, rows: int) -> bool:
         """Whether our own product is the faster one for this number of rows."""
         if rows > TIMED_ROWS[-1]:
             return False
+        if self._fixed is not None:
+            return self._fixed
         threads = torch.get_num_threads()
         if threads not in self._own:
             tried = saved_choice(_choice_file(_form(self._weights[0]), threads), TIMED_ROWS, self._measured)
@@ -138,13 +141,16 @@ def own_linear(
     return found.view(*input.shape[:-1], outs)
 
 
-def use_small_batch_products(model: torch.nn.Module) -> None:
-    """Use the product of ``small_batch_gemm.py`` in the linear layers of a CPU model; weights are not changed."""
+def use_small_batch_products(model: torch.nn.Module, own: bool | None = None) -> None:
+    """Use the product of ``small_batch_gemm.py`` in the linear layers of a CPU model; weights are not changed.
+
+    It is used where it is measured to be fast enough, or everywhere or nowhere by ``own``.
+    """
     choices: dict[str, list[torch.Tensor]] = {}
     fit = [module for module in model.modules() if type(module) is Linear and fits_own_product(module)]
     for layer in fit:
         choices.setdefault(_form(layer.weight), []).append(layer.weight)
-    made = {form: ProductChoice(weights) for form, weights in choices.items()}
+    made = {form: ProductChoice(weights, own) for form, weights in choices.items()}
     blockwise = {form: BlockwiseLinear() for form in choices}
     for layer in fit:
         form = _form(layer.weight)
