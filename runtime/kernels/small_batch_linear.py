@@ -18,10 +18,9 @@ from hdtool.runtime.kernels.compact_weight import Stored, in_float32, is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.expanded_linear import BlockwiseLinear
 from hdtool.runtime.kernels.gemm_choice import saved_choice
-from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
 from hdtool.runtime.kernels.output_memory import OutputMemory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, multiply
+from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, COLUMN_MULTIPLE, FLOAT16, FLOAT32, multiply
 
 TIMED_ROWS = (1, 4, 16, 64)
 """Numbers of rows at which both products are timed; other numbers of rows use the next larger one."""
