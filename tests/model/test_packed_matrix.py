@@ -14,11 +14,13 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 from torch.nn.functional import embedding, linear
 
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
 from hdtool.runtime.kernels.expanded_linear import BLOCK_NUMBERS, BlockwiseLinear
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
+from hdtool.runtime.kernels.packed.address import call_product, product_address
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS
@@ -108,6 +110,20 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> Non
         assert torch.equal(own_linear(others, matrix)[rows // 2], alone[rows // 2])
 
 
+@njit(nogil=True)
+def called(product: int, matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int) -> None:
+    call_product(product, matrix, outs, columns, inputs, rows, outputs, 0)
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_a_product_is_called_at_its_address(format: BlockFormat) -> None:
+    matrix, numbers = some_matrix(format, 11, LONGEST_BLOCK), torch.randn(7, LONGEST_BLOCK)
+    found, product = torch.empty(7, 11), product_address(format)
+    called(product, matrix.data_ptr(), 11, LONGEST_BLOCK, numbers.data_ptr(), 7, found.data_ptr())
+    assert torch.equal(found, own_linear(numbers, matrix))
+    assert product_address(format) == product
+
+
 @pytest.mark.parametrize("format", ALL)
 def test_many_rows_have_the_bits_of_the_product_of_torch(format: BlockFormat) -> None:
     matrix = some_matrix(format, 2 * BLOCK_NUMBERS // LONGEST_BLOCK + 5, LONGEST_BLOCK)
@@ -141,6 +157,7 @@ features = FeatureMap({name: True for name in FEATURES})
 binding.get_host_cpu_features = lambda: features
 import torch
 from hdtool.runtime.kernels.vector_code import LANES
+from hdtool.runtime.kernels.packed.address import call_product, product_address
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.small_batch_linear import own_linear
 from tests.support.packed_blocks import expected, some_matrix
