@@ -15,6 +15,9 @@ ATTENTIONS = ("sdpa", "eager")
 """Implementations of attention that take the masks of draft trees."""
 QUANTIZATIONS = ("int8", "nf4")
 """Weight-only quantizations on loading; activations are not quantized."""
+MEASURED, OWN, TORCH = "measured", "own", "torch"
+PRODUCTS = (MEASURED, OWN, TORCH)
+"""The product of linear layers on a CPU, for up to 64 rows of a pass."""
 LOWEST_TEMPERATURE = 1e-5
 
 
@@ -32,7 +35,8 @@ class ModelConfig(Settings):
     device: str = setting("auto", f"Device: {', '.join(DEVICES)} or cuda:N.", values=DEVICES)
     dtype: str = setting(
         "auto",
-        f"{', '.join(DTYPES)}. auto: float32 on CPUs, with weights of 16 bits kept so; else that of the checkpoint.",
+        f"{', '.join(DTYPES)}. auto: float32 on CPUs, with weights of 16 bits and of GGUF files kept so; else that of "
+        "the checkpoint.",
         values=DTYPES,
     )
     attn_implementation: str | None = setting(
@@ -47,6 +51,12 @@ class ModelConfig(Settings):
     )
     trust_remote_code: bool = setting(False, "Run code that comes with the model.")
     threads: int | None = setting(None, "CPU threads of torch. Default: the fastest number, as measured.", least=1)
+    products: str = setting(
+        MEASURED,
+        f"Matrix products on a CPU: {', '.join(PRODUCTS)}. measured: the faster one, as measured once; the others make "
+        "two machines compute alike.",
+        values=PRODUCTS,
+    )
     device_map: str | None = setting(
         None, f"Spread the model over all GPUs: {', '.join(DEVICE_MAPS)}.", values=DEVICE_MAPS
     )
@@ -68,6 +78,7 @@ class ModelConfig(Settings):
         alone = self.device_map is None or self.device == "auto"
         require(alone, "device", self.device, "left out with --device-map, which chooses the devices")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(self.products in PRODUCTS, "products", self.products, f"one of {', '.join(PRODUCTS)}")
         attention = self.attn_implementation
         usable = attention is None or attention in ATTENTIONS
         expected = f"{' or '.join(ATTENTIONS)}, which take the masks of draft trees"

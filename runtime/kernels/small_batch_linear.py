@@ -18,10 +18,9 @@ from hdtool.runtime.kernels.compact_weight import Stored, in_float32, is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.expanded_linear import BlockwiseLinear
 from hdtool.runtime.kernels.gemm_choice import saved_choice
-from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
 from hdtool.runtime.kernels.output_memory import OutputMemory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, multiply
+from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, COLUMN_MULTIPLE, FLOAT16, FLOAT32, multiply
 
 TIMED_ROWS = (1, 4, 16, 64)
 """Numbers of rows at which both products are timed; other numbers of rows use the next larger one."""
@@ -46,14 +45,17 @@ class ProductChoice:
     as they are, since torch multiplies them only after they are unpacked.
     """
 
-    def __init__(self, weights: list[torch.Tensor]) -> None:
-        self._weights = weights
+    def __init__(self, weights: list[torch.Tensor], fixed: bool | None = None) -> None:
+        """``fixed`` states the product for all numbers of rows that our own takes; None measures it."""
+        self._weights, self._fixed = weights, fixed
         self._own: dict[int, tuple[bool, ...]] = {}
 
     def own(self, rows: int) -> bool:
         """Whether our own product is the faster one for this number of rows."""
         if rows > TIMED_ROWS[-1]:
             return False
+        if self._fixed is not None:
+            return self._fixed
         threads = torch.get_num_threads()
         if threads not in self._own:
             tried = saved_choice(_choice_file(_shape_in_words(self._weights[0]), threads), TIMED_ROWS, self._measured)
@@ -142,13 +144,16 @@ def form_of(weight: Stored) -> tuple[Any, int]:
     return weight.format.kind if isinstance(weight, PackedMatrix) else KINDS[weight.dtype], weight.itemsize
 
 
-def use_small_batch_products(model: torch.nn.Module) -> None:
-    """Use the product of ``small_batch_gemm.py`` in the linear layers of a CPU model; weights are not changed."""
+def use_small_batch_products(model: torch.nn.Module, own: bool | None = None) -> None:
+    """Use the product of ``small_batch_gemm.py`` in the linear layers of a CPU model; weights are not changed.
+
+    It is used where it is measured to be fast enough, or everywhere or nowhere by ``own``.
+    """
     choices: dict[str, list[torch.Tensor]] = {}
     fit = [module for module in model.modules() if type(module) is Linear and fits_own_product(module)]
     for layer in fit:
         choices.setdefault(_shape_in_words(layer.weight), []).append(layer.weight)
-    made = {form: ProductChoice(weights) for form, weights in choices.items()}
+    made = {form: ProductChoice(weights, own) for form, weights in choices.items()}
     blockwise = {form: BlockwiseLinear() for form in choices}
     for layer in fit:
         form = _shape_in_words(layer.weight)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import OWN, TORCH
 from hdtool.runtime.decode import room_for
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
@@ -40,6 +41,7 @@ T = TypeVar("T")
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
 """How the names of tokenizers' files begin."""
+FIXED_PRODUCTS = {OWN: True, TORCH: False}
 CONFIG_FILES = ("config.json",)
 """A folder without it holds no model."""
 
@@ -112,7 +114,7 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
             model = _on_one_device(config, settings, device)
     if is_compact:
         compact_weights(model)
-    use_small_batch_products(model)
+    use_small_batch_products(model, FIXED_PRODUCTS.get(config.products))
     target = _attempt(config.name, f"on {device}", lambda: Target(model))
     expand_weights_read(model)
     if config.fused_layers and not config.attn_implementation:

@@ -15,7 +15,8 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from hdtool.runtime.config import SamplingConfig
+from hdtool.data.errors import OptionError
+from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.kernels import small_batch_linear as layers
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.small_batch_linear import (
@@ -28,6 +29,7 @@ from hdtool.runtime.kernels.small_batch_linear import (
     share_weights,
     use_small_batch_products,
 )
+from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
 from tests.support.families import SHAPE, VOCABULARY
@@ -194,6 +196,18 @@ def test_the_faster_product_is_chosen_by_measurement(monkeypatch: pytest.MonkeyP
     finally:
         torch.set_num_threads(threads)
     assert choice.own(1)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_product_can_be_fixed(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_seconds", lambda *_: pytest.fail("it was measured"))
+    choice = ProductChoice([torch.ones(3, COLUMN_MULTIPLE)], own)
+    assert [choice.own(rows) for rows in (1, MOST, MOST + 1)] == [own, own, False]
+    target = load(ModelConfig(device="cpu", products="own" if own else "torch")).target
+    made: Any = next(layer for layer in target.model.modules() if isinstance(layer, SmallBatchLinear))
+    assert made.choice.own(1) == own
+    with pytest.raises(OptionError, match="products must be one of measured, own, torch, got mine"):
+        ModelConfig(products="mine")
 
 
 def test_drafts_do_not_change_the_answer_of_a_model(own_rows: list[int]) -> None:
