@@ -13,24 +13,18 @@ import numpy as np
 import torch
 from torch.nn import Module, ModuleList
 
-from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.fused import layers as compiled
-from hdtool.runtime.kernels.fused.layers import FIELDS, PASS_FIELDS, PRODUCT_FIELDS, Numbers
-from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear
+from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, Numbers
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import LayerParts
 from hdtool.runtime.model.fused.unchanged import Unchanged
+from hdtool.runtime.model.fused.weight_table import format_of, table_of
 
 MOST_ROWS = 64
 """Larger passes, such as prefills, are bound by multiplications: the library's layers compute them."""
 MOST_WORK = 1 << 23
 """With several threads: numbers of rows, positions and queries' widths, multiplied, from which on the attention of the
 library, which uses them all, is the faster one. Compiled layers use one thread."""
-FORMATS = {
-    torch.float32: compiled.FORMAT_FLOAT32,
-    torch.bfloat16: compiled.FORMAT_BFLOAT16,
-    torch.float16: compiled.FORMAT_FLOAT16,
-}
 KNOWN = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "use_cache"}
 """What a pass of ours gives to a layer; a pass with other arguments is the library's."""
 
@@ -57,9 +51,10 @@ class LayerStack:
         self._parts, self._config = parts, config
         self._first = parts[0]
         self._unchanged = Unchanged(part.layer for part in parts)
+        self._is_checked = False
         self._choices = list({id(one.choice): one.choice for part in parts for one in part.products}.values())
-        self._table = _table_of(parts)
-        self._has_known_formats = all(_format_of(one) is not None for part in parts for one in part.products)
+        self._table = table_of(parts)
+        self._has_known_formats = all(format_of(one) is not None for part in parts for one in part.products)
         self._last: tuple[weakref.ref[KVTensors], Numbers] | None = None
         """The cache of the last pass, and the table with its addresses."""
         self._scratch: list[torch.Tensor] = []
@@ -99,8 +94,21 @@ class LayerStack:
             and self._takes_mask(hidden, given.get("attention_mask"), cache.length + hidden.shape[1])
             and self._pays(hidden.shape[0] * hidden.shape[1], cache.length)
             and self._config._attn_implementation == "sdpa"
-            and self._unchanged()
+            and self._is_unchanged()
         )
+
+    def check_again(self) -> None:
+        """Before the next pass, compare modules and weights with those whose addresses are known.
+
+        An answer follows one model, as its keys and values do, so this is called when a prompt is read: the comparison
+        takes longer than all else around a pass.
+        """
+        self._is_checked = False
+
+    def _is_unchanged(self) -> bool:
+        if not self._is_checked:
+            self._is_checked = self._unchanged()
+        return self._is_checked
 
     def _takes_rows(self, hidden: torch.Tensor, cache: StaticKVCache | SlotKVCache) -> bool:
         """Compiled code writes to addresses: the cache must have room for all rows."""
@@ -212,29 +220,12 @@ def _are_numbers(tensor: object, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _format_of(product: SmallBatchLinear) -> int | None:
-    weight = product.weight
-    return FORMATS.get(weight.stored.dtype if is_compact(weight) else weight.dtype)
-
-
-def _address_of(weight: Any) -> int:
-    return int((weight.stored if is_compact(weight) else weight).data_ptr())
-
-
-def _table_of(parts: list[LayerParts]) -> Numbers:
-    """The addresses and shapes of all weights, a row for each layer."""
-    table = np.zeros((len(parts), FIELDS), np.int64)
-    for row, part in zip(table, parts, strict=True):
-        for number, product in enumerate(part.products):
-            bias = 0 if product.bias is None else product.bias.data_ptr()
-            known = _format_of(product)
-            described = _address_of(product.weight), -1 if known is None else known, *product.weight.shape, bias
-            row[number * PRODUCT_FIELDS : (number + 1) * PRODUCT_FIELDS] = described
-        norms = [_address_of(norm._parameters["weight"]) for norm in part.norms]
-        row[compiled.NORM_BEFORE : compiled.NORM_BEFORE + len(norms)] = norms
-    return table
-
-
 def stack_of(model: Module) -> LayerStack | None:
     """The stack of a model, if its layers are in compiled code."""
     return next((module.stack for module in model.modules() if isinstance(module, StackedLayers)), None)
+
+
+def check_layers_again(model: Module) -> None:
+    """To be called before a prompt is read: adapters and training may have changed the model since the last one."""
+    if stack := stack_of(model):
+        stack.check_again()

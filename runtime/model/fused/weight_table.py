@@ -1,0 +1,43 @@
+"""The addresses, formats and shapes of the weights of decoder layers, as compiled code reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.fused import layers as compiled
+from hdtool.runtime.kernels.fused.layers import FIELDS, PRODUCT_FIELDS, Numbers
+from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear
+from hdtool.runtime.model.fused.layer_parts import LayerParts
+
+FORMATS = {
+    torch.float32: compiled.FORMAT_FLOAT32,
+    torch.bfloat16: compiled.FORMAT_BFLOAT16,
+    torch.float16: compiled.FORMAT_FLOAT16,
+}
+
+
+def format_of(product: SmallBatchLinear) -> int | None:
+    weight = product.weight
+    return FORMATS.get(weight.stored.dtype if is_compact(weight) else weight.dtype)
+
+
+def _address_of(weight: Any) -> int:
+    return int((weight.stored if is_compact(weight) else weight).data_ptr())
+
+
+def table_of(parts: list[LayerParts]) -> Numbers:
+    """The addresses and shapes of all weights, a row for each layer."""
+    table = np.zeros((len(parts), FIELDS), np.int64)
+    for row, part in zip(table, parts, strict=True):
+        for number, product in enumerate(part.products):
+            bias = 0 if product.bias is None else product.bias.data_ptr()
+            known = format_of(product)
+            described = _address_of(product.weight), -1 if known is None else known, *product.weight.shape, bias
+            row[number * PRODUCT_FIELDS : (number + 1) * PRODUCT_FIELDS] = described
+        norms = [_address_of(norm._parameters["weight"]) for norm in part.norms]
+        row[compiled.NORM_BEFORE : compiled.NORM_BEFORE + len(norms)] = norms
+    return table
