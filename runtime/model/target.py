@@ -26,6 +26,7 @@ from hdtool.runtime.model.families import (
     refuse_by_configuration,
     refuse_by_logits,
 )
+from hdtool.runtime.model.fused.layer_stack import check_layers_again
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
@@ -304,6 +305,7 @@ class Target:
     @torch.inference_mode()
     def read(self, context: Sequence[int], cache: StaticKVCache) -> torch.Tensor:
         """Prefill ``cache`` with a whole context and return the logits ``[1, vocabulary]`` after it."""
+        check_layers_again(self.model)
         cache.length = self.cached_tokens = 0
         # No mask: the model makes its own or uses a causal kernel.
         return self.forward([list(context)], [range(len(context))], None, cache, **self._prefill_options)[0, -1:]
@@ -311,6 +313,7 @@ class Target:
     @torch.inference_mode()
     def read_piece(self, piece: Sequence[int], first: int, cache: StaticKVCache) -> torch.Tensor:
         """Read tokens after the ``first`` ones, which ``cache`` holds; the logits ``[1, vocabulary]`` after them."""
+        check_layers_again(self.model)
         cache.length = first
         mask = continuation_mask(len(piece), first, self.windows, self.dtype, self.device)
         positions = range(first, first + len(piece))

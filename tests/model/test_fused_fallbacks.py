@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 from hdtool.data import demo
 from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.kernels.small_batch_linear import ProductChoice, use_small_batch_products
 from hdtool.runtime.model.fused import layer_stack
 from hdtool.runtime.model.fused.layer_stack import StackedLayers, stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers, unfuse_layers
@@ -79,6 +80,31 @@ def test_a_model_that_was_changed_computes_what_it_became(change: Callable[[Any]
     assert (found - unchanged).abs().max() > 0.1
 
 
+def test_weights_that_are_replaced_within_an_answer_are_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer goes on with those that computed its keys and values; the next prompt is read with the new ones."""
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
+    usual, fused = both()
+    before = logits_of(fused, prompt_of(20))
+    weight = fused.model.model.layers[0].self_attn.q_proj.weight
+    memory = weakref.ref(weight.untyped_storage())
+    with_another_weight(fused.model)
+    assert memory() is not None and torch.equal(fused.verify(TREE), before)
+    usual.model.model.layers[0].self_attn.q_proj.weight.data = weight.data
+    assert torch.equal(logits_of(fused, prompt_of(20)), logits_of(usual, prompt_of(20)))
+
+
+def test_a_prompt_that_continues_kept_context_notices_replaced_weights() -> None:
+    usual, fused = both()
+    for target in (usual, fused):
+        target.prefill(prompt_of(30), 40, reuse=True)
+        target.commit([])
+        torch.manual_seed(5)
+        with_another_weight(target.model)
+    found, expected = (target.prefill([*prompt_of(30), 4, 5], reuse=True) for target in (fused, usual))
+    assert torch.equal(found, expected)
+    assert fused.cached_tokens == usual.cached_tokens == 0
+
+
 def test_a_weight_that_is_changed_in_place_is_read_as_it_is() -> None:
     usual, fused = both()
     for target in (usual, fused):
@@ -116,6 +142,7 @@ def takes(target: Target, block: Any) -> bool:
     """Whether a pass over one row would be computed in compiled code."""
     hidden, place = torch.rand(1, 1, 64), torch.rand(1, 1, 16)
     given = {"attention_mask": None, "position_embeddings": (place, place), "past_key_values": target.new_cache(4)}
+    stack(target).check_again()
     with torch.no_grad(), block:
         return stack(target).takes(hidden, given)
 

@@ -13,14 +13,12 @@ import numpy as np
 import torch
 from torch.nn import Module, ModuleList
 
-from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.fused import layers as compiled
-from hdtool.runtime.kernels.fused.layers import FIELDS, PASS_FIELDS, PRODUCT_FIELDS, Numbers
-from hdtool.runtime.kernels.product_address import product_of
-from hdtool.runtime.kernels.small_batch_linear import form_of
+from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, Numbers
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import LayerParts
 from hdtool.runtime.model.fused.unchanged import Unchanged
+from hdtool.runtime.model.fused.weight_table import table_of
 
 MOST_ROWS = 64
 """Larger passes, such as prefills, are bound by multiplications: the library's layers compute them."""
@@ -53,8 +51,9 @@ class LayerStack:
         self._parts, self._config = parts, config
         self._first = parts[0]
         self._unchanged = Unchanged(part.layer for part in parts)
+        self._is_checked = False
         self._choices = list({id(one.choice): one.choice for part in parts for one in part.products}.values())
-        self._table = _table_of(parts)
+        self._table = table_of(parts)
         self._last: tuple[weakref.ref[KVTensors], Numbers] | None = None
         """The cache of the last pass, and the table with its addresses."""
         self._scratch: list[torch.Tensor] = []
@@ -94,8 +93,21 @@ class LayerStack:
             and self._takes_mask(hidden, given.get("attention_mask"), cache.length + hidden.shape[1])
             and self._pays(hidden.shape[0] * hidden.shape[1], cache.length)
             and self._config._attn_implementation == "sdpa"
-            and self._unchanged()
+            and self._is_unchanged()
         )
+
+    def check_again(self) -> None:
+        """Before the next pass, compare modules and weights with those whose addresses are known.
+
+        An answer follows one model, as its keys and values do, so this is called when a prompt is read: the comparison
+        takes longer than all else around a pass.
+        """
+        self._is_checked = False
+
+    def _is_unchanged(self) -> bool:
+        if not self._is_checked:
+            self._is_checked = self._unchanged()
+        return self._is_checked
 
     def _takes_rows(self, hidden: torch.Tensor, cache: StaticKVCache | SlotKVCache) -> bool:
         """Compiled code writes to addresses: the cache must have room for all rows."""
@@ -207,24 +219,12 @@ def _are_numbers(tensor: object, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _address_of(weight: Any) -> int:
-    return int((weight.stored if is_compact(weight) else weight).data_ptr())
-
-
-def _table_of(parts: list[LayerParts]) -> Numbers:
-    """The addresses and shapes of all weights, a row for each layer."""
-    table = np.zeros((len(parts), FIELDS), np.int64)
-    for row, part in zip(table, parts, strict=True):
-        for number, product in enumerate(part.products):
-            bias = 0 if product.bias is None else product.bias.data_ptr()
-            stored = product.weight.stored if is_compact(product.weight) else product.weight
-            described = product_of(*form_of(stored)).address, stored.data_ptr(), *product.weight.shape, bias
-            row[number * PRODUCT_FIELDS : (number + 1) * PRODUCT_FIELDS] = described
-        norms = [_address_of(norm._parameters["weight"]) for norm in part.norms]
-        row[compiled.NORM_BEFORE : compiled.NORM_BEFORE + len(norms)] = norms
-    return table
-
-
 def stack_of(model: Module) -> LayerStack | None:
     """The stack of a model, if its layers are in compiled code."""
     return next((module.stack for module in model.modules() if isinstance(module, StackedLayers)), None)
+
+
+def check_layers_again(model: Module) -> None:
+    """To be called before a prompt is read: adapters and training may have changed the model since the last one."""
+    if stack := stack_of(model):
+        stack.check_again()

@@ -24,7 +24,7 @@ OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
 class Unchanged:
     """True if modules, weights and their memory are the recorded ones and nothing is hooked to them.
 
-    A pass asks this of hundreds of objects, so all are asked by functions in C.
+    Hundreds of objects are asked, by functions in C; after a pass, none of them is in the caches of the processor.
     """
 
     def __init__(self, layers: Iterable[Module]) -> None:
@@ -42,16 +42,28 @@ class Unchanged:
         self._tensors = [weight for weight in weights if not is_compact(weight)]
         self._tensors += [one.blocks if isinstance(one, PackedMatrix) else one for one in self._stored]
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._memory = [tensor.untyped_storage() for tensor in self._tensors]
+        """Held, so that compiled code reads no memory that was freed if weights are replaced within an answer."""
 
     def __call__(self) -> bool:
         return (
-            not any(self._hooks)
+            self._has_weights()
+            and not any(self._hooks)
             and not any(map(contains, self._attributes, repeat("forward")))
             and not any(map(attrgetter("training"), self._modules))
+        )
+
+    def _has_weights(self) -> bool:
+        """Whether all weights are the recorded ones; if they were replaced, their memory is given back."""
+        same = (
+            bool(self._memory)
             and all(map(is_, self._now_held(), self._held))
             and all(map(is_, self._now_stored(), self._stored))
             and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
         )
+        if not same:
+            self._memory.clear()
+        return same
 
     def _now_held(self) -> list[Any]:
         return list(map(dict.get, self._holders, self._names))
