@@ -75,12 +75,8 @@ def test_a_saved_curve_is_reused(embedded: Loaded) -> None:
     curve = cost_of_passes(embedded, [8])
     target = embedded.target
     save_at_home(target, curve)
-    path = cost_at_home(
-        fingerprint(target.model),
-        device_name(target.device),
-        "float32-own-products-compact-fused",
-        torch.get_num_threads(),
-    )
+    computed = "float32-own-products-compact-fused"
+    path = cost_at_home(fingerprint(target.model), device_name(target.device), computed, torch.get_num_threads())
     assert CostCurve.read(path) == curve
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
