@@ -114,8 +114,13 @@ class _Loop:
 
 
 def outs_beside(rows: int) -> int:
-    """The matrix rows of a tile with this number of input rows; a divisor of ``MOST_OUTS``."""
-    return max(outs for outs in (1, 2, 4, MOST_OUTS) if outs * rows <= SUMS or outs == 1)
+    """The matrix rows of a tile with this number of input rows; a divisor of ``MOST_OUTS``.
+
+    Eight fit beside one row only: for each, a block's scales and bytes are in registers too.
+    """
+    if rows == 1:
+        return MOST_OUTS
+    return max(outs for outs in (1, 2, 4) if outs * rows <= SUMS or outs == 1)
 
 
 def tile(outs: int, rows: int) -> Any:

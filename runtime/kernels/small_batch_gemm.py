@@ -31,7 +31,10 @@ from hdtool.runtime.kernels.vector_code import LANES
 COLUMN_MULTIPLE = 64
 """The number of columns must be a multiple of this."""
 MOST_IN_REGISTERS = 3 * MOST_ROWS
-"""Input rows up to which blocks are unpacked in registers, once for each tile; for more, they are unpacked once."""
+"""Input rows up to which large blocks are unpacked in registers, once for each tile; for more, they are unpacked
+once."""
+LARGE_BLOCK = 256
+"""Numbers of a block that takes longer to unpack than to write and read again."""
 
 _single = tile(1, 1)
 _OUTS = (0, *(outs_beside(rows) for rows in range(1, MOST_ROWS + 1)))
@@ -53,7 +56,7 @@ def multiply(
         for out in range(0, whole, MOST_OUTS):
             written = outputs + out * ITEM_SIZE
             _multiply_few(matrix + out * stride, kind, stride, columns, inputs, rows, written, outs)
-    elif rows <= MOST_IN_REGISTERS:
+    elif rows <= MOST_IN_REGISTERS or block_numbers(kind) < LARGE_BLOCK:
         interleaved = np.empty(rows * columns, np.float32)
         _multiply_interleaved(matrix, kind, stride, whole, columns, inputs, rows, outputs, outs, interleaved)
     else:

@@ -105,10 +105,12 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(
         assert torch.equal(all_logits(packed.model, length), all_logits(wide.model, length)), length
 
 
-METHODS = ["hd", "hd-paper", "lade", "pld", "suffix", "sam", "tr", "racer", "logitspec", "hd+logitspec"]
+SLOW = pytest.mark.long
+METHODS = ["hd", "lade", "hd+logitspec"]
+OTHERS = ["hd-paper", "pld", "suffix", "sam", "tr", "racer", "logitspec"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *(pytest.param(name, marks=SLOW) for name in OTHERS)])
 def test_methods_are_lossless(method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = file_of(tmp_path, "Q4_1")
     prompts = tmp_path / "prompts.jsonl"

@@ -7,6 +7,7 @@ The layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -17,6 +18,8 @@ from hdtool.runtime.kernels.vector_code import FLOAT, HALF, LANES, OCTET, Vector
 
 Expand = Callable[[int], Any]
 """The vector of a block at a place in it, which counts vectors."""
+LEVELS = [float(level) for level in range(16)]
+"""The numbers of four bits."""
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
 
 
@@ -34,11 +37,10 @@ class Blocks:
         return found
 
     def _q4_0(self, block: Any) -> Expand:
-        return self._by_level(block, 2, [level - 8.0 for level in range(16)], self._half(block, 0), None)
+        return self._by_level(block, 2, [level - 8 for level in LEVELS], self._half(block, 0), None)
 
     def _q4_1(self, block: Any) -> Expand:
-        levels = [float(level) for level in range(16)]
-        return self._by_level(block, 4, levels, self._half(block, 0), self._half(block, 2))
+        return self._by_level(block, 4, LEVELS, self._half(block, 0), self._half(block, 2))
 
     def _by_level(self, block: Any, first: int, levels: list[float], scale: Any, minimum: Any) -> Expand:
         """Half bytes: the low ones of 16 bytes, then the high ones."""
@@ -47,8 +49,7 @@ class Blocks:
             table = table if minimum is None else self.builder.fadd(table, minimum)
             low = self._bytes(block, first)
             indices = low, self.builder.lshr(low, self.code.every(4))
-            # The permutation reads the four lowest bits of an index.
-            return lambda place: self.code.call(PERMUTATION, self.code.vector, table, indices[place])
+            return lambda place: self._permuted(table, indices[place])
 
         def expand(place: int) -> Any:
             half, byte = divmod(place * LANES, 16)
@@ -68,7 +69,14 @@ class Blocks:
         def expand(place: int) -> Any:
             part, byte = divmod(place * LANES, 32)
             bytes_ = self._bytes(block, 16 + part // 2 * 32 + byte)
-            return self._scaled(self._bits(bytes_, part % 2 * 4, 4), scales, part)
+            if LANES == 16:
+                index = self.builder.lshr(bytes_, self.code.every(4)) if part % 2 else bytes_
+                return self._permuted(tables(part), index)
+            return self._scaled(self._float(self._bits(bytes_, part % 2 * 4, 4)), scales, part)
+
+        @cache
+        def tables(part: int) -> Any:
+            return self._scaled(ir.Constant(self.code.vector, LEVELS), scales, part)
 
         return expand
 
@@ -79,7 +87,7 @@ class Blocks:
             part, byte = divmod(place * LANES, 32)
             low = self._bits(self._bytes(block, 48 + part // 2 * 32 + byte), part % 2 * 4, 4)
             high = self._bits(self._bytes(block, 16 + byte), part, 1)
-            return self._scaled(self._joined(low, high), scales, part)
+            return self._scaled(self._float(self._joined(low, high)), scales, part)
 
         return expand
 
@@ -127,8 +135,12 @@ class Blocks:
         return builder.fmul(numbers, builder.shuffle_vector(*both, self.code.integers(list(range(16)))))
 
     def _scaled(self, level: Any, scales: Any, part: int) -> Any:
-        product = self.builder.fmul(self.code.lane(scales, part), self._float(level))
+        product = self.builder.fmul(self.code.lane(scales, part), level)
         return self.builder.fsub(product, self.code.lane(scales, 8 + part))
+
+    def _permuted(self, table: Any, indices: Any) -> Any:
+        """The numbers of a table at the places that the four lowest bits of indices state."""
+        return self.code.call(PERMUTATION, self.code.vector, table, indices)
 
     def _half(self, block: Any, offset: int, lanes: int = LANES) -> Any:
         """A float16 of a block in all lanes, as float32."""
