@@ -27,6 +27,7 @@ from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
+from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.gguf import file_identity, packing
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.converted import converted
@@ -34,6 +35,7 @@ from hdtool.runtime.model.gguf.manifest import PLAN, REST, WEIGHTS, Manifest
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.precision import logits_after, more_precise
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
 from tests.support.trees import LyingDrafter
@@ -108,6 +110,22 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(
 SLOW = pytest.mark.long
 METHODS = ["hd", "lade", "hd+logitspec"]
 OTHERS = ["hd-paper", "pld", "suffix", "sam", "tr", "racer", "logitspec"]
+
+
+def test_compiled_layers_multiply_by_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
+    shape = WIDE | {"num_attention_heads": 4, "num_key_value_heads": 2}  # heads as wide as vectors
+    packed, wide = both(file_of(tmp_path, "Q4_K", **shape))
+    tree = DraftTree.of(3, [5, 8, 13, 21], [-1, 0, 0, 2])
+    found = []
+    for target in (packed, wide):
+        stack = stack_of(target.model)
+        assert stack, "the layers are in compiled code"
+        target.prefill(prompt_of(30), 40)
+        before = stack.passes
+        found.append(target.verify(tree).clone())
+        assert stack.passes == before + 1
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("method", [*METHODS, *(pytest.param(name, marks=SLOW) for name in OTHERS)])
