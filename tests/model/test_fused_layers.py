@@ -87,7 +87,6 @@ def test_compiled_products_and_those_of_the_modules_give_the_same_bits() -> None
 
 @pytest.mark.usefixtures("own_products")
 def test_a_row_has_the_same_bits_beside_any_other_rows() -> None:
-    """With products of the same kind, for which a pass has two rows or more."""
     _, fused = both("qwen3")
     context = prompt_of(40)
     whole = logits_of(fused, context)
@@ -95,6 +94,12 @@ def test_a_row_has_the_same_bits_beside_any_other_rows() -> None:
         tokens = tokens_to(TREE, node)
         path = DraftTree.of(tokens[0], tokens[1:], list(range(-1, len(tokens) - 2)))
         assert torch.equal(logits_of(fused, context, path)[-1], whole[node + 1])
+        fused.prefill(context, 40)
+        fused.commit([])
+        for token in tokens:
+            alone = fused.verify(DraftTree.bare(token)).clone()
+            fused.commit([])
+        assert torch.equal(alone[0], whole[node + 1]), "one token in each pass"
 
 
 @pytest.mark.usefixtures("own_products")
