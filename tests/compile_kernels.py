@@ -11,6 +11,9 @@ from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.fused.layers import compile_layers
+from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.kernels.small_batch_gemm import multiply
+from hdtool.runtime.kernels.small_batch_linear import KINDS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.model_store import ModelStore
@@ -24,6 +27,8 @@ def main() -> None:
             drafter_within(FixedBudget, DecodeConfig(method), stores)
     BatchDrafter(stores, VllmConfig(), rows=2, longest=64)
     compile_layers()
+    for form in (*KINDS.values(), *(format.kind for format in FORMATS.values())):
+        multiply(0, form, 1, 0, 0, 0, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ UNICODE = "日本語 cafe\u0301 👩‍👩‍👧 🇩🇪 naïve"
 @pytest.fixture(scope="module")
 def terminal() -> Iterator[Terminal]:
     """One conversation for all tests, as each process takes seconds to start; ``/clear`` separates them."""
-    made = Terminal([*CHAT, "--max-new-tokens", "600"])
+    # Without compiled layers, an answer lasts long enough to be interrupted.
+    made = Terminal([*CHAT, "--max-new-tokens", "600", "--no-fused-layers"])
     made.wait_for("Ctrl-D leaves")
     made.wait(made.is_at_prompt)
     yield made
