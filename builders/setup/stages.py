@@ -21,7 +21,7 @@ from hdtool.builders.setup.replayed import replayed
 from hdtool.builders.setup.work_folder import WorkFolder
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
-from hdtool.builders.stores.edit_store import add_rankings
+from hdtool.builders.stores.edit_store import add
 from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.tokenize import tokenized
 from hdtool.builders.stores.vocabulary_rankings import vocabulary_rankings
@@ -216,11 +216,11 @@ class Stages:
         reading = Reading([self._folder.learned], answers_only=True)
         folder = self._stores.folders[MODEL]
         known = rankings_in(folder, read_manifest(folder)) if holds_manifest(folder) else None
-        build = partial(build_model_store, model=self._checkpoint, rankings=known)
-        described = self._built(MODEL, reading, build)
-        if self._plan.config.rankings and "rankings" not in read_manifest(folder).files:
-            size = self._fingerprint.vocab_size
-            add_rankings(folder, vocabulary_rankings(self._loaded, size, quiet=self._plan.quiet))
+        if known is None and self._plan.config.rankings:
+            known = vocabulary_rankings(self._loaded, self._fingerprint.vocab_size, quiet=self._plan.quiet)
+        described = self._built(MODEL, reading, partial(build_model_store, model=self._checkpoint, rankings=known))
+        if known is not None and "rankings" not in read_manifest(folder).files:  # the store was built before
+            add(folder, (), (), self._fingerprint, MODEL, known)
         return described
 
     def _build_corpus_index(self) -> Result:

@@ -31,7 +31,6 @@ from hdtool.data.stores.store import (
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.mapped_file import documents_of
-from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import Ints, rankings_in
 
 CORPUS_OPTIONS = ("shard_bytes",)
@@ -104,8 +103,12 @@ def add(
     sources: Sequence[Source],
     tokenizer: TokenizerFingerprint,
     kind: str | None = None,
+    rankings: Ints | None = None,
 ) -> Manifest:
-    """Add documents to a store, after those it has; they were read for a store of ``kind``, if it is given."""
+    """Add documents to a store, after those it has; they were read for a store of ``kind``, if it is given.
+
+    To a model store, ``rankings`` of the vocabulary are added in the place of those it has.
+    """
     old = Contents.of(folder)
     require(old.manifest, folder, kind or old.manifest.kind, tokenizer)
     known = {source.sha256: source.name for source in old.sources}
@@ -117,14 +120,8 @@ def add(
     before = len(old.sources)
     added = (Document(document.ids, before + document.source) for document in documents)
     documents, check = chain(old.documents(), added), unchanged(old.manifest)
-    return _build(folder, old.manifest, documents, [*old.sources, *sources], check, rankings_in(folder, old.manifest))
-
-
-def add_rankings(folder: Path, rankings: Ints) -> Manifest:
-    """Add rankings of the vocabulary to a model store, in the place of those it has."""
-    old = Contents.of(folder)
-    require(old.manifest, folder, MODEL, old.manifest.tokenizer)
-    return _build(folder, old.manifest, old.documents(), old.sources, unchanged(old.manifest), rankings)
+    rankings = rankings_in(folder, old.manifest) if rankings is None else rankings
+    return _build(folder, old.manifest, documents, [*old.sources, *sources], check, rankings)
 
 
 def drop(folder: Path, name: str) -> Dropped:

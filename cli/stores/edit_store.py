@@ -77,12 +77,12 @@ def add(
     _check_model(store, before, loading, rankings=rankings)
     tokenizer = load_tokenizer(loading)
     mark, tolerance = TokenizerFingerprint.of(tokenizer), config.max_bad_fraction
-    if rankings:  # before the texts are added, so that a store of another kind stays as it is
+    found = None
+    if rankings:
         require(before, store, MODEL, mark)
-        manifest = rework.add_rankings(store, rankings_for(loading, mark, quiet=quiet))
-    if inputs:
-        with reading(inputs, tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (read, documents):
-            manifest = rework.add(store, documents, read.sources, mark, kind)
+        found = rankings_for(loading, mark, quiet=quiet)
+    with reading(inputs or [], tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (read, documents):
+        manifest = rework.add(store, documents, read.sources, mark, kind, found)
     report(store, manifest, as_json=as_json)
 
 

@@ -1,4 +1,4 @@
 """Weights in the blocks of GGUF files: their formats, their expansion to float32, and the matrix that a layer keeps.
 
-Imports `data` and code of `runtime/kernels` that generates vector instructions; it knows nothing of models and files.
+Imports `data` and code of `runtime/kernels` that generates vector instructions; it depends on no model and no file.
 """

@@ -48,7 +48,7 @@ def place_of(
 
 def packed_place(config: ModelConfig) -> tuple[Path, Path] | None:
     """The GGUF file that a configuration names and the folder of its model; None without weights that stay packed."""
-    if config.model is None or not (file := gguf_file(config)) or not stays_packed(file):
+    if not (file := gguf_file(config)) or not stays_packed(file):
         return None
     return file, _converted(file, packed=True)
 

@@ -45,13 +45,6 @@ def fuse_layers(target: Target) -> bool:
     return _Proof(target, stack, parts, rotary).holds() and _is_called(target, layers, stack)
 
 
-def unfuse_layers(model: Module) -> None:
-    """Compute with the layers of transformers again."""
-    for module in model.modules():
-        if isinstance(module, StackedLayers):
-            module.stack = None
-
-
 def _parts_of_all(layers: ModuleList) -> list[LayerParts] | None:
     parts = [parts_of(layer, place) for place, layer in enumerate(layers)]
     known = [part for part in parts if part is not None]

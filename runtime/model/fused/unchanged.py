@@ -24,7 +24,7 @@ OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
 class Unchanged:
     """True if modules, weights and their memory are the recorded ones and nothing is hooked to them.
 
-    Hundreds of objects are asked, by functions in C; after a pass, none of them is in the caches of the processor.
+    Hundreds of objects are compared by functions in C; after a pass, none of them is in the caches of the processor.
     """
 
     def __init__(self, layers: Iterable[Module]) -> None:
