@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test kernels test-long test-quantized test-ray test-vllm format types unit docs bench clean
+.PHONY: demo test kernels test-long test-all test-quantized test-ray test-vllm format types unit docs bench clean
 
 demo: .venv/smollm2 .compiled
 	$(BIN)/hdtool demo
@@ -15,16 +15,22 @@ test: .venv/installed-dev .compiled
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory -j2 types kernels
-	$(BIN)/pytest -n logical --dist worksteal -m "not long"
+	$(BIN)/pytest -n logical --dist worksteal -m "not long and not exhaustive"
 
 # Compiled once here, and not by each worker of the tests at the same time.
-kernels: .venv/installed-dev .compiled
-	@$(BIN)/python -m tests.compile_kernels
+kernels: kernels-drafters kernels-layers
 
-# What is exhaustive or slow: all families of models, all combinations of parameters, the wheel, kills, the script of
+kernels-%: .venv/installed-dev .compiled
+	@$(BIN)/python -m tests.compile_kernels $*
+
+# What is exhaustive or slow: all families of models, the wheel, kills, the script of
 # GPU checks.
 test-long: .venv/installed-dev .venv/smollm2 .compiled
 	$(BIN)/pytest -n logical --dist worksteal -m long
+
+# Every combination of families, methods and ways to sample.
+test-all: test test-long
+	$(BIN)/pytest -n logical --dist worksteal -m exhaustive
 
 # vLLM brings its own torch and transformers, so it has an environment of its own.
 test-vllm: .venv-vllm/installed .venv-vllm/numba

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from hdtool.cli.compile_ahead import compiled_meanwhile
 from hdtool.cli.parameters.command import INPUT, MODEL, option
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import only
@@ -18,6 +20,8 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 if TYPE_CHECKING:
+    from hdtool.data.prompts import Prompt
+    from hdtool.runtime.answerer import Answerer
     from hdtool.runtime.stats import Stats
 
 
@@ -39,13 +43,14 @@ def demo(
     ] = None,
     num_prompts: Annotated[int, option(INPUT, "Number of the demo's prompts to answer.", "--num-prompts", min=1)] = 4,
     decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=128)],
-    loading: Annotated[ModelConfig, only("device")],
+    loading: Annotated[ModelConfig, only("device", "activations")],
 ) -> int:
     """Compare drafting with plain decoding on a demo model.
 
     Answers a few prompts by plain decoding and with drafting. The text is the same. The stores contain no answer to
     them.
     """
+    from hdtool.builders.demo.real_model import is_first_demo
     from hdtool.cli.output.show_answers import colors_shown, legend, quiet_libraries, stream, summary
     from hdtool.data.prompts import read_prompts
     from hdtool.runtime.answerer import Answerer
@@ -53,15 +58,19 @@ def demo(
 
     quiet_libraries()
     method = decoding.method
-    loading, store_set, questions = _chosen(model, loading)
-    plain, drafting = (
-        Answerer(loading, replace(decoding, method=name, prefix_caching=False), SamplingConfig(), store_set=store_set)
-        for name in ("ar", method)
-    )
-    every = read_prompts(questions)
-    for answerer in (plain, drafting):  # the first use compiles
-        for _ in next(answerer.answers(every[-1])):
-            pass
+    with compiled_meanwhile(method) if is_first_demo() else nullcontext() as compiling:
+        loading, store_set, questions = _chosen(model, loading)
+        plain, drafting = (
+            Answerer(
+                loading, replace(decoding, method=one, prefix_caching=False), SamplingConfig(), store_set=store_set
+            )
+            for one in ("ar", method)
+        )
+        every = read_prompts(questions)
+        _answer_once(plain, every[-1])
+        if compiling:
+            compiling.wait()
+        _answer_once(drafting, every[-1])
     color = colors_shown()
     if color:
         print(legend())
@@ -86,6 +95,12 @@ def demo(
     print(f"\n{method}: {summary(after)}")
     print(f"\n{'' if loading.model else f'{TOY}. '}Name your own model: hdtool generate --model FOLDER")
     return 0 if same == shown else 1
+
+
+def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
+    """The first use loads the model and compiles."""
+    for _ in next(answerer.answers(prompt)):
+        pass
 
 
 def _chosen(model: str | None, loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
 from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of, readable
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.topk import known_argmax
 from hdtool.runtime.sampler import NOT_FINITE, Sampler
 from hdtool.runtime.tree import ROOT, DraftTree, child_of
@@ -89,7 +89,7 @@ def compile_acceptance() -> None:
     walk_known(walked[0], walked[0], bare.tokens, bare.parents, 1, walked)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def walk(
     address: int,
     apart: int,
@@ -117,7 +117,7 @@ def walk(
     return longest, True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def walk_known(
     argmax: Array, are_finite: Array, drafted: Array, parents: Array, longest: int, walked: Array
 ) -> tuple[int, bool]:

@@ -12,7 +12,9 @@ import torch
 import transformers
 
 from hdtool.data.stores.store import MANIFEST, checksum
+from hdtool.runtime.config.model import INT8
 from hdtool.runtime.kernels.cpu_name import processor_name
+from hdtool.runtime.kernels.int8.int8_linear import has_int8_activations
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.fused.layer_stack import stack_of
@@ -42,6 +44,7 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
         "quantized": library_of(target.model.config),
         "own_products": has_own_products(target.model),
         "compact_weights": has_compact_weights(target.model),
+        "activations": INT8 if has_int8_activations(target.model) else "float32",
         "fused_layers": stack_of(target.model) is not None,
         "stores": {
             store.manifest.kind: {

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from hdtool.runtime.kernels.compiled import compiled
 
 U64 = np.uint64
 U64_MAX = 2**64 - 1
@@ -36,25 +37,25 @@ class ExponentialRace:
         return numbers
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _hashed(number: Any) -> Any:
     number = (number ^ (number >> U64(30))) * U64(0xBF58476D1CE4E5B9)
     number = (number ^ (number >> U64(27))) * U64(0x94D049BB133111EB)
     return number ^ (number >> U64(31))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _start(seed: Any, position: Any) -> Any:
     """The start of a position's stream, hashed so that streams of neighbouring positions are independent."""
     return _hashed(_hashed(seed + STRIDE) + U64(position) * STRIDE)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _uniform(number: Any) -> Any:
     return (_hashed(number) >> U64(11)) * 2.0**-53
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
     numbers = np.empty(tokens)
     number = _start(seed, position)
@@ -64,7 +65,7 @@ def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
     return numbers
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sample(seed: Any, position: Any, probabilities: Any) -> Any:
     winner, earliest = -1, np.inf
     number = _start(seed, position)

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.config import LARGEST_BUDGET
+from hdtool.runtime.kernels.compiled import compiled
 
 ROOT = -1
 """The parent of a node that follows the last emitted token directly."""
@@ -101,7 +101,7 @@ def compile_trees() -> None:
     tree.child(0, 1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def child_of(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], node: int, token: int) -> int:
     """The first node below ``node`` that drafts ``token``, or ``ROOT``."""
     for child in range(node + 1, len(tokens)):
@@ -110,7 +110,7 @@ def child_of(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], node
     return ROOT
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: int, vocabulary: int) -> bool:
     """Whether no node is deeper than ``depth``, and each has an embedding."""
     for token in tokens:
@@ -119,7 +119,7 @@ def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: i
     return len(tokens) <= depth or _depths(parents).max() <= depth
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """The parents of nodes after sorting them into this order."""
     places = np.full(len(parents) + 1, ROOT, np.int32)  # the last one is the root's
@@ -130,7 +130,7 @@ def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.
     return above
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _embeddable(
     tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], vocabulary: int
 ) -> npt.NDArray[np.bool_]:
@@ -141,7 +141,7 @@ def _embeddable(
     return valid
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _ancestor_mask(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     rows = len(parents) + 1
     related = np.zeros((rows, rows), np.bool_)
@@ -154,7 +154,7 @@ def _ancestor_mask(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     return related
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _depths(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     depths = np.zeros(len(parents) + 1, np.int64)
     for row in range(1, len(depths)):

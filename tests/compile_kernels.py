@@ -1,9 +1,11 @@
 """Compile what drafters and models compile when they are made, so that test workers load it and do not all wait for it.
 
-python -m tests.compile_kernels
+python -m tests.compile_kernels drafters    # or layers
 """
 
 from __future__ import annotations
+
+import sys
 
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
@@ -12,7 +14,7 @@ from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.fused.layers import compile_layers
 from hdtool.runtime.kernels.packed.formats import FORMATS
-from hdtool.runtime.kernels.small_batch_gemm import multiply
+from hdtool.runtime.kernels.product_address import int8_product_of, product_of
 from hdtool.runtime.kernels.small_batch_linear import KINDS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
@@ -20,16 +22,24 @@ from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 
 
-def main() -> None:
+def compile_drafters() -> None:
     stores = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX), history=History())
     for method in METHODS:
         if method not in NEED_HEADS:
             drafter_within(FixedBudget, DecodeConfig(method), stores)
     BatchDrafter(stores, VllmConfig(), rows=2, longest=64)
-    compile_layers()
-    for form in (*KINDS.values(), *(format.kind for format in FORMATS.values())):
-        multiply(0, form, 1, 0, 0, 0, 0, 0, 0)
 
+
+def compile_layers_and_products() -> None:
+    compile_layers()
+    for dtype, kind in KINDS.items():
+        product_of(kind, dtype.itemsize)
+    for format in FORMATS.values():
+        product_of(format.kind, format.bytes)
+        int8_product_of(format.kind)
+
+
+PARTS = {"drafters": compile_drafters, "layers": compile_layers_and_products}
 
 if __name__ == "__main__":
-    main()
+    PARTS[sys.argv[1]]()

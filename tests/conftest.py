@@ -24,8 +24,8 @@ FAMILIES = {"llama", "gemma2", "gpt2", "qwen3_moe", "llama4", "mistral"}
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "each_value: of all combinations of parameters, `make test` runs as few as hold each value once; "
-        "`make test-long` runs the others",
+        "each_value: of all combinations of parameters, `make test` runs as few as hold each value once, "
+        "`make test-long` every eighth one of the others, and `make test-all` the rest",
     )
     # The process that hands tests to workers runs none, and loading torch takes seconds.
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -47,18 +47,26 @@ def _set_up_libraries() -> None:
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     crossed: dict[str, list[pytest.Function]] = defaultdict(list)
+    others: dict[str, list[pytest.Function]] = defaultdict(list)
+    families: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            family = item.callspec.params.get("family")
-            if isinstance(family, str) and family not in FAMILIES:
-                item.add_marker(pytest.mark.long)
-            elif item.get_closest_marker("each_value") and not item.get_closest_marker("long"):
-                crossed[item.nodeid.partition("[")[0]].append(item)
+            family, test = item.callspec.params.get("family"), item.nodeid.partition("[")[0]
+            is_crossed = item.get_closest_marker("each_value") and not item.get_closest_marker("long")
+            is_other = isinstance(family, str) and family not in FAMILIES
+            if is_crossed:
+                (others if is_other else crossed)[test].append(item)
+            elif is_other:
+                families[test].append(item)
     # The wheel and the script of GPU checks take longest: begun last, one worker would wait for the other.
     items.sort(key=lambda item: "project" not in item.path.parts)
-    for cases in crossed.values():
-        for case in set(cases) - set(_each_value_once(cases)):
-            case.add_marker(pytest.mark.long)
+    for test, cases in crossed.items():
+        chosen = set(_each_value_once(cases))
+        others[test] = [case for case in cases if case not in chosen] + others[test]
+    for groups, step in ((others, 8), (families, 2)):
+        for cases in groups.values():
+            for number, case in enumerate(cases):
+                case.add_marker(pytest.mark.exhaustive if number % step else pytest.mark.long)
 
 
 def _each_value_once(cases: list[pytest.Function]) -> list[pytest.Function]:

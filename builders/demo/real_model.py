@@ -34,6 +34,11 @@ SEQUENCES = 20_000
 """Sequences of each length in the model store."""
 
 
+def is_first_demo() -> bool:
+    """Whether no store of a real model was built here."""
+    return not (home() / "demo").exists()
+
+
 def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
     """The two stores, built if they are missing or were made from other texts."""
     tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
 from hdtool.builders.stores.document_file import DocumentFile
 from hdtool.builders.stores.engine import Engine, LocalEngine
@@ -21,6 +20,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, token_type
 from hdtool.data.stores.store import Checkpoint, FolderCheck, Manifest, TokenizerFingerprint, building
 from hdtool.runtime.config import BuildConfig
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.stores.model_store import (
     DISTINCT,
     HASH_HIGH,
@@ -141,7 +141,7 @@ def _table(keys: Ints, heads: list[Ints]) -> Ints:
     return slots
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
     """Enter prefixes into the hash table, the keys from ``first`` on; the number of those without a slot."""
     mask, left_out = len(slots) - 1, 0

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.stores.model_store import Ints, mixed, sequence_hash, slot_of
 
 TABLE_SLOTS = 1 << 21
@@ -121,7 +121,7 @@ def _best(tokens: Ints, places: Ints, counts: Ints, length: int, most: int) -> I
     return np.concatenate([*best, equal])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: bool, places: Ints, repeats: Ints) -> bool:
     """Count the sequences whose prefixes are of one part in a table of their last places; whether they fit."""
     room, mask = len(places) // 4 * 3, len(places) - 1
@@ -148,7 +148,7 @@ def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: boo
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _by_prefix(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Ints) -> tuple[Ints, Ints]:
     """For each of some sequences the counts of all with its prefix, and how many these are."""
     mask = len(table) - 1
@@ -168,7 +168,7 @@ def _by_prefix(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Int
     return totals, distinct
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _same(tokens: Ints, one: int, other: int, length: int) -> bool:
     for offset in range(length):  # noqa: SIM110 - compiled code has no generators
         if tokens[one + offset] != tokens[other + offset]:

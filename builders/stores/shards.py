@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardPlace, sampled_prefixes_in
 
 Tokens = npt.NDArray[Any]
@@ -93,7 +93,7 @@ def suffix_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
     return out
 
 
-@njit(cache=True)
+@compiled
 def _token_starts(places: Tokens, size: int, out: Tokens) -> None:
     kept = 0
     for place in places:

@@ -16,6 +16,7 @@ from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file
 from hdtool.runtime.budget.node_budget import PASS_SIZES
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
+from hdtool.runtime.kernels.int8.int8_linear import has_int8_activations
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.compact_layers import has_compact_weights
@@ -119,6 +120,7 @@ def cost_here(target: Target, batch: int = 1) -> CostCurve:
 def _saved_file(target: Target) -> Path:
     computed = dtype_name(target.dtype) + "-own-products" * has_own_products(target.model)
     computed += "-compact" * has_compact_weights(target.model) + "-fused" * (stack_of(target.model) is not None)
+    computed += "-int8-activations" * has_int8_activations(target.model)
     return cost_at_home(fingerprint(target.model), device_name(target.device), computed, torch.get_num_threads())
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET
+from hdtool.runtime.kernels.compiled import compiled
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
@@ -224,7 +224,7 @@ class SharedBudget(_ChosenSize):
         super().set_draft_seconds(seconds * max(1, min(self._rows(), len(self._shared))))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def gains(probs: Probs) -> Probs:
     """Expected tokens per step of trees of the first 0, 1, 2 … nodes: the bonus token plus the probabilities."""
     gain = np.ones(min(len(probs), LARGEST_BUDGET) + 1)
@@ -235,7 +235,7 @@ def gains(probs: Probs) -> Probs:
     return gain
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def best_size(gain: Probs, costs: Costs, correction: Costs, sizes: Sizes, overhead: float) -> tuple[int, float, float]:
     """The number of nodes with the most expected tokens per second, and the seconds of passes with and without them."""
     plain = costs[sizes[0]] * correction[sizes[0]]

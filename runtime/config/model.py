@@ -18,6 +18,9 @@ QUANTIZATIONS = ("int8", "nf4")
 MEASURED, OWN, TORCH = "measured", "own", "torch"
 PRODUCTS = (MEASURED, OWN, TORCH)
 """The product of linear layers on a CPU, for up to 64 rows of a pass."""
+INT8 = "int8"
+ACTIVATIONS = ("float32", INT8)
+"""How the inputs of products with packed weights are computed with."""
 LOWEST_TEMPERATURE = 1e-5
 
 
@@ -57,6 +60,12 @@ class ModelConfig(Settings):
         "two machines compute alike.",
         values=PRODUCTS,
     )
+    activations: str = setting(
+        "float32",
+        "Inputs of products with the packed weights of a GGUF file, on a CPU: float32, as transformers has them, or "
+        "int8, as llama.cpp has them: faster, rounded to 8 bits.",
+        values=ACTIVATIONS,
+    )
     device_map: str | None = setting(
         None, f"Spread the model over all GPUs: {', '.join(DEVICE_MAPS)}.", values=DEVICE_MAPS
     )
@@ -79,6 +88,8 @@ class ModelConfig(Settings):
         require(alone, "device", self.device, "left out with --device-map, which chooses the devices")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         require(self.products in PRODUCTS, "products", self.products, f"one of {', '.join(PRODUCTS)}")
+        activations = self.activations in ACTIVATIONS
+        require(activations, "activations", self.activations, f"one of {', '.join(ACTIVATIONS)}")
         attention = self.attn_implementation
         usable = attention is None or attention in ATTENTIONS
         expected = f"{' or '.join(ATTENTIONS)}, which take the masks of draft trees"

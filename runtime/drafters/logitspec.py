@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
@@ -22,6 +21,7 @@ from hdtool.runtime.drafters.growing_context import GrowingContext
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import MOST_CANDIDATES
 from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.topk import for_topk, topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
@@ -109,7 +109,7 @@ class LogitSpec:
         self.seconds[SourceName.LAST] += time.perf_counter() - started
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candidates: Ints, kinds: Ints) -> Ints:
     """The kind of each node: ``root_kind`` in the continuation of the root, else that of its candidate."""
     found = np.full(len(tokens), root_kind, np.int64)
@@ -129,7 +129,7 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
     return found
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def look_up(context: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> tuple[Ints, Any]:
     """The continuation of the root, one row for each candidate with its continuation, and the length of the match.
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 PRIOR_WEIGHT = 10.0
@@ -43,7 +43,7 @@ class NodeCalibration:
         _update(kinds, tree.parents, tree.depths, accepted, self._accepted, self._verified)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _by_probability(kinds: Ints, parents: Ints, depths: Ints, accepted: Probs, verified: Probs) -> tuple[Ints, Probs]:
     probs = np.ones(len(kinds))
     for node in range(len(kinds)):
@@ -57,7 +57,7 @@ def _by_probability(kinds: Ints, parents: Ints, depths: Ints, accepted: Probs, v
     return order, probs[order]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _update(kinds: Ints, parents: Ints, depths: Ints, path: Ints, accepted: Probs, verified: Probs) -> None:
     for node in range(len(kinds)):
         above = parents[node]

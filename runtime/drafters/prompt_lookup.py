@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.growing_context import GrowingContext
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
 
@@ -51,7 +51,7 @@ class PromptLookup:
         pass
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def first_match(context: Ints, longest: int) -> int:
     """The index after the first of the longest matches of the context's end; the length if there is none."""
     size = len(context)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from hdtool.runtime.kernels.compiled import compiled
 
 LENGTH = 4
 """Tokens of a sequence, without the token before it, which is its key."""
@@ -67,7 +68,7 @@ class SequenceTable:
             self._rows, self._filled = rows, filled
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add(row_of: Ints, rows: Ints, filled: Ints, used: int, tokens: Ints, count: int, stride: int) -> int:
     """Add ``count`` sequences, each ``stride`` tokens after the last; return the number of rows in use."""
     per_key = rows.shape[1]
@@ -90,7 +91,7 @@ def _add(row_of: Ints, rows: Ints, filled: Ints, used: int, tokens: Ints, count:
     return used
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _same(row: Ints, tokens: Ints, start: int) -> bool:
     level = 0
     while level < LENGTH and row[level] == tokens[start + level]:

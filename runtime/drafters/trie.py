@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.tree import ROOT
 
 NO_TOKEN = -1
@@ -62,7 +62,7 @@ class Trie:
         return self._tokens[:size].copy(), self._parents[:size].copy(), self._sources[:size].copy()
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add(
     tokens: Ints, parents: Ints, sources: Ints, size: int, most: int, rows: Ints, source: int, wanted: int
 ) -> tuple[int, int]:
@@ -95,7 +95,7 @@ def sequences_of(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
     return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, most)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sequences(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
     size = len(tokens)
     depths = np.empty(size, np.int64)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 
 LANES = 64
 """Numbers that are compared at once: a few vectors, so that comparisons do not wait for each other."""
@@ -50,13 +50,13 @@ def bits_of(logits: torch.Tensor) -> LogitBits:
     return LogitBits(logits.data_ptr(), logits.stride(0), logits.shape[1], INFINITY[logits.dtype])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def argmax_of_row(address: int, apart: int, vocabulary: int, infinity: Array, row: int) -> tuple[int, bool]:
     """The first of the highest numbers of a row, and whether it is finite; NaN counts as the highest."""
     return argmax_of(array_at(address + row * apart * infinity.itemsize, vocabulary, infinity.dtype), infinity[0])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def argmax_of(bits: Array, infinity: Any) -> tuple[int, bool]:
     high, low = np.empty(LANES, bits.dtype), np.empty(LANES, bits.dtype)
     low[:] = np.iinfo(bits.dtype).max
@@ -75,7 +75,7 @@ def argmax_of(bits: Array, infinity: Any) -> tuple[int, bool]:
     return first + _first_between(bits[first:], highest, highest, outside=False), abs(highest) < infinite
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _extremes(bits: Array, high: Array, low: Array) -> None:
     """The highest keys of a part, and the lowest ones of it and the parts before, by lane."""
     high[:] = np.iinfo(high.dtype).min
@@ -92,13 +92,13 @@ def _extremes(bits: Array, high: Array, low: Array) -> None:
         high[0], low[0] = max(high[0], key), min(low[0], key)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _key(bits: Any, magnitude: Any) -> Any:
     """An integer in the order of the numbers: that of -0.0 is -1, that of minus infinity the inverse of infinity's."""
     return bits ^ ((bits >> 63) & magnitude)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _first_between(bits: Array, least: int, most: int, outside: bool) -> int:
     """The index of the first number with a key in this range, or outside of it."""
     for place in range(len(bits)):

@@ -6,7 +6,9 @@ import ctypes
 import time
 from typing import Any
 
-from numba import njit, types
+from numba import types
+
+from hdtool.runtime.kernels.compiled import compiled
 
 
 def _has_clock() -> bool:
@@ -23,12 +25,12 @@ if HAS_CLOCK:
     _read: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 else:
 
-    @njit(cache=True, nogil=True)
+    @compiled
     def _read(clock: int, address: int) -> int:
         return 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def lap(work: Any, source: int) -> None:
     """Add the time since the last lap to a source, if this draft is timed."""
     if work.timed:
@@ -38,7 +40,7 @@ def lap(work: Any, source: int) -> None:
         work.since = now
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def start_clock(work: Any) -> None:
     """Start the first lap."""
     lap(work, 0)

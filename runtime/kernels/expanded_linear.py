@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import linear
 
 from hdtool.runtime.kernels.compact_weight import Stored
-from hdtool.runtime.kernels.output_memory import OutputMemory
+from hdtool.runtime.kernels.memory.output_memory import OutputMemory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
 BLOCK_NUMBERS = 1 << 18

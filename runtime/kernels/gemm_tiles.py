@@ -14,9 +14,9 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
+from hdtool.runtime.kernels.memory.raw_memory import BYTES
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.packed.registers import Blocks
-from hdtool.runtime.kernels.raw_memory import BYTES
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, LANES, SHORT, VectorCode
 
 ITEM_SIZE = 4
@@ -85,34 +85,6 @@ def _read(code: VectorCode, kind: Any) -> Any:
     return (_Numbers if kind in NUMBERS else _Packed)(code, kind)
 
 
-class _Loop:
-    """Generates the code of a loop over the columns of a matrix."""
-
-    def __init__(self, code: VectorCode, columns: Any, step: int) -> None:
-        self.code, self.builder = code, code.builder
-        self.columns, self.step = columns, step
-
-    def begin(self, sums: int) -> tuple[Any, list[Any]]:
-        """The first column of a step, and the sums so far."""
-        self._before, self._body = self.builder.block, self.builder.append_basic_block("columns")
-        self.builder.branch(self._body)
-        self.builder.position_at_end(self._body)
-        self._column = self.builder.phi(INDEX)
-        self._sums = [self.builder.phi(self.code.vector) for _ in range(sums)]
-        return self._column, list(self._sums)
-
-    def end(self, added: list[Any]) -> None:
-        following = self.builder.add(self._column, INDEX(self.step))
-        zero = ir.Constant(self.code.vector, [0.0] * LANES)
-        firsts = [INDEX(0), *[zero] * len(added)]
-        for phi, first, value in zip([self._column, *self._sums], firsts, [following, *added], strict=True):
-            phi.add_incoming(first, self._before)
-            phi.add_incoming(value, self._body)
-        after = self.builder.append_basic_block("after")
-        self.builder.cbranch(self.builder.icmp_signed("<", following, self.columns), self._body, after)
-        self.builder.position_at_end(after)
-
-
 def outs_beside(rows: int) -> int:
     """The matrix rows of a tile with this number of input rows; a divisor of ``MOST_OUTS``.
 
@@ -134,20 +106,24 @@ def tile(outs: int, rows: int) -> Any:
             first, stride = builder.inttoptr(matrix, BYTES), read.stride(columns)
             places = [code.after(first, builder.mul(stride, INDEX(out))) for out in range(outs + 1)]
             numbers = builder.inttoptr(inputs, FLOAT.as_pointer())
-            loop = _Loop(code, columns, read.step)
-            column, sums = loop.begin(outs * rows)
-            offset = read.offset(column)
-            _prefetch(code, code.after(places.pop(), builder.mul(offset, INDEX(outs))), read, outs)
-            expanders = [read.expander(code.after(out, offset)) for out in places]
-            for place in range(read.vectors):
-                at = builder.add(column, INDEX(place * LANES))
-                factors = _factors(code, numbers, at, columns, rows)
-                for out, expand in enumerate(expanders):
-                    weights = expand(place)
-                    for row, factor in enumerate(factors):
-                        sum_ = out * rows + row
-                        sums[sum_] = code.multiply_add(weights, factor, sums[sum_])
-            loop.end(sums)
+            ahead = places.pop()
+
+            def multiply(column: Any, sums: list[Any]) -> list[Any]:
+                offset = read.offset(column)
+                _prefetch(code, code.after(ahead, builder.mul(offset, INDEX(outs))), read, outs)
+                expanders = [read.expander(code.after(out, offset)) for out in places]
+                for place in range(read.vectors):
+                    at = builder.add(column, INDEX(place * LANES))
+                    factors = _factors(code, numbers, at, columns, rows)
+                    for out, expand in enumerate(expanders):
+                        weights = expand(place)
+                        for row, factor in enumerate(factors):
+                            sum_ = out * rows + row
+                            sums[sum_] = code.multiply_add(weights, factor, sums[sum_])
+                return sums
+
+            zero = ir.Constant(code.vector, [0.0] * LANES)
+            sums = code.loop(columns, [zero] * (outs * rows), multiply, read.step)
             written = builder.inttoptr(outputs, FLOAT.as_pointer())
             for out in range(outs):
                 for row in range(rows):
@@ -186,13 +162,15 @@ def _unpack_row(context: Any, matrix: Any, kind: Any, columns: Any, written: Any
         code = VectorCode(builder)
         read = _read(code, kind)
         first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
-        loop = _Loop(code, columns, read.step)
-        column, _ = loop.begin(0)
-        expand = read.expander(code.after(first, read.offset(column)))
-        for place in range(read.vectors):
-            at = code.after(numbers, builder.add(column, INDEX(place * LANES)))
-            builder.store(expand(place), builder.bitcast(at, code.vector.as_pointer())).align = ITEM_SIZE
-        loop.end([])
+
+        def write(column: Any, _: list[Any]) -> list[Any]:
+            expand = read.expander(code.after(first, read.offset(column)))
+            for place in range(read.vectors):
+                at = code.after(numbers, builder.add(column, INDEX(place * LANES)))
+                builder.store(expand(place), builder.bitcast(at, code.vector.as_pointer())).align = ITEM_SIZE
+            return []
+
+        code.loop(columns, [], write, read.step)
         return target.get_dummy_value()
 
     return types.void(types.int64, kind, types.int64, types.int64), generate

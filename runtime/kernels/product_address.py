@@ -13,11 +13,17 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, types
 from numba.extending import intrinsic
 
+from hdtool.runtime.kernels.gemm_tiles import block_numbers
+from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS
+from hdtool.runtime.kernels.int8.panel_tiles import panel_bytes
+from hdtool.runtime.kernels.int8.product import multiply_int8
 from hdtool.runtime.kernels.small_batch_gemm import multiply
 from hdtool.runtime.kernels.vector_code import INDEX
 
-ARGUMENTS = 7
-"""Of ``multiply`` without the format and the size of its numbers or blocks."""
+ARGUMENTS = 9
+"""Of a product: the matrix, its rows and columns; the inputs and their rows; outputs; bias; and the first matrix row to
+multiply, and the end."""
+ITEM_SIZE = 4
 
 
 def product_of(kind: Any, size: int) -> Any:
@@ -30,8 +36,32 @@ def _made(kind_type: Hashable, size: int) -> Any:
     kind: Any = cast(Any, kind_type)(0)
 
     @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
-    def product(matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int) -> None:
-        multiply(matrix, kind, size, outs, columns, inputs, rows, outputs, bias)
+    def product(
+        matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
+    ) -> None:
+        part = matrix + first * (columns // block_numbers(kind) * size)
+        written, added = outputs + first * ITEM_SIZE, bias + first * ITEM_SIZE if bias else 0
+        multiply(part, kind, size, end - first, columns, inputs, rows, written, outs, added)
+
+    return product
+
+
+def int8_product_of(kind: Any) -> Any:
+    """The same with inputs in 8 bits, for the panels of a format."""
+    return _made_int8(cast(Hashable, type(kind)))
+
+
+@cache
+def _made_int8(kind_type: Hashable) -> Any:
+    kind: Any = cast(Any, kind_type)(0)
+
+    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    def product(
+        matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
+    ) -> None:
+        part = matrix + first // PANEL_ROWS * panel_bytes(kind, columns)
+        written, added = outputs + first * ITEM_SIZE, bias + first * ITEM_SIZE if bias else 0
+        multiply_int8(part, kind, end - first, columns, inputs, rows, written, outs, added)
 
     return product
 
@@ -46,6 +76,8 @@ def _call(
     rows: Any,
     outputs: Any,
     bias: Any,
+    first: Any,
+    end: Any,
 ) -> Any:
     """Call the product at an address."""
 

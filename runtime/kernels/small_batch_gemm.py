@@ -25,7 +25,7 @@ from hdtool.runtime.kernels.gemm_tiles import (
 from hdtool.runtime.kernels.gemm_tiles import FLOAT16 as FLOAT16
 from hdtool.runtime.kernels.gemm_tiles import FLOAT32 as FLOAT32
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE as ITEM_SIZE
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.vector_code import LANES
 
 COLUMN_MULTIPLE = 64
@@ -43,11 +43,21 @@ _one, _two, _three, _four, _five, _six, _seven, _eight = (tile(_OUTS[rows], rows
 
 @njit(cache=True, nogil=True)
 def multiply(
-    matrix: int, kind: Any, size: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int
+    matrix: int,
+    kind: Any,
+    size: int,
+    outs: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    apart: int,
+    bias: int,
 ) -> None:
-    """``outputs = inputs @ matrix.T + bias``, given by addresses of contiguous arrays, float32 but for the matrix.
+    """``outputs = inputs @ matrix.T + bias``, given by addresses of arrays, float32 but for the matrix.
 
-    ``kind`` and ``size`` are the format of the matrix and the bytes of its numbers or blocks. ``columns`` must be a
+    ``kind`` and ``size`` are the format of the matrix and the bytes of its numbers or blocks. The outputs of input rows
+    are ``apart`` numbers from each other. ``columns`` must be a
     multiple of ``COLUMN_MULTIPLE`` and of the numbers of a block; address 0 means no bias.
     """
     stride = columns // block_numbers(kind) * size
@@ -55,23 +65,23 @@ def multiply(
     if block_numbers(kind) == 1 or rows <= FEW_ROWS:
         for out in range(0, whole, MOST_OUTS):
             written = outputs + out * ITEM_SIZE
-            _multiply_few(matrix + out * stride, kind, stride, columns, inputs, rows, written, outs)
+            _multiply_few(matrix + out * stride, kind, stride, columns, inputs, rows, written, apart)
     elif rows <= MOST_IN_REGISTERS or block_numbers(kind) < LARGE_BLOCK:
         interleaved = np.empty(rows * columns, np.float32)
-        _multiply_interleaved(matrix, kind, stride, whole, columns, inputs, rows, outputs, outs, interleaved)
+        _multiply_interleaved(matrix, kind, stride, whole, columns, inputs, rows, outputs, apart, interleaved)
     else:
         unpacked = np.empty(MOST_OUTS * columns, np.float32)
-        _multiply_unpacked(matrix, kind, stride, whole, columns, inputs, rows, outputs, outs, unpacked)
+        _multiply_unpacked(matrix, kind, stride, whole, columns, inputs, rows, outputs, apart, unpacked)
     for out in range(whole, outs):
         for row in range(rows):
-            read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * outs + out) * ITEM_SIZE
-            _single(matrix + out * stride, kind, columns, read, written, outs)
+            read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * apart + out) * ITEM_SIZE
+            _single(matrix + out * stride, kind, columns, read, written, apart)
     if bias:
         added = array_at(bias, (outs,), types.float32)
-        written_rows = array_at(outputs, (rows, outs), types.float32)
         for row in range(rows):
+            written_row = array_at(outputs + row * apart * ITEM_SIZE, (outs,), types.float32)
             for out in range(outs):
-                written_rows[row, out] += added[out]
+                written_row[out] += added[out]
 
 
 @njit(cache=True, nogil=True)

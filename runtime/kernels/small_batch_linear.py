@@ -18,9 +18,11 @@ from hdtool.runtime.kernels.compact_weight import Stored, in_float32, is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.expanded_linear import BlockwiseLinear
 from hdtool.runtime.kernels.gemm_choice import saved_choice
-from hdtool.runtime.kernels.output_memory import OutputMemory
+from hdtool.runtime.kernels.memory.output_memory import OutputMemory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, COLUMN_MULTIPLE, FLOAT16, FLOAT32, multiply
+from hdtool.runtime.kernels.product_address import product_of
+from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, COLUMN_MULTIPLE, FLOAT16, FLOAT32
+from hdtool.runtime.kernels.team import multiply_together, team_of
 
 TIMED_ROWS = (1, 4, 16, 64)
 """Numbers of rows at which both products are timed; other numbers of rows use the next larger one."""
@@ -29,7 +31,7 @@ REPEATS = 3
 CLEARLY_SLOWER = 1.25
 """Our own product is left where it takes so many times as long as that of torch. Its rows have the same bits for any
 number of rows, so nearly equal times do not decide against it."""
-PRODUCT = "product 2"
+PRODUCT = "product 3"
 """The version of our own product, to which saved measurements belong."""
 TIMED_LAYERS = 4
 """Layers of a shape that are timed in turn: a single one would stay in the cache."""
@@ -89,15 +91,7 @@ class SmallBatchLinear(Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
-        if (
-            input.dtype == weight.dtype == torch.float32
-            and input.is_cpu
-            and weight.is_cpu
-            and input.is_contiguous()
-            and weight.is_contiguous()
-            and input.shape[-1] == self.in_features
-            and not torch.is_grad_enabled()
-        ):
+        if self.takes(input):
             stored = weight.stored if is_compact(weight) else weight
             if self.choice.own(input.numel() // self.in_features):
                 return own_linear(input, stored, self.bias, self.memory)
@@ -116,6 +110,24 @@ class SmallBatchLinear(Linear):
             weight = weight.stored  # what autocast would round the expanded weight to
         return linear(input, weight, self.bias)
 
+    def takes(self, input: torch.Tensor) -> bool:
+        """Whether our own product takes this input and the weight."""
+        weight = self.weight
+        return (
+            input.dtype == weight.dtype == torch.float32
+            and input.is_cpu
+            and weight.is_cpu
+            and input.is_contiguous()
+            and weight.is_contiguous()
+            and input.shape[-1] == self.in_features
+            and not torch.is_grad_enabled()
+        )
+
+    def compiled_product(self) -> tuple[int, int]:
+        """The addresses of our own product and of the matrix that it reads."""
+        stored = self.weight.stored if is_compact(self.weight) else self.weight
+        return product_of(*form_of(stored)).address, stored.data_ptr()
+
 
 def own_linear(
     input: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None, memory: OutputMemory | None = None
@@ -126,17 +138,26 @@ def own_linear(
     rows = input.numel() // columns
     # Of the input's dtype and device, not the defaults of torch.
     found = memory.room_for(rows, outs, input) if memory else input.new_empty(rows, outs)
-    multiply(
-        weight.data_ptr(),
-        *form_of(weight),
-        outs,
-        columns,
-        input.data_ptr(),
-        rows,
-        found.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-    )
+    product = product_of(*form_of(weight)).address
+    multiply(product, weight.data_ptr(), outs, columns, input, found, bias)
     return found.view(*input.shape[:-1], outs)
+
+
+def multiply(
+    product: int,
+    matrix: int,
+    outs: int,
+    columns: int,
+    input: torch.Tensor,
+    found: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Call the product at an address, with as many threads as torch has; ``found`` has a row for each row of inputs."""
+    threads, added = torch.get_num_threads(), 0 if bias is None else bias.data_ptr()
+    with team_of(threads).open() as team:
+        multiply_together(
+            team, threads, product, matrix, outs, columns, input.data_ptr(), len(found), found.data_ptr(), added
+        )
 
 
 def form_of(weight: Stored) -> tuple[Any, int]:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
+
+from hdtool.runtime.kernels.compiled import compiled
 
 LANES = 16
 """Width of a vector comparison."""
@@ -105,7 +106,7 @@ def topk(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
     return tokens, scores
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _topk(logits: Array, tokens: Array, scores: Array) -> None:
     """Top-k by a tree of maxima: the top k values lie below the k highest maxima of the last level."""
     vocabulary, most = logits.shape[1], scores.shape[1]
@@ -129,7 +130,7 @@ def _topk(logits: Array, tokens: Array, scores: Array) -> None:
             _insert(tokens[row], scores[row], token, logits[row, token])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _levels(vocabulary: int, most: int) -> tuple[Array, int]:
     """The offset of each level in the array of maxima, with the end of the last one, and the number of levels."""
     begins = np.zeros(MOST_LEVELS + 2, np.int64)
@@ -141,13 +142,13 @@ def _levels(vocabulary: int, most: int) -> tuple[Array, int]:
     return begins, level
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _folded(size: int) -> int:
     """The number of maxima of ``size`` values."""
     return -(-size // BLOCK) * LANES
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fold(values: Array, highest: Array) -> None:
     """The maxima of the columns of each part, read as a matrix of ``FOLD`` rows and ``LANES`` columns."""
     whole = len(values) // BLOCK
@@ -169,7 +170,7 @@ def _fold(values: Array, highest: Array) -> None:
         highest[lane] = values[place] if values[place] > highest[lane] else highest[lane]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _indices_of(values: Array, least: float, places: Array) -> int:
     """Write the indices of all values >= ``least`` to ``places``; return their number."""
     found = 0
@@ -180,7 +181,7 @@ def _indices_of(values: Array, least: float, places: Array) -> int:
     return found
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _indices_below(above: Array, values: Array, least: float, places: Array) -> int:
     """The same for the values below these maxima, one level down."""
     found = 0
@@ -192,7 +193,7 @@ def _indices_below(above: Array, values: Array, least: float, places: Array) -> 
     return found
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _kth_highest(values: Array, best: Array) -> Any:
     """The k-th highest value, with k = ``len(best)``."""
     best[:] = NO_LOGIT
@@ -206,7 +207,7 @@ def _kth_highest(values: Array, best: Array) -> Any:
     return best[-1]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insert(tokens: Array, scores: Array, token: int, score: float) -> None:
     """Insert a token into the sorted top k; of equal scores the smaller id comes first."""
     place = len(scores)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from platform import machine
 from typing import Any
 
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
-from hdtool.runtime.kernels.raw_memory import BYTES, WORD
+from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
 
 FLOAT = ir.FloatType()
 HALF = ir.HalfType()
@@ -19,16 +20,19 @@ CACHE_LINE = 64
 """Bytes."""
 
 
-def _has(feature: str) -> bool:
+def has_feature(feature: str) -> bool:
+    """Whether this processor has an extension, by the name that LLVM has for it."""
     try:
         return bool(binding.get_host_cpu_features().get(feature))
     except RuntimeError:  # unsupported on some processors
         return False
 
 
-EXPANDS_FLOAT16 = _has("f16c") or _has("avx512f") or machine().lower() in ("aarch64", "arm64")
+EXPANDS_FLOAT16 = has_feature("f16c") or has_feature("avx512f") or machine().lower() in ("aarch64", "arm64")
 """Whether the processor converts float16; elsewhere the compiler calls a function of a library that may be missing."""
-LANES = 16 if _has("avx512f") else 8 if _has("avx") else 4
+PAUSE = "llvm.x86.sse2.pause" if has_feature("sse2") else None
+"""The instruction that a thread executes while it waits."""
+LANES = 16 if has_feature("avx512f") else 8 if has_feature("avx") else 4
 """Numbers in a vector register."""
 
 
@@ -91,3 +95,30 @@ class VectorCode:
     def prefetch(self, address: Any) -> None:
         """Fetch a cache line to read, into L2: L1 has no room for two tiles and the input rows."""
         self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), WORD(2), WORD(1))
+
+    def loop(
+        self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES
+    ) -> list[Any]:
+        """A loop over indices below ``count`` in steps; ``body`` makes the next values from an index and the last ones.
+
+        The code of ``body`` must be one block.
+        """
+        builder = self.builder
+        before = builder.block
+        inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
+        builder.cbranch(builder.icmp_signed("<", INDEX(0), count), inside, after)
+        builder.position_at_end(inside)
+        index = builder.phi(INDEX)
+        values = [builder.phi(value.type) for value in carried]
+        made = list(body(index, list(values)))
+        following = builder.add(index, INDEX(step))
+        for phi, first, value in zip([index, *values], [INDEX(0), *carried], [following, *made], strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(value, inside)
+        builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+        builder.position_at_end(after)
+        ends = [builder.phi(value.type) for value in carried]
+        for phi, first, value in zip(ends, carried, made, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(value, inside)
+        return ends

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 Mask = torch.Tensor | dict[str, torch.Tensor] | None
@@ -199,7 +199,7 @@ def _additive(
     return mask
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _hide_non_ancestors(
     values: npt.NDArray[np.float32],
     shown: int,
@@ -218,7 +218,7 @@ def _hide_non_ancestors(
         values[row, length + row] = 0.0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill_batch(
     values: npt.NDArray[np.float32],
     parents: npt.NDArray[np.int32],

@@ -16,15 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.config.model import OWN, TORCH
+from hdtool.runtime.config.model import INT8, OWN, TORCH
 from hdtool.runtime.decode import room_for
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
+from hdtool.runtime.kernels.int8.int8_linear import use_int8_activations
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import packed_place, place_of
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.gguf.packed_model import packed_model
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
@@ -42,6 +44,10 @@ T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
 """How the names of tokenizers' files begin."""
 FIXED_PRODUCTS = {OWN: True, TORCH: False}
+NO_INT8 = (
+    "--activations int8 needs a GGUF file with packed weights, on a CPU, with layers that hdtool computes in compiled "
+    "code (of the Llama kind, without --no-fused-layers, --attn-implementation or another --dtype): leave it out"
+)
 CONFIG_FILES = ("config.json",)
 """A folder without it holds no model."""
 
@@ -89,6 +95,8 @@ def load(config: ModelConfig | str) -> Loaded:
     settings = load_settings(config)
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
+    if config.activations == INT8 and (config.device_map or device.type != "cpu" or leader()):
+        raise OptionError(NO_INT8)
     if group := leader():
         target = _leading_target(config, settings, group)
     elif config.device_map:
@@ -119,7 +127,21 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
     expand_weights_read(model)
     if config.fused_layers and not config.attn_implementation:
         fuse_layers(target)
+    if config.activations == INT8:
+        _compute_in_int8(target.model)
     return target
+
+
+def _compute_in_int8(model: Any) -> None:
+    """Compute with activations in 8 bits, all passes in compiled layers.
+
+    Rounding to 8 bits enlarges every difference, so a row must have the same bits in every pass. For that reason too,
+    layers are fused and compared with those of transformers before.
+    """
+    stack = stack_of(model)
+    if stack is None or not use_int8_activations(model):
+        raise OptionError(NO_INT8)
+    stack.take_all_rows()
 
 
 def load_part(config: ModelConfig) -> Target:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 MOVES = 16
@@ -108,7 +108,7 @@ class TreeInput:
         return (ids, positions) if self._device is None else (ids.to(self._device), positions.to(self._device))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill(
     words: npt.NDArray[np.int64],
     root: int,
@@ -131,7 +131,7 @@ def _fill(
             words[at + 2 * rows] = words[above + 2 * rows] | (np.int64(1) << np.int64(node))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill_tree(
     ids: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
@@ -145,7 +145,7 @@ def _fill_tree(
         ids[node + 1], positions[node + 1] = tokens[node], positions[parents[node] + 1] + 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill_trees(
     numbers: npt.NDArray[np.int64],
     heads: npt.NDArray[np.int64],

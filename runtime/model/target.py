@@ -26,7 +26,7 @@ from hdtool.runtime.model.families import (
     refuse_by_configuration,
     refuse_by_logits,
 )
-from hdtool.runtime.model.fused.layer_stack import check_layers_again
+from hdtool.runtime.model.fused.layer_stack import check_layers_again, takes_all_rows
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 USABLE_ATTENTION = ("sdpa", "eager")
 NOTHING = nullcontext()
+PIECE = 128
+"""Rows of a pass over a prompt in compiled layers; larger passes take longer for each row."""
 
 
 class Target:
@@ -306,9 +308,23 @@ class Target:
     def read(self, context: Sequence[int], cache: StaticKVCache) -> torch.Tensor:
         """Prefill ``cache`` with a whole context and return the logits ``[1, vocabulary]`` after it."""
         check_layers_again(self.model)
+        if takes_all_rows(self.model):
+            return self._read_in_pieces(context, cache)
         cache.length = self.cached_tokens = 0
         # No mask: the model makes its own or uses a causal kernel.
         return self.forward([list(context)], [range(len(context))], None, cache, **self._prefill_options)[0, -1:]
+
+    def _read_in_pieces(self, context: Sequence[int], cache: StaticKVCache) -> torch.Tensor:
+        """The same in compiled layers, which take every pass with a mask."""
+        logits, hidden = torch.empty(0), []
+        for first in range(0, len(context), PIECE):
+            logits = self.read_piece(context[first : first + PIECE], first, cache)
+            hidden.append(self.all_hidden)
+        if self._watched:
+            self.all_hidden = torch.cat(hidden, 1)
+            self.hidden = self.all_hidden[0]
+        cache.length = self.cached_tokens = 0
+        return logits
 
     @torch.inference_mode()
     def read_piece(self, piece: Sequence[int], first: int, cache: StaticKVCache) -> torch.Tensor:

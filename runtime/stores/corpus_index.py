@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import token_type
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store, require
-from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.stores.mapped_file import documents_of, mapped_part
 from hdtool.runtime.stores.suffix_search import (
     PREFIX,
@@ -127,7 +127,7 @@ class CorpusIndex(Pinned):
         return tuple.__new__(Continuations, lookup(self.tokens, self.addresses, tail, self.end, most))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, most: int) -> tuple[int, int, Ints]:
     """The fields of ``Continuations``."""
     shards = shards_at(tokens, addresses)
@@ -148,7 +148,7 @@ def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, most: int) -> tu
     return matched, found, nodes
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _in_order(continuations: Ints) -> Ints:
     """The columns, sorted by insertion: those of each shard are sorted already."""
     count = continuations.shape[1]
@@ -167,7 +167,7 @@ def _in_order(continuations: Ints) -> Ints:
     return continuations[:, order]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _precedes(continuations: Ints, one: int, other: int) -> bool:
     for depth in range(len(continuations)):
         if continuations[depth, one] != continuations[depth, other]:
@@ -175,7 +175,7 @@ def _precedes(continuations: Ints, one: int, other: int) -> bool:
     return False
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _tree(continuations: Ints, end: int, most: int) -> Ints:
     """The ``most`` most frequent nodes of the tree of sorted continuations.
 
@@ -217,7 +217,7 @@ def _tree(continuations: Ints, end: int, most: int) -> Ints:
     return nodes[:, :kept]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _shared(continuations: Ints, end: int) -> Ints:
     """The length of the start that each continuation shares with the one before it; 0 at both ends."""
     longest, samples = continuations.shape
@@ -230,7 +230,7 @@ def _shared(continuations: Ints, end: int) -> Ints:
     return shared
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _by_count(grown: Ints, highest: int, nodes: Ints) -> Ints:
     """Fill ``nodes`` in the order of counts, none above ``highest``; the new place of each node, and -1 for -1.
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from hdtool.runtime.kernels.no_copy import Pinned
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.no_copy import Pinned
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.suffix_search import (
     PREFIX_TOKENS,
     Shards,
@@ -77,13 +77,13 @@ def range_record(shards: Shards) -> tuple[Ints, Ints]:
     return record, places
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def places_of(ranges: Any) -> Ints:
     """The ranges of suffixes by node, order and shard."""
     return array_at(ranges.at, (ROWS, LONGEST_RANGE + 1, ranges.shards[4, 1], 2), np.int64)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: int) -> None:
     """The ranges of ``node``, whose last tokens are ``tail``, within those of its parent of the order below.
 
@@ -116,7 +116,7 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
         ranges.beyond[node] = ranges.beyond[above] + 1 if follows else 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def only_longest(ranges: Any, node: int) -> bool:
     """Whether a node has no range but that of the longest order, of which all followers were read."""
     if ranges.lowest[node] > LONGEST_RANGE:
@@ -127,7 +127,7 @@ def only_longest(ranges: Any, node: int) -> bool:
     return bool(0 < found == ranges.read[node, LONGEST_RANGE])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def size_of(ranges: Any, node: int, order: int) -> int:
     """The number of matches in a range, over all shards."""
     places, size = places_of(ranges), 0
@@ -136,7 +136,7 @@ def size_of(ranges: Any, node: int, order: int) -> int:
     return size
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _bracket(
     ranges: Any, node: int, order: int, found: int, before: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
@@ -162,7 +162,7 @@ def _bracket(
     return low, min(max(low, first), high), min(max(low, last), high), high, sample
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def read_samples(corpus: Ints, ranges: Any, node: int, order: int, found: int, most: int) -> None:
     """Read up to ``most`` followers of a range of ``found`` matches."""
     shards = shards_at(corpus, ranges.shards)
@@ -174,7 +174,7 @@ def read_samples(corpus: Ints, ranges: Any, node: int, order: int, found: int, m
     ranges.read[node, order] = read
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def tally(ranges: Any, node: int, order: int, tokens: Ints, counts: Ints) -> int:
     """Count the samples of each token; the number of different tokens."""
     end, distinct, at = ranges.shards[2, 2] - 1, 0, 0
@@ -221,7 +221,7 @@ class CorpusSearch(Pinned):
         return found, dict(zip(self._tokens[:distinct].tolist(), counts, strict=True))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def look_up(corpus: Ints, record: Ints, tail: Ints) -> None:
     """Narrow the ranges of the root by the last token of ``tail``, in place, and read their followers."""
     ranges = record[0]

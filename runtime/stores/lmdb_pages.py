@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from hdtool.runtime.kernels.compiled import compiled
 
 MAGIC = 0xBEEFC0DE
 HEADER = 16
@@ -75,7 +76,7 @@ def damage_of(path: Path, number: int) -> str:
     return "it has no snapshot"
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _number(data: Bytes, at: Any, width: int) -> Any:
     number = np.int64(0)
     for byte in range(width):
@@ -83,7 +84,7 @@ def _number(data: Bytes, at: Any, width: int) -> Any:
     return number
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _entries_below(data: Bytes, page_size: int, pages: int, root: int, depth: int) -> int:
     """The entries in the leaves of a tree; a negative result is the number of the damaged page."""
     waiting, levels = [root], [1]

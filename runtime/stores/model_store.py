@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store, require
-from hdtool.runtime.kernels.no_copy import Pinned
-from hdtool.runtime.kernels.raw_memory import array_at, prefetch
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.no_copy import Pinned
+from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
 from hdtool.runtime.stores.mapped_file import documents_of, mapped_part
 
 KIND = "model"
@@ -148,13 +148,13 @@ def model_record(store: ModelStore | None) -> Ints:
     return record
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def rows_of(model: Any) -> Ints:
     """Tokens and counts of all prefixes."""
     return array_at(model.rows[0], (model.rows[1], 2), np.int32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def known_as(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
     """The entry of the prefix with this hash, as ``entry_of`` gives it."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
@@ -162,7 +162,7 @@ def known_as(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
     return entry_of(slots, keys, model.rows[1], prefix_hash)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fetch(model: Any, hashes: Ints, longest: int) -> None:
     """Prefetch the entries of prefixes up to a length, all at once and not one after the other."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
@@ -176,7 +176,7 @@ def fetch(model: Any, hashes: Ints, longest: int) -> None:
             prefetch(keys, key * KEY_WIDTH)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def look_up(memory: Ints, tail: Ints) -> Ints:
     """A row for each suffix of ``tail`` that has an entry, the longest first: its length and its ``known_as``."""
     model, found, count = memory[0], np.empty((len(tail), 5), np.int64), 0
@@ -193,7 +193,7 @@ def look_up(memory: Ints, tail: Ints) -> Ints:
     return found[:count]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
     """The entry of the prefix with this hash: its first of ``rows``, the one after its last, total and distinct.
 
@@ -210,7 +210,7 @@ def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tupl
     return start, min(stop, start + ROWS_READ), total, distinct
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def find(slots: Ints, keys: Ints, prefix_hash: np.uint64) -> int:
     """The number of the key of a prefix with this hash, or -1.
 
@@ -229,20 +229,20 @@ def find(slots: Ints, keys: Ints, prefix_hash: np.uint64) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def slot_of(prefix_hash: np.uint64, mask: int) -> int:
     """Where the search for a hash begins."""
     return int(np.int64(prefix_hash >> np.uint64(7)) & mask)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def halves(prefix_hash: np.uint64) -> tuple[np.int32, np.int32]:
     """A hash as two numbers that fit into the keys."""
     low, high = prefix_hash & np.uint64(0xFFFFFFFF), prefix_hash >> np.uint64(32)
     return np.int32(np.uint32(low)), np.int32(np.uint32(high))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def mixed(suffix_hash: np.uint64, token: Any) -> np.uint64:
     """The hash of a sequence, from that of the sequence without its first token, ``token``; 0 is that of none.
 
@@ -253,7 +253,7 @@ def mixed(suffix_hash: np.uint64, token: Any) -> np.uint64:
     return mixture ^ (mixture >> np.uint64(29))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sequence_hash(tokens: Ints, start: int, length: int) -> np.uint64:
     """The hash of tokens, mixed from the last to the first."""
     found = np.uint64(0)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from hdtool.runtime.kernels.raw_memory import array_at, prefetch
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
 
 PREFIX_EVERY = 256
 PREFIX_TOKENS = 4
@@ -72,7 +72,7 @@ def sampled_prefixes_in(suffixes: Any) -> Any:
     return -(-suffixes // PREFIX_EVERY)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def shards_at(tokens: Ints, at: Ints) -> Shards:
     """The shards of these addresses: every array that Python hands to compiled code costs a tenth of a microsecond."""
     return Shards(
@@ -84,7 +84,7 @@ def shards_at(tokens: Ints, at: Ints) -> Shards:
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
     """The longest suffix of ``tail`` that occurs anywhere, and its range of suffixes in each shard.
 
@@ -107,7 +107,7 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
     return matched, ranges[0]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _usable(tail: Ints, vocabulary: int) -> int:
     """The number of last tokens that are in the vocabulary; no document holds an end or any other token."""
     usable = 0
@@ -116,7 +116,7 @@ def _usable(tail: Ints, vocabulary: int) -> int:
     return usable
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
     """Whether the last ``length`` tokens occur; the ranges begin where they do, and end too late."""
     occurs = False
@@ -131,7 +131,7 @@ def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
     return occurs
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _close(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
     """Let the ranges that ``_find`` gave end where their tokens do."""
     for shard in range(len(ranges)):
@@ -140,14 +140,14 @@ def _close(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
             ranges[shard, 1] = boundary(shards, shard, tail, length, low + 1, high, True)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def headed(shards: Shards, shard: int, token: Int) -> tuple[Int, Int]:
     """The range of suffixes that start with a token; in a damaged file it still ends within the suffixes."""
     low = min(np.int64(shards.heads[shard, token]), shards.places[shard, SUFFIXES])
     return low, max(low, min(np.int64(shards.heads[shard, token + 1]), shards.places[shard, SUFFIXES]))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool) -> Int:
     """Of suffixes with the right head, the first that does not sort before the tokens or, ``past``, sorts after."""
     low, high = _between_sampled(shards, shard, tail, length, low, high, past)
@@ -170,7 +170,7 @@ def boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high
     return low
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _between_sampled(
     shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool
 ) -> tuple[Int, Int]:
@@ -200,7 +200,7 @@ def _between_sampled(
     return low, high
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _prefetch_texts(shards: Shards, shard: int, low: Int, high: Int, stride: int) -> None:
     """Prefetch the texts of every ``stride``-th suffix."""
     for at in range(low, high, stride):
@@ -208,7 +208,7 @@ def _prefetch_texts(shards: Shards, shard: int, low: Int, high: Int, stride: int
         prefetch(shards.tokens, shards.places[shard, TOKEN] + place + 1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> int:
     """A suffix compared with tokens of the same head: -1 before them, 0 if it starts with them, 1 after."""
     place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix])
@@ -223,7 +223,7 @@ def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> 
     return 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def narrowed(
     shards: Shards, shard: int, tail: Ints, length: int, low: Int, first: Int, last: Int, high: Int
 ) -> tuple[Int, Int]:
@@ -248,7 +248,7 @@ def narrowed(
     return low, _bisect(shards, shard, length - 1, last, high, token + 1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token: Int) -> Int:
     """The first suffix of a range whose first ``length`` tokens ``token`` or a larger one follows."""
     while low < high:
@@ -260,26 +260,26 @@ def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token:
     return low
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _follower_of(shards: Shards, shard: int, suffix: Int, length: int) -> Int:
     """The token after the first ``length`` of a suffix; in a damaged file at worst the last of the shard."""
     place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix]) + length
     return np.int64(shards.tokens[shards.places[shard, TOKEN] + min(place, shards.places[shard, TOKENS] - 1)])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sample_step(found: int, samples: int) -> int:
     """The distance between samples that are spread evenly over a range, in 65536ths; see ``sampled``."""
     return (found << 16) // samples if samples else 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sampled(sample: int, step: int) -> int:
     """Which match of a range a sample is. The first samples of a sorted range would all have small token ids."""
     return sample * step >> 16
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sample_matches(shards: Shards, ranges: Ints, length: int, found: int, matches: Ints) -> None:
     """Where the text goes on after matches of ``length`` tokens, evenly spread over all ``found``.
 
@@ -298,7 +298,7 @@ def sample_matches(shards: Shards, ranges: Ints, length: int, found: int, matche
             sample += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def read_followers(shards: Shards, matches: Ints, depth: int, followers: Ints) -> None:
     """The token ``depth`` places after each match's next one, or an end token where the shard has ended."""
     end = shards.heads.shape[1] - 1

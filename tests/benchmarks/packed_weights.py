@@ -3,6 +3,7 @@
     python -m tests.benchmarks.packed_weights passes --model FILE.gguf     # quantized again to each format
     python -m tests.benchmarks.packed_weights passes --formats Q4_K,Q6_K   # random blocks, the shape of Llama 3.2 1B
     python -m tests.benchmarks.packed_weights answers --model FILE.gguf    # beside llama-cpp-python if it is installed
+    python -m tests.benchmarks.packed_weights activations --model FILE.gguf --threads 1,2    # in 8 bits too
     python -m tests.benchmarks.packed_weights loading --model FILE.gguf    # or --formats Q4_K: a random file
 
 Passes and answers of all sides are measured in turn, in one process with one thread. Times are those of the process on
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +37,7 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ACTIVATIONS, INT8
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.runtime.kernels.compact_weight import CompactWeight
@@ -50,6 +53,8 @@ from tests.support.gguf_files import write_random_gguf
 from tests.support.packed_blocks import NAMES, some_matrix
 
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROMPTS = (64, 256, 1024)
+"""Tokens."""
 CHILD = "--loads"
 
 
@@ -134,10 +139,40 @@ def passes(target: Target, sides: dict[str, Side], repeats: int) -> None:
         print(f"| {name} | {sides[name].bytes / 1e6:.0f} | {' | '.join(f'{each:.1f}' for each in found)} |")
 
 
+def activations(file: str, repeats: int, threads: list[int]) -> None:
+    """Passes and prompts with activations in float32 and in 8 bits, by the clock on the wall."""
+    targets = {name: load(ModelConfig(file, device="cpu", activations=name, products="own")) for name in ACTIVATIONS}
+    trees = {rows: DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1)) for rows in ROWS}
+    contexts = {length: some_context(length, 4000) for length in PROMPTS}
+    for title, runs, times in (
+        ("a pass, rows", {rows: partial(Target.verify, tree=tree) for rows, tree in trees.items()}, repeats),
+        ("a prompt, tokens", {length: partial(Target.prefill, context=some) for length, some in contexts.items()}, 3),
+    ):
+        print(f"\n| milliseconds of {title} | {' | '.join(map(str, runs))} |\n|---|{'---|' * len(runs)}")
+        medians: dict[str, list[float]] = {}
+        for run in runs.values():
+            taken: dict[str, list[float]] = {}
+            for loaded in targets.values():
+                loaded.target.prefill(some_context(CONTEXT, 4000), 64)
+                loaded.target.commit([])
+            for _ in range(times + 1):
+                for name, loaded in targets.items():
+                    for count in threads:
+                        torch.set_num_threads(count)
+                        started = time.perf_counter()
+                        run(loaded.target)
+                        taken.setdefault(f"{name}, threads: {count}", []).append(time.perf_counter() - started)
+            for name, seconds in taken.items():
+                medians.setdefault(name, []).append(1e3 * statistics.median(seconds[1:]))
+        for name, found in medians.items():
+            print(f"| {name} | {' | '.join(f'{each:.1f}' for each in found)} |", flush=True)
+
+
 def answers(file: str, questions: int, most: int) -> None:
     sides = {
         "float32": load(ModelConfig(file, device="cpu", dtype="float32")),
         "packed": load(ModelConfig(file, device="cpu")),
+        "packed, int8": load(ModelConfig(file, device="cpu", activations=INT8)),
     }
     first = next(iter(sides.values()))
     asked = [
@@ -146,24 +181,28 @@ def answers(file: str, questions: int, most: int) -> None:
     curves = {side: cost_here(loaded.target) for side, loaded in sides.items()}
     peer = LlamaCppContender(first, Path(file), most, lookup=False) if find_spec("llama_cpp") else None
     totals: dict[tuple[str, str], list[float]] = {}
-    same: dict[str, int] = {}
+    equal: dict[tuple[str, str], list[float]] = {}
     for number, prompt in enumerate(asked):
+        given: dict[tuple[str, str], list[int]] = {}
         for method in ("ar", "hd"):
-            found = {side: answer(loaded, curves[side], method, prompt, most) for side, loaded in sides.items()}
-            if number:  # the first one is the warm-up
-                same[method] = same.get(method, 0) + (len({tuple(tokens) for tokens, _, _ in found.values()}) == 1)
-                for side, (tokens, seconds, steps) in found.items():
+            for side, loaded in sides.items():
+                tokens, seconds, steps = answer(loaded, curves[side], method, prompt, most)
+                given[method, side] = tokens
+                if number:  # the first one is the warm-up
                     _add(totals, (method, side), len(tokens), seconds, steps)
+                    alike = tokens == given["ar", side], tokens == given["ar", "float32"]
+                    _add(equal, (method, side), *alike)
         if peer:
             started = time.process_time()
             length = len(peer.answer(prompt).output_ids)
             if number:
                 _add(totals, ("llama.cpp", "packed"), length, time.process_time() - started, length)
-    print("\n| method | weights | tokens/s | tokens a step | answers with the same tokens |\n|---|---|---|---|---|")
+    print("\n| method | weights | tokens/s | tokens a step | answers as by `ar` | as by `ar` in float32 |")
+    print("|---|---|---|---|---|---|")
     for (method, side), (number_of_tokens, passed, number_of_steps) in totals.items():
-        equal = f"{same[method]} of {questions}" if method in same else ""
+        counts = " | ".join(f"{count:.0f} of {questions}" for count in equal.get((method, side), ()))
         speed, per_step = number_of_tokens / passed, number_of_tokens / number_of_steps
-        print(f"| {method} | {side} | {speed:.1f} | {per_step:.2f} | {equal} |", flush=True)
+        print(f"| {method} | {side} | {speed:.1f} | {per_step:.2f} | {counts or ' | '} |", flush=True)
 
 
 def _add(totals: dict[tuple[str, str], list[float]], side: tuple[str, str], *numbers: float) -> None:
@@ -204,10 +243,11 @@ def loading(file: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("passes", "answers", "loading"))
+    parser.add_argument("part", choices=("passes", "activations", "answers", "loading"))
     parser.add_argument("--model", help="a GGUF file")
     parser.add_argument("--formats", default="float32,bfloat16,Q8_0,Q4_1,Q4_0")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--threads", default="1", help="of activations: numbers of threads, by commas")
     parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument(CHILD, nargs=2, help=argparse.SUPPRESS)
@@ -222,6 +262,8 @@ def main() -> None:
     cpu_weights.CLOCK = time.process_time
     if options.part == "answers":
         return answers(options.model, options.questions, options.tokens)
+    if options.part == "activations":
+        return activations(options.model, options.repeats, [int(count) for count in options.threads.split(",")])
     if options.part == "passes":
         setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)  # noqa: B010
         with torch.inference_mode(False), torch.no_grad():

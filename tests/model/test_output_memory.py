@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hdtool.runtime.kernels.output_memory import SMALLEST, OutputMemory
+from hdtool.runtime.kernels.memory.output_memory import SMALLEST, OutputMemory
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, use_small_batch_products
 
 ROWS, OUTS = 4, SMALLEST // 4

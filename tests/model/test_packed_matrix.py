@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from platform import machine
 
@@ -20,6 +21,8 @@ from torch.nn.functional import embedding, linear
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
 from hdtool.runtime.kernels.expanded_linear import BLOCK_NUMBERS, BlockwiseLinear
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
+from hdtool.runtime.kernels.int8.int8_linear import int8_linear
+from hdtool.runtime.kernels.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.product_address import call_product, product_of
@@ -112,7 +115,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> Non
 
 @njit(nogil=True)
 def called(product: int, matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int) -> None:
-    call_product(product, matrix, outs, columns, inputs, rows, outputs, 0)
+    call_product(product, matrix, outs, columns, inputs, rows, outputs, 0, 0, outs)
 
 
 @pytest.mark.parametrize("format", ALL)
@@ -156,7 +159,10 @@ from llvmlite.binding.targets import FeatureMap
 features = FeatureMap({name: True for name in FEATURES})
 binding.get_host_cpu_features = lambda: features
 import torch
+from hashlib import sha256
 from hdtool.runtime.kernels.vector_code import LANES
+from hdtool.runtime.kernels.int8.int8_linear import int8_linear
+from hdtool.runtime.kernels.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.small_batch_linear import own_linear
 from tests.support.packed_blocks import expected, some_matrix
@@ -168,6 +174,8 @@ for format in [one for one in FORMATS.values() if one.name in ("Q4_1", "Q8_0", "
     alone = torch.cat([own_linear(row, wide) for row in numbers.split(1)])
     for rows in (1, 2, 3, 4, 5, 8, 9, 30):
         assert torch.equal(own_linear(numbers[:rows], matrix), alone[:rows]), (format, rows)
+    numbers = torch.sin(torch.arange(5 * 512.0)).view(5, 512)
+    print(sha256(int8_linear(numbers, Panels(matrix.blocks, format)).numpy()).hexdigest())
 print(LANES)
 """
 
@@ -181,4 +189,11 @@ def test_narrower_registers_give_the_same_bits(features: list[str], lanes: int, 
     command = [sys.executable, "-c", NARROW.replace("FEATURES", repr(features))]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == lanes
+    *hashes, found = run.stdout.split()
+    assert int(found) == lanes
+    numbers = torch.sin(torch.arange(5 * 512.0)).view(5, 512)
+    for format, found in zip([FORMATS[3], FORMATS[8], FORMATS[13]], hashes, strict=True):
+        matrix = some_matrix(format, 11, 512)
+        assert sha256(int8_linear(numbers, Panels(matrix.blocks, format)).numpy().tobytes()).hexdigest() == found, (
+            format
+        )

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from hdtool.runtime.kernels.compiled import compiled
 
 BUCKETS = 28
 BUCKETS_PER_HALVING = 2.0
@@ -47,7 +48,7 @@ class Calibration:
         np.add.at(hits, buckets, accepted)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def best_paths(probs: Array, most: int, parents: Array, ranks: Array, depths: Array, path_probs: Array) -> int:
     """Fill the arrays with the most probable nodes of the heads' Cartesian tree, best first; return how many.
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.config import MOST_HEADS
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LEVELS
@@ -23,6 +22,7 @@ from hdtool.runtime.drafters.hierarchy.sources.last_logits import KINDS
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS as AGREEMENTS
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import LONGEST_NODE
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE
 from hdtool.runtime.stores.model_store import LONGEST_PREFIX
@@ -114,7 +114,7 @@ def new_weights() -> Memory:
     return memory
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def bucket_of(total: Any, distinct: Any) -> int:
     """How much evidence there is, and how far it spreads."""
     size = 0
@@ -125,7 +125,7 @@ def bucket_of(total: Any, distinct: Any) -> int:
     return 3 * size + (ONE if distinct <= 1 else FEW if distinct * 4 <= total else MANY)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def learn(weights: Any, work: Any, last: Any) -> None:
     """Credit the orders that were used with their shares of the estimate of the emitted token."""
     left, estimate = 1.0, 0.0
@@ -150,7 +150,7 @@ def learn(weights: Any, work: Any, last: Any) -> None:
         _learn_last(weights, work, last, work.last_part / estimate)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _learn_last(weights: Any, work: Any, last: Any, credit: float) -> None:
     """Uses count by the probability that was left before: few candidates are ever right, and the rates must show it."""
     for place in range(last.count):

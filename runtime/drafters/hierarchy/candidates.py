@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import UNNAMED
 from hdtool.runtime.drafters.hierarchy.workspace import CANDIDATES, SLOTS
+from hdtool.runtime.kernels.compiled import compiled
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def put(work: Any, source: int, token: Any, part: float) -> None:
     """Add to the probability of a candidate."""
     slot = _slot_of(work, token)
@@ -27,14 +26,14 @@ def put(work: Any, source: int, token: Any, part: float) -> None:
         work.size += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def find(work: Any, token: Any) -> int:
     """The index of a candidate, or -1."""
     slot = _slot_of(work, token)
     return int(work.slots[slot] & (CANDIDATES - 1)) if _is_taken(work, slot) else -1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _slot_of(work: Any, token: Any) -> Any:
     """The slot of a candidate, or the free one where it would go."""
     slot = (token * 40503) & (SLOTS - 1)
@@ -43,7 +42,7 @@ def _slot_of(work: Any, token: Any) -> Any:
     return slot
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _is_taken(work: Any, slot: Any) -> Any:
     """Whether a slot has been filled in this round."""
     return work.slots[slot] >= work.round * CANDIDATES

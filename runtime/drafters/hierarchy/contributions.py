@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import (
     CORPUS_ORDERS,
@@ -35,6 +34,7 @@ from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
 )
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import (
     FEWEST_SAMPLES,
@@ -57,7 +57,7 @@ MOST_OF_THE_REST = 0.9
 Ints = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_followers(
     work: Any,
     weights: Any,
@@ -78,7 +78,7 @@ def add_followers(
     return _weigh(work, weights, source, orders + order - 1, evidence, found.total, bucket, left, floor, truth)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_recycled(
     work: Any, weights: Any, table: Any, node: int, order: int, left: float, floor: float, truth: int
 ) -> float:
@@ -97,7 +97,7 @@ def add_recycled(
     return _weigh(work, weights, RECYCLED, RECYCLED_ORDERS + order - 1, evidence, WHOLE, bucket, left, floor, truth)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_heads(work: Any, weights: Any, heads: Any, node: int, left: float, floor: float, truth: int) -> float:
     """Add the predictions of the trained head for this depth; return what is left."""
     head = place_after(heads, work.depths[node])
@@ -109,7 +109,7 @@ def add_heads(work: Any, weights: Any, heads: Any, node: int, left: float, floor
     return _weigh(work, weights, TRAINED, HEADS_ORDERS + head, evidence, ALL_OF_HEADS, bucket, left, floor, truth)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_plugins(work: Any, weights: Any, plugins: Any, node: int, left: float, floor: float, truth: int) -> float:
     """Add the evidence of each plug-in, if the node is on its chain; return what is left."""
     for slot in range(MOST_PLUGINS):
@@ -125,7 +125,7 @@ def add_plugins(work: Any, weights: Any, plugins: Any, node: int, left: float, f
     return left
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_last(work: Any, weights: Any, last: Any, left: float, floor: float, truth: int) -> None:
     """Give each candidate of the last logit its part of what is left."""
     whole = 0.0
@@ -143,7 +143,7 @@ def add_last(work: Any, weights: Any, last: Any, left: float, floor: float, trut
             work.last_part, work.last_kind = part, kind
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_model(
     work: Any, weights: Any, model: Any, node: int, order: int, left: float, floor: float, truth: int
 ) -> float:
@@ -157,7 +157,7 @@ def add_model(
     return _weigh(work, weights, MODEL, MODEL_ORDERS + order - 1, evidence, total, bucket, left, floor, truth)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_corpus(
     corpus: Ints, at: Ints, node: int, order: int, left: float, least: float, floor: float, truth: int
 ) -> float:
@@ -181,7 +181,7 @@ def add_corpus(
     return _weigh(work, memory.weights[0], CORPUS, row, evidence, read, bucket, left, floor, truth)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _weigh(
     work: Any,
     weights: Any,

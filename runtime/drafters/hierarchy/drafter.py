@@ -33,7 +33,7 @@ from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import note as no
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow, restart
 from hdtool.runtime.drafters.hierarchy.workspace import WORK, Memory
 from hdtool.runtime.kernels.clock import HAS_CLOCK
-from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.source_names import Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.corpus_ranges import no_shards, range_record

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import (
     CONTEXT_ORDERS,
@@ -36,6 +35,7 @@ from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
 )
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import (
     LONGEST_RANGE,
@@ -60,7 +60,7 @@ BEFORE_ORDER = 3
 Ints = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth: int) -> None:
     """Interpolate from the longest n-gram order down, until less than ``least`` is left to shorter ones.
 
@@ -148,7 +148,7 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
         work.known[node] = LONGEST_PREFIX  # no look-up was made
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _start(work: Any, node: int, hashed: int) -> None:
     """Begin with no candidates, and hash up to so many of the last tokens."""
     work.size = work.used = work.known[node] = 0
@@ -160,7 +160,7 @@ def _start(work: Any, node: int, hashed: int) -> None:
         work.marks[length] = mark
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _find_matches(at: Ints, node: int) -> int:
     """Find what matches the tail of a node in tokens; returns the highest n-gram order of any evidence.
 
@@ -185,7 +185,7 @@ def _find_matches(at: Ints, node: int) -> int:
     return highest
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _find_in_logs(work: Any, found: Any, matches: Any, first: int, logs: int, node: int) -> int:
     """Find the matches in so many logs from the ``first`` one on; returns their highest n-gram order."""
     clear(found)
@@ -195,7 +195,7 @@ def _find_in_logs(work: Any, found: Any, matches: Any, first: int, logs: int, no
     return _highest_order(found)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _highest_order(found: Any) -> int:
     order = LEVELS if found.places > 0 else 0
     while order > 0 and found.stops[order] == 0:

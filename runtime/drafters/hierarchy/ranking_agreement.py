@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.candidates import find
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS
 from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_after
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.stores.corpus_ranges import ROWS
 
 LEARNING_RATE = 0.03
@@ -26,22 +26,33 @@ LEAST_GAIN, MOST_GAIN = 1 / 16, 64.0
 Array = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def agree(work: Any, gains: Any, near: Any, node: int) -> None:
     """Multiply the probabilities of candidates that a ranking of their position holds, and keep the sum."""
     place = place_after(near, work.depths[node])
     if place < 0 or work.size == 0:
         return
-    before = work.chances[: work.size].sum()
+    before = _whole(work)
     for named in range(near.named[place]):
         at = find(work, near.tokens[place, named])
         if at >= 0:
             work.agreed[at] = near.kinds[place, named]
             work.chances[at] *= gains[work.agreed[at]]
-    work.chances[: work.size] *= before / work.chances[: work.size].sum()
+    rest = before / _whole(work)
+    for at in range(work.size):
+        work.chances[at] *= rest
 
 
-@njit(cache=True, nogil=True)
+@compiled
+def _whole(work: Any) -> float:
+    """The sum of all probabilities."""
+    whole = 0.0
+    for at in range(work.size):
+        whole += work.chances[at]
+    return whole
+
+
+@compiled
 def learn_gains(at: Array, path: Array, size: int) -> None:
     """Compare the accepted ``path`` with the probabilities of all nodes after it, in a tree of this size."""
     memory = memory_at(at)

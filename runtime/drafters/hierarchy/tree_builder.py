@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import learn
 from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
@@ -23,7 +22,8 @@ from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import end_chains
 from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import clear, pass_by
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap, start_clock
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, narrow, places_of
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
@@ -44,7 +44,7 @@ GRAMMAR = SourceName.GRAMMAR.value
 Ints = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def grow(corpus: Ints, at: Ints, most: int) -> int:
     """Fill the workspace with the ``most`` most probable nodes, and return how many there are."""
     work = memory_at(at).work[0]
@@ -71,7 +71,7 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
     return node
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _enlist_expected(work: Any, node: int) -> int:
     """Put the token that is expected after a node into the list, alone; the new size of the list."""
     work.best_probs[node] = work.probs[node]
@@ -79,7 +79,7 @@ def _enlist_expected(work: Any, node: int) -> int:
     return node + 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int, float]:
     """Put the continuations of a node into the list; its new size, and the probability to exceed once it is full."""
     for at in range(work.size):
@@ -103,7 +103,7 @@ def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int
     return size, bar
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _settle(work: Any, node: int) -> None:
     """Make a node of the next path of the list."""
     key = work.best_keys[node - 1]
@@ -115,7 +115,7 @@ def _settle(work: Any, node: int) -> None:
     extend(work, parent, node, token)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def extend(work: Any, above: int, node: int, token: int) -> None:
     """Give a node the last tokens of its parent and its own token."""
     for place in range(LONGEST_MATCH - 1):
@@ -123,7 +123,7 @@ def extend(work: Any, above: int, node: int, token: int) -> None:
     work.tails[node, LONGEST_MATCH - 1] = token
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
     """Move the root to the end of another context, which ends with ``tail``."""
     memory = memory_at(at)
@@ -139,7 +139,7 @@ def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
         _advance(corpus, at, token)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def feed(corpus: Ints, at: Ints, tokens: Ints) -> None:
     """Learn from emitted tokens one by one, add them to the context table and move the root on."""
     memory = memory_at(at)
@@ -153,7 +153,7 @@ def feed(corpus: Ints, at: Ints, tokens: Ints) -> None:
         _advance(corpus, at, token)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _advance(corpus: Ints, at: Ints, token: int) -> None:
     memory = memory_at(at)
     work, ranges = memory.work[0], memory.ranges[0]

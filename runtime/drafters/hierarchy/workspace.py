@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import ORDERS, WEIGHTS
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import CONTEXT_MATCHES
@@ -22,7 +21,8 @@ from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import NEIGHBOURS
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import RECYCLED
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import RANGES, ROWS, SAMPLES
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
@@ -112,7 +112,7 @@ class Memory(NamedTuple):
         return np.array([array.ctypes.data for array in self], np.int64)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def memory_at(at: Array) -> Memory:
     """The records at these addresses."""
     return Memory(

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from hdtool.runtime.kernels.compiled import compiled
 
 LENGTH = 10
 """Tokens of an n-gram."""
@@ -65,7 +66,7 @@ class NgramTrie:
         return rows[:count], lengths[:count]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _clear(trie: Any) -> None:
     trie.size = 1
     trie.first[ROOT_NODE] = NONE
@@ -73,7 +74,7 @@ def _clear(trie: Any) -> None:
     trie.later[ROOT_NODE] = trie.earlier[ROOT_NODE] = ROOT_NODE
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add_all(trie: Any, tokens: Ints) -> None:
     for start in range(len(tokens) - LENGTH + 1):
         node = ROOT_NODE
@@ -89,13 +90,13 @@ def _add_all(trie: Any, tokens: Ints) -> None:
         _touch_path(trie, node)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _head(parent: Any, token: Any) -> int:
     mark = np.int64(parent) * 40503 + np.int64(token) * 2654435761
     return int((mark ^ (mark >> 15)) & (HEADS - 1))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def child_of(trie: Any, node: int, token: Any) -> int:
     child = trie.heads[_head(node, token)]
     while child != NONE and (trie.parents[child] != node or trie.tokens[child] != token):
@@ -103,7 +104,7 @@ def child_of(trie: Any, node: int, token: Any) -> int:
     return int(child)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _new_node(trie: Any, parent: int, token: Any) -> int:
     """A node below a parent, which takes the place of the least recently used leaf if there is no other."""
     if trie.size < NODES:
@@ -120,7 +121,7 @@ def _new_node(trie: Any, parent: int, token: Any) -> int:
     return int(node)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _unlink(trie: Any, leaf: int) -> None:
     """Remove a leaf from the lists that hold it."""
     parent = trie.parents[leaf]
@@ -128,7 +129,7 @@ def _unlink(trie: Any, leaf: int) -> None:
     _remove(trie.heads, _head(parent, trie.tokens[leaf]), trie.chain, leaf)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _remove(firsts: Ints, key: Any, nexts: Ints, node: int) -> None:
     """Remove a node from the list that begins with ``firsts[key]``."""
     if firsts[key] == node:
@@ -140,7 +141,7 @@ def _remove(firsts: Ints, key: Any, nexts: Ints, node: int) -> None:
     nexts[other] = nexts[node]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _touch_path(trie: Any, node: int) -> None:
     """Make a node and those above it the latest in use, the node first: the oldest of all nodes is always a leaf."""
     while node != ROOT_NODE:
@@ -149,12 +150,12 @@ def _touch_path(trie: Any, node: int) -> None:
         node = trie.parents[node]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _leave(trie: Any, node: int) -> None:
     trie.later[trie.earlier[node]], trie.earlier[trie.later[node]] = trie.later[node], trie.earlier[node]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _enter(trie: Any, node: int) -> None:
     """Make a node the latest in use."""
     latest = trie.earlier[ROOT_NODE]
@@ -162,7 +163,7 @@ def _enter(trie: Any, node: int) -> None:
     trie.earlier[node], trie.later[node] = latest, ROOT_NODE
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
     """Fill the rows with the paths from the matches to their most frequent continuations."""
     most = len(rows)
@@ -186,7 +187,7 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
     return size
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, lengths: Ints, size: int) -> int:
     """Add the nodes below a match to the most frequent ones, sorted by count; the shallower of equals first."""
     most = len(nodes)

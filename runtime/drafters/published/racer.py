@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
@@ -22,6 +21,7 @@ from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.published.ngram_trie import NgramTrie
 from hdtool.runtime.drafters.published.top_tokens import BEST, NONE, Conversation, TopTokens
 from hdtool.runtime.drafters.trie import Trie
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
@@ -96,7 +96,7 @@ class Racer:
         self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill(
     rows: Ints, root: int, retrieved: Ints, above: Ints, origins: Ints, most: int
 ) -> tuple[Ints, Ints, Ints, Ints]:

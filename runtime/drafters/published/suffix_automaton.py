@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from hdtool.runtime.kernels.compiled import compiled
 
 NONE = -1
 START = 0
@@ -92,13 +93,13 @@ def _move(old: Automaton, new: Automaton) -> None:
     _index(new)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _index(automaton: Automaton) -> None:
     for edge in range(automaton.sizes[EDGES]):
         automaton.slots[_slot(automaton, automaton.sources[edge], automaton.labels[edge])] = edge
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
     """The slot of an edge, or the free one where it would go."""
     mark = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
@@ -111,14 +112,14 @@ def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
         slot = (slot + 1) & most
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def after(automaton: Automaton, state: Any, token: Any) -> Any:
     """The state that a token leads to, or ``NONE``."""
     edge = automaton.slots[_slot(automaton, state, token)]
     return automaton.targets[edge] if edge != NONE else np.int32(NONE)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def advance(automaton: Automaton, state: Any, matched: Any, tokens: Ints) -> tuple[Any, Any]:
     """The state of the longest suffix that occurs, and its length, after more tokens of another text."""
     for token in tokens:
@@ -131,13 +132,13 @@ def advance(automaton: Automaton, state: Any, matched: Any, tokens: Ints) -> tup
     return state, matched
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _extend_all(automaton: Automaton, tokens: Ints) -> None:
     for token in tokens:
         _extend(automaton, token)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _extend(automaton: Automaton, token: Any) -> None:
     sizes, links, counts = automaton.sizes, automaton.links, automaton.counts
     automaton.tokens[sizes[TOKENS]] = token
@@ -162,7 +163,7 @@ def _extend(automaton: Automaton, token: Any) -> None:
         current = links[current]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _reached(automaton: Automaton, state: Any, token: Any, target: Any) -> Any:
     """The state of a state's longest substring and a token: the target of that edge, divided if it holds more."""
     length = automaton.lengths[state] + 1
@@ -181,7 +182,7 @@ def _reached(automaton: Automaton, state: Any, token: Any, target: Any) -> Any:
     return part
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _new_state(automaton: Automaton, length: Any, end: Any) -> Any:
     state = automaton.sizes[STATES]
     automaton.sizes[STATES] += 1
@@ -190,7 +191,7 @@ def _new_state(automaton: Automaton, length: Any, end: Any) -> Any:
     return state
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add_edge(automaton: Automaton, state: Any, token: Any, target: Any) -> None:
     edge = automaton.sizes[EDGES]
     automaton.sizes[EDGES] += 1

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
@@ -26,6 +25,7 @@ from hdtool.runtime.drafters.published.suffix_automaton import (
     SuffixAutomaton,
     advance,
 )
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
@@ -138,7 +138,7 @@ def _no_nodes() -> Found:
     return Found(np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size), np.zeros(size, np.int64))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _best_tree(
     automaton: Automaton,
     state: Any,
@@ -169,7 +169,7 @@ def _best_tree(
     return size, score
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _expand(
     automaton: Automaton, state: Any, most: int, least: float, tokens: Ints, parents: Ints, probs: Any, states: Ints
 ) -> int:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.published.top_tokens import BEST, NONE, Conversation, TopTokens
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
@@ -83,7 +83,7 @@ class TokenRecycling:
         self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill(rows: Ints, root: int, places: Ints) -> tuple[Ints, Ints, Ints]:
     """The places of the tree whose tokens are known: their tokens, parents and ranks."""
     most = len(places)

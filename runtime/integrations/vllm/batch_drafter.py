@@ -15,7 +15,7 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import TABLE, clear
 from hdtool.runtime.integrations.vllm.chain import draft_rows, no_requests
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.integrations.vllm.request_matching import NO_TABLE, match_rows
-from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
 from hdtool.runtime.drafters.hierarchy.estimator import expand
@@ -18,7 +17,8 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import add
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
 from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, places_of
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, finish, start
@@ -62,7 +62,7 @@ def no_requests(most: int, shards: int, *, history: bool = False) -> Requests:
     return Requests(np.zeros(most, np.int64), tails, places, lanes, lanes_at, answers)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
     """Fill the workspace with at most ``most`` tokens, each with a path probability >= ``floor``; return how many."""
     work = memory_at(at).work[0]
@@ -87,7 +87,7 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
     return node
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def catch_up(corpus: Ints, at: Ints, context: Ints, few: int, answers: Ints) -> None:
     """Append the new tokens of ``context`` to the table; update the weights if they are at most ``few``.
 
@@ -116,7 +116,7 @@ def catch_up(corpus: Ints, at: Ints, context: Ints, few: int, answers: Ints) -> 
         answers[0] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def draft_rows(
     memories: tuple[Ints, Ints],
     requests: Requests,

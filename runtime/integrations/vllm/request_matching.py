@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.sources.context_table import TABLE, clear, holds
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 
 NO_TABLE = -1
 
 Ints = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
     """Choose a table for each of the ``wanted`` rows of ``contexts``; return how many rows were matched.
 
@@ -48,7 +48,7 @@ def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wante
     return matched
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints, free: Ints) -> int:
     """Match moved rows with their tables, then give free tables to new rows; return how many were matched."""
     matched = 0
@@ -74,7 +74,7 @@ def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chos
     return matched
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _is_prefix(address: int, context: Ints, length: int) -> bool:
     """Whether a table holds a prefix of a context; its last token is compared first, as it usually differs."""
     table = array_at(address, 1, TABLE)[0]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.fused.elementwise import copy_numbers
 from hdtool.runtime.kernels.fused.vectors import VECTOR, FloatCode
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, LANES
 
 QUERIES = 16
@@ -159,14 +161,14 @@ WIDE = 4 * LANES
 assert VECTOR.count == LANES
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def attention_numbers(positions: int, width: int) -> int:
     """The float32 numbers of scratch memory that ``attend`` needs."""
     padded = (positions + LANES - 1) // LANES * LANES
     return QUERIES * padded + padded + QUERIES * width + QUERIES * (width // LANES)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def attend(
     queries: int,
     rows: int,
@@ -214,7 +216,7 @@ def attend(
                 row = (first + query) // groups
                 if mask != 0 and row != shown:
                     shown = row
-                    hidden[:positions] = array_at(mask + row * mask_apart * ITEM_SIZE, (positions,), types.float32)
+                    copy_numbers(mask + row * mask_apart * ITEM_SIZE, positions, mask_row)
                 scores = scratch + query * padded * ITEM_SIZE
                 _exponentiate(scores, padded, _mask(scores, padded, scale, mask_row))
             _weigh(value, width, scratch, padded, positions, count, sums, totals)
@@ -225,7 +227,7 @@ def attend(
                 _divide(sums + query * width * ITEM_SIZE, width, total, written + at * ITEM_SIZE)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _weigh(
     values: int, width: int, weights: int, apart: int, positions: int, count: int, sums: int, totals: int
 ) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.fused.attention import attend, attention_numbers
 from hdtool.runtime.kernels.fused.elementwise import (
     add_in_place,
@@ -21,7 +21,7 @@ from hdtool.runtime.kernels.fused.elementwise import (
     rotate_head,
 )
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
-from hdtool.runtime.kernels.product_address import call_product
+from hdtool.runtime.kernels.team import multiply_together
 
 TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
 """The products of a layer."""
@@ -32,26 +32,27 @@ NORM_BEFORE, NORM_AFTER, NORM_Q, NORM_K, KEYS, VALUES = range(7 * PRODUCT_FIELDS
 FIELDS = VALUES + 1
 
 SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER, COS, SIN, SLOT_APART, HEAD_APART, MASK, MASK_SLOT, MASK_ROW = range(14)
+TEAM, THREADS = 14, 15
 """Of a pass: sequences and new rows of each; shapes; addresses of the rotary positions; and numbers from one sequence,
-head or row of the mask to the next."""
-PASS_FIELDS = MASK_ROW + 1
+head or row of the mask to the next; then the open team of threads, 0 for none, and their number."""
+PASS_FIELDS = THREADS + 1
 
 Numbers = npt.NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True)
-def product(layer: Numbers, which: int, inputs: int, rows: int, outputs: int) -> None:
+@compiled
+def product(shape: Numbers, layer: Numbers, which: int, inputs: int, rows: int, outputs: int) -> None:
     """One of the seven products of a layer: all weights are read here."""
     compiled, matrix, outs, columns, bias = layer[which * PRODUCT_FIELDS : (which + 1) * PRODUCT_FIELDS]
-    call_product(compiled, matrix, outs, columns, inputs, rows, outputs, bias)
+    multiply_together(shape[TEAM], shape[THREADS], compiled, matrix, outs, columns, inputs, rows, outputs, bias)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def norm_before(shape: Numbers, layer: Numbers, epsilon: Any, hidden: int, written: int) -> None:
     norm_rows(hidden, shape[SLOTS] * shape[NEW], shape[HIDDEN], layer[NORM_BEFORE], epsilon, written)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def attend_layer(
     shape: Numbers,
     layer: Numbers,
@@ -109,7 +110,7 @@ def attend_layer(
         )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def norm_after(shape: Numbers, layer: Numbers, epsilon: Any, hidden: int, attended: int, written: int) -> None:
     """Add the output of the attention to the hidden states, in place, and write their norm."""
     rows = shape[SLOTS] * shape[NEW]
@@ -117,17 +118,17 @@ def norm_after(shape: Numbers, layer: Numbers, epsilon: Any, hidden: int, attend
     norm_rows(hidden, rows, shape[HIDDEN], layer[NORM_AFTER], epsilon, written)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def gate_rows(shape: Numbers, gate: int, up: int) -> None:
     gate_in_place(gate, up, shape[SLOTS] * shape[NEW] * shape[INNER])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_rows(shape: Numbers, hidden: int, added: int) -> None:
     add_in_place(hidden, added, shape[SLOTS] * shape[NEW] * shape[HIDDEN])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def scratch_numbers(shape: Numbers, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_layers`` needs."""
     rows, width = shape[SLOTS] * shape[NEW], shape[WIDTH]
@@ -135,7 +136,7 @@ def scratch_numbers(shape: Numbers, positions: int) -> int:
     return rows * outs + attention_numbers(positions, width)  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def compute_layers(
     shape: Numbers, layers: npt.NDArray[np.int64], starts: Numbers, epsilon: Any, scale: Any, hidden: int, scratch: int
 ) -> None:
@@ -152,16 +153,16 @@ def compute_layers(
     for number in range(len(layers)):
         layer = layers[number]
         norm_before(shape, layer, epsilon, hidden, normed)
-        product(layer, TO_QUERIES, normed, rows, queries)
-        product(layer, TO_KEYS, normed, rows, keys)
-        product(layer, TO_VALUES, normed, rows, values)
+        product(shape, layer, TO_QUERIES, normed, rows, queries)
+        product(shape, layer, TO_KEYS, normed, rows, keys)
+        product(shape, layer, TO_VALUES, normed, rows, values)
         attend_layer(shape, layer, starts, epsilon, scale, queries, keys, values, rest, attended)
-        product(layer, TO_OUTPUT, attended, rows, normed)
+        product(shape, layer, TO_OUTPUT, attended, rows, normed)
         norm_after(shape, layer, epsilon, hidden, normed, normed)
-        product(layer, TO_GATE, normed, rows, gate)
-        product(layer, TO_UP, normed, rows, up)
+        product(shape, layer, TO_GATE, normed, rows, gate)
+        product(shape, layer, TO_UP, normed, rows, up)
         gate_rows(shape, gate, up)
-        product(layer, TO_DOWN, gate, rows, normed)
+        product(shape, layer, TO_DOWN, gate, rows, normed)
         add_rows(shape, hidden, normed)
 
 

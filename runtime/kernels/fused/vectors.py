@@ -6,13 +6,13 @@ bits wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
-from hdtool.runtime.kernels.raw_memory import WORD
+from hdtool.runtime.kernels.memory.raw_memory import WORD
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, LANES, VectorCode
 
 VECTOR = ir.VectorType(FLOAT, LANES)
@@ -93,30 +93,3 @@ class FloatCode(VectorCode):
         scale = builder.add(shifted, ir.Constant(WORDS, [ONE_BITS] * LANES))
         found = builder.fmul(found, builder.bitcast(scale, VECTOR))
         return builder.select(vanishes, self.number(0.0), found)
-
-    def loop(
-        self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES
-    ) -> list[Any]:
-        """A loop over indices below ``count`` in steps; ``body`` makes the next values from an index and the last ones.
-
-        The code of ``body`` must be one block.
-        """
-        builder = self.builder
-        before = builder.block
-        inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
-        builder.cbranch(builder.icmp_signed("<", INDEX(0), count), inside, after)
-        builder.position_at_end(inside)
-        index = builder.phi(INDEX)
-        values = [builder.phi(value.type) for value in carried]
-        made = list(body(index, values))
-        following = builder.add(index, INDEX(step))
-        for phi, first, value in zip([index, *values], [INDEX(0), *carried], [following, *made], strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(value, inside)
-        builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
-        builder.position_at_end(after)
-        ends = [builder.phi(value.type) for value in carried]
-        for phi, first, value in zip(ends, carried, made, strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(value, inside)
-        return ends

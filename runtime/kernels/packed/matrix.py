@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +13,8 @@ import torch
 from hdtool.runtime.kernels.packed.formats import BlockFormat
 from hdtool.runtime.kernels.small_batch_gemm import unpack
 
+PAGE_OUT = 21
+"""MADV_PAGEOUT of Linux, which never loses what is in memory."""
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
 """Operations that copy rows, with the place of the argument that selects them."""
@@ -44,6 +49,17 @@ class PackedMatrix:
 
     def float(self) -> torch.Tensor:
         return self.into(torch.empty(self.shape, dtype=torch.float32))
+
+    def page_out(self) -> None:
+        """Let the system take the memory of the blocks: it reads what is used again from their file, or from its swap.
+
+        A system that cannot do so keeps the memory.
+        """
+        if sys.platform == "linux":
+            first = -(-self.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = (self.data_ptr() + self.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+            if size > 0:
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), PAGE_OUT)
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:
         """Write the numbers to contiguous memory of this shape in float32."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
+from hdtool.runtime.kernels.memory.raw_memory import WORD
 from hdtool.runtime.kernels.packed.formats import BlockFormat
-from hdtool.runtime.kernels.raw_memory import WORD
 from hdtool.runtime.kernels.vector_code import FLOAT, HALF, LANES, OCTET, VectorCode
 
 Expand = Callable[[int], Any]

@@ -14,7 +14,9 @@ import torch
 from torch.nn import Module, ModuleList
 
 from hdtool.runtime.kernels.fused import layers as compiled
-from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, Numbers
+from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, TEAM, Numbers
+from hdtool.runtime.kernels.small_batch_linear import ProductChoice
+from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import LayerParts
 from hdtool.runtime.model.fused.unchanged import Unchanged
@@ -52,17 +54,24 @@ class LayerStack:
         self._first = parts[0]
         self._unchanged = Unchanged(part.layer for part in parts)
         self._is_checked = False
-        self._choices = list({id(one.choice): one.choice for part in parts for one in part.products}.values())
+        self._choices = _choices_of(parts)
         self._table = table_of(parts)
         self._last: tuple[weakref.ref[KVTensors], Numbers] | None = None
         """The cache of the last pass, and the table with its addresses."""
         self._scratch: list[torch.Tensor] = []
         self._scale, self._epsilon = np.float32(self._first.scale), np.float32(self._first.epsilon)
+        self.takes_all_rows = False
         self.passes = 0
         """Passes that were computed in compiled code."""
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def take_all_rows(self) -> None:
+        """Compute passes of any number of rows, with the products that the layers have now for the same weights."""
+        self._table, self._last = table_of(self._parts), None
+        self._choices = _choices_of(self._parts)
+        self.takes_all_rows = True
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of a layer that models read in their loop, such as its kind of attention."""
@@ -114,7 +123,7 @@ class LayerStack:
         return (
             _are_numbers(hidden, (cache.slots, *hidden.shape[1:]))
             and hidden.shape[2:] == (self._first.hidden,)
-            and hidden.shape[0] * hidden.shape[1] <= MOST_ROWS
+            and (self.takes_all_rows or hidden.shape[0] * hidden.shape[1] <= MOST_ROWS)
             and cache.length + hidden.shape[1] <= cache.capacity
         )
 
@@ -131,7 +140,7 @@ class LayerStack:
 
     def _pays(self, rows: int, positions: int) -> bool:
         work = rows * positions * self._first.groups * self._first.heads * self._first.width
-        return work <= MOST_WORK or torch.get_num_threads() == 1
+        return self.takes_all_rows or work <= MOST_WORK or torch.get_num_threads() == 1
 
     def compute(
         self, hidden: torch.Tensor, given: dict[str, Any], first: int = 0, end: int | None = None
@@ -145,9 +154,10 @@ class LayerStack:
         scratch = self._memory(compiled.scratch_numbers(shape, positions), hidden)
         places = np.array(starts, np.int64)
         rows = hidden.shape[0] * hidden.shape[1]
-        if all(choice.own(rows) for choice in self._choices):
+        if self.takes_all_rows or all(choice.own(rows) for choice in self._choices):
             own = shape, table[first:end], places, self._epsilon, self._scale
-            compiled.compute_layers(*own, hidden.data_ptr(), scratch.data_ptr())
+            with team_of(torch.get_num_threads()).open() as shape[TEAM]:
+                compiled.compute_layers(*own, hidden.data_ptr(), scratch.data_ptr())
         else:
             for part, layer in zip(self._parts[first:end], table[first:end], strict=True):
                 self._compute_by_products(part, layer, shape, places, hidden, scratch)
@@ -187,7 +197,7 @@ class LayerStack:
         own = (*hidden.shape[:2], part.heads, part.groups, part.width, part.hidden, part.inner)
         read = cos.data_ptr(), sin.data_ptr(), keys.stride(0), keys.stride(1)
         of_mask = (0, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2))
-        made = np.array((*own, *read, *of_mask), np.int64)
+        made = np.array((*own, *read, *of_mask, 0, torch.get_num_threads()), np.int64)
         assert len(made) == PASS_FIELDS
         return made
 
@@ -209,6 +219,10 @@ class LayerStack:
             return kept if kept is not None and kept.numel() >= numbers else like.new_empty(numbers * 5 // 4)
 
 
+def _choices_of(parts: list[LayerParts]) -> list[ProductChoice]:
+    return list({id(one.choice): one.choice for part in parts for one in part.products}.values())
+
+
 def _are_numbers(tensor: object, shape: tuple[int, ...]) -> bool:
     return (
         isinstance(tensor, torch.Tensor)
@@ -222,6 +236,12 @@ def _are_numbers(tensor: object, shape: tuple[int, ...]) -> bool:
 def stack_of(model: Module) -> LayerStack | None:
     """The stack of a model, if its layers are in compiled code."""
     return next((module.stack for module in model.modules() if isinstance(module, StackedLayers)), None)
+
+
+def takes_all_rows(model: Module) -> bool:
+    """Whether compiled layers compute every pass, whatever its number of rows."""
+    stack = stack_of(model)
+    return stack is not None and stack.takes_all_rows
 
 
 def check_layers_again(model: Module) -> None:

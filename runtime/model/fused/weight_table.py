@@ -9,8 +9,6 @@ import numpy as np
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.fused import layers as compiled
 from hdtool.runtime.kernels.fused.layers import FIELDS, PRODUCT_FIELDS, Numbers
-from hdtool.runtime.kernels.product_address import product_of
-from hdtool.runtime.kernels.small_batch_linear import form_of
 from hdtool.runtime.model.fused.layer_parts import LayerParts
 
 
@@ -24,8 +22,7 @@ def table_of(parts: list[LayerParts]) -> Numbers:
     for row, part in zip(table, parts, strict=True):
         for number, product in enumerate(part.products):
             bias = 0 if product.bias is None else product.bias.data_ptr()
-            stored = product.weight.stored if is_compact(product.weight) else product.weight
-            described = product_of(*form_of(stored)).address, stored.data_ptr(), *product.weight.shape, bias
+            described = *product.compiled_product(), *product.weight.shape, bias
             row[number * PRODUCT_FIELDS : (number + 1) * PRODUCT_FIELDS] = described
         norms = [_address_of(norm._parameters["weight"]) for norm in part.norms]
         row[compiled.NORM_BEFORE : compiled.NORM_BEFORE + len(norms)] = norms

@@ -22,6 +22,7 @@ from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.model.gguf.manifest import WEIGHTS
 from hdtool.runtime.model.gguf.packing import write_plan
+from hdtool.runtime.model.gguf.read_once import read_once
 from hdtool.runtime.model.gguf.rotary_scaling import restore_scaling
 
 LIBRARIES = ("gguf", "accelerate")
@@ -77,7 +78,7 @@ class Conversion:
         """Write the configuration, the generation settings and the tokenizer."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig
 
-        with self._alone(folder) as (source, name):
+        with self._alone(folder) as (source, name), read_once():
             with self._errors_worded("configuration"):
                 settings: Any = AutoConfig.from_pretrained(source, gguf_file=name)
                 settings.dtype = self.dtype
@@ -110,7 +111,7 @@ class Conversion:
         """The model in float32, as transformers reads it."""
         from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
-        with self._alone(folder) as (source, name), self._errors_worded("weights"), _progress():
+        with self._alone(folder) as (source, name), read_once(), self._errors_worded("weights"), _progress():
             model, report = cast(
                 tuple[Any, dict[str, Any]],
                 AutoModelForCausalLM.from_pretrained(

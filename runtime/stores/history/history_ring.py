@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.history_manifest import HistoryManifest
 from hdtool.data.stores.store_files import create
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.stores.history.token_log import (
     BEFORE,
     BLOCK,
@@ -175,7 +175,7 @@ def _write_zeros(descriptor: int, start: int, stop: int) -> None:
         start += os.write(descriptor, bytes(min(ZEROS, stop - start)))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def write(memory: Ints, place: int, before: Ints, tokens: Ints) -> None:
     """Write a conversation from a place on; the tokens before it are on no chain."""
     log = memory[0]
@@ -191,7 +191,7 @@ def write(memory: Ints, place: int, before: Ints, tokens: Ints) -> None:
         place += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def copy_spans(memory: Ints, other: Ints, spans: Ints) -> None:
     """Write conversations of another ring one after another."""
     source, mask = places_of(other[0]), other[0].size - 1
@@ -205,7 +205,7 @@ def copy_spans(memory: Ints, other: Ints, spans: Ints) -> None:
         place += 1 + before + count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def take_off(memory: Ints, end: int, reserved: int) -> None:
     """Undo the links of all places from the latest to the committed end, so that the chains are as before."""
     log = memory[0]

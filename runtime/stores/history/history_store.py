@@ -24,7 +24,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores.history_manifest import ANSWERS, read_history_manifest, require_history, stamp_of
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import MANIFEST
-from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.stores.history.history_files import (
     MOST_BYTES,
     OpenFiles,

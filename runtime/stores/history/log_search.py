@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.stores.history.token_log import (
     BEFORE,
     BLOCK,
@@ -32,7 +32,7 @@ MATCHES = 32
 Ints = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, found: Ints, lengths: Ints) -> int:
     """Fill in the latest places of a chain that match ``tail``, and how many tokens match; return how many there are.
 
@@ -62,7 +62,7 @@ def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, found: Ints, 
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
     """The places that a draft after this context begins with, and how many tokens match there."""
     found, lengths = np.empty(MATCHES, np.int64), np.empty(MATCHES, np.int64)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from hdtool.runtime.kernels.no_copy import Pinned
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.no_copy import Pinned
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.model_store import mixed
 
 CHAINED = 2
@@ -137,33 +137,33 @@ class TokenLog(Pinned):
         link_all(self.memory, end)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def places_of(log: Any) -> Ints:
     return array_at(log.places, (log.size, 2), np.int32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def heads_of(log: Any) -> Ints:
     return array_at(log.heads, log.chains, np.int32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def owners_of(log: Any) -> Ints:
     return array_at(log.owners, log.size // BLOCK, np.int32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def end_of(log: Any) -> np.int64:
     return array_at(log.end_at, 1, np.int64)[0]  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def chain_of(log: Any, pair_hash: np.uint64) -> np.int64:
     """Which chain a pair of tokens has; the high bits of a hash are the well mixed ones."""
     return np.int64((pair_hash >> np.uint64(30)) & np.uint64(log.chains - 1))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def latest(log: Any, pair_hash: np.uint64, end: Any) -> np.int64:
     """The latest place of a chain below ``end``."""
     places, place = places_of(log), np.int64(heads_of(log)[chain_of(log, pair_hash)])
@@ -174,7 +174,7 @@ def latest(log: Any, pair_hash: np.uint64, end: Any) -> np.int64:
     return np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def start(memory: Ints, lane: Ints, owner: int, tokens: Ints, unlinked: int) -> None:
     """Reserve a block for an answer and append the tokens before it; the first ones are on no chain."""
     lane[0].owner, lane[0].place, lane[0].stop = owner, 0, 0
@@ -183,13 +183,13 @@ def start(memory: Ints, lane: Ints, owner: int, tokens: Ints, unlinked: int) -> 
         append(memory[0], lane[0], tokens[at], at >= unlinked)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def append_all(memory: Ints, lane: Ints, tokens: Ints) -> None:
     for token in tokens:
         append(memory[0], lane[0], token, True)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def finish(memory: Ints, lane: Ints) -> None:
     end = array_at(memory[0].end_at, 1, np.int64)
     if lane[0].stop > 0 and lane[0].stop == end[0]:
@@ -197,7 +197,7 @@ def finish(memory: Ints, lane: Ints) -> None:
     lane[0].stop = lane[0].place = 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
     """The tokens in the blocks of an answer, without copies, and how many of them are before it."""
     log, own = memory[0], lane[0]
@@ -221,7 +221,7 @@ def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
     return tokens[:count], min(before, count)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
     """Append a token to the answer of a lane."""
     if lane.place + 1 >= lane.stop or lane.stop - BLOCK < end_of(log) - log.size:
@@ -233,7 +233,7 @@ def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
     lane.place = place + 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _reserve(log: Any, lane: Any) -> None:
     """Reserve the next block; the last place of a block stays empty unless the next one continues it."""
     places, owners, end = places_of(log), owners_of(log), array_at(log.end_at, 1, np.int64)
@@ -255,7 +255,7 @@ def _reserve(log: Any, lane: Any) -> None:
         lane.place += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def link(log: Any, place: Any) -> None:
     """Put a place on the chain of the two tokens before it, if they are there."""
     places, mask = places_of(log), log.size - 1
@@ -269,7 +269,7 @@ def link(log: Any, place: Any) -> None:
     heads_of(log)[chain_of(log, pair_hash)] = place
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def link_all(memory: Ints, end: int) -> None:
     """Build the chains of a ring whose tokens are there already."""
     log = memory[0]

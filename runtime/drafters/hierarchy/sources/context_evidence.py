@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     CHAINS,
@@ -23,6 +22,7 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     length_at,
     level_of,
 )
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.tree import LARGEST_TREE
 
@@ -45,7 +45,7 @@ CONTEXT_MATCHES = np.dtype(
 Array = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, marks: Array, found: Any) -> None:
     """Add the tokens after the places in the conversation that match the tail of a node to ``found``."""
     matches.count[node] = 0
@@ -61,7 +61,7 @@ def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, 
     _add_followers(table, matches, node, LONGEST_MATCH, found)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def find_short_matches(table: Any, matches: Any, node: int, tail: Array, marks: Array, found: Any) -> None:
     """Add those of the latest places after the last token that are shorter than the matches so far."""
     before = matches.count[node]
@@ -71,7 +71,7 @@ def find_short_matches(table: Any, matches: Any, node: int, tail: Array, marks: 
         _add_followers(table, matches, node, LONGEST_SHORT, found)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _inherit(table: Any, matches: Any, node: int, parent: int, token: Any) -> None:
     """Take over the places of the parent that the token of a node continues."""
     count = 0
@@ -84,7 +84,7 @@ def _inherit(table: Any, matches: Any, node: int, parent: int, token: Any) -> No
     matches.count[node] = count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _look_up(table: Any, matches: Any, node: int, chain: int, most: int, tail: Array, marks: Array) -> None:
     """Read at most so many of the latest matches of a chain, and add those that the node does not have."""
     oldest = max(np.int64(0), table.end - WINDOW)
@@ -104,7 +104,7 @@ def _look_up(table: Any, matches: Any, node: int, chain: int, most: int, tail: A
     matches.count[node] = count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add_followers(table: Any, matches: Any, node: int, highest: int, found: Any) -> None:
     """Add the tokens after the matches that are not in ``found`` yet, at no higher n-gram order than ``highest``."""
     for at in range(found.places, matches.count[node]):

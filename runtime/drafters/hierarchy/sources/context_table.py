@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.model_store import mixed
 
@@ -81,7 +81,7 @@ class ContextTable:
         _add_all(self.memory, np.asarray(tokens, np.int64))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def holds(table: Any, tokens: Ints) -> bool:
     """Whether ``tokens`` start with what the table holds."""
     if table.end > len(tokens):
@@ -99,19 +99,19 @@ def holds(table: Any, tokens: Ints) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def clear(table: Any) -> None:
     table.end = 0
     table.heads[:] = -1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add_all(memory: Ints, tokens: Ints) -> None:
     for token in tokens:
         add(memory[0], token)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add(table: Any, token: Any) -> None:
     """Add the token that follows the tokens so far."""
     place = table.end
@@ -127,13 +127,13 @@ def add(table: Any, token: Any) -> None:
     table.end = place + 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def head_of(mark: np.uint64) -> np.int64:
     """Where the chain of a hash begins; the high bits are the well mixed ones."""
     return np.int64((mark >> np.uint64(40)) & np.uint64(HEADS - 1))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def length_at(table: Any, tail: Ints, place: Any, oldest: Any) -> int:
     """How many tokens before a place equal the last ones of ``tail``."""
     length, most = 0, min(np.int64(LONGEST_MATCH), place - oldest)
@@ -145,7 +145,7 @@ def length_at(table: Any, tail: Ints, place: Any, oldest: Any) -> int:
     return length
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def level_of(length: int) -> int:
     """The n-gram order of a match."""
     if length <= LONGEST_HASH:

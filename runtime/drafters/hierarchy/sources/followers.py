@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.sources.context_table import LEVELS, PLACES
+from hdtool.runtime.kernels.compiled import compiled
 
 FOLLOWERS = np.dtype(
     [
@@ -25,12 +25,12 @@ FOLLOWERS = np.dtype(
 )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def clear(found: Any) -> None:
     found.places = found.total = found.distinct = 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sort(found: Any) -> None:
     """Put followers of the same order together, in the order in which they were found."""
     found.stops[:] = 0
@@ -48,7 +48,7 @@ def sort(found: Any) -> None:
     found.stops[LEVELS + 1] = 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count_order(found: Any, order: int) -> None:
     """Count the followers of the places that match exactly ``order``."""
     for place in range(found.stops[order + 1], found.stops[order]):

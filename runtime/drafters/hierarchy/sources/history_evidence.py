@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from hdtool.runtime.drafters.hierarchy.sources.context_table import PLACES, level_of
-from hdtool.runtime.kernels.raw_memory import array_at
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, MATCHES, search
 from hdtool.runtime.stores.history.token_log import LOG, TOKEN, end_of, places_of
 from hdtool.runtime.tree import LARGEST_TREE
@@ -39,7 +39,7 @@ LOG_MATCHES = np.dtype(
 Array = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def find_matches(matches: Any, node: int, parent: int, tail: Array, pair_hash: np.uint64, found: Any) -> None:
     """Add the tokens after the places of a log that match the tail of a node to ``found``."""
     if matches.log == 0:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from hdtool.runtime.kernels.compiled import compiled
 
 MOST_CANDIDATES = 60
 KINDS = 8
@@ -24,7 +25,7 @@ LAST = np.dtype(
 Array = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def remember(memory: Array, root: int, tokens: Array, scores: Array) -> None:
     """Store the top tokens that the root was chosen from, and their logits, without the root itself."""
     last = memory[0]
@@ -40,6 +41,6 @@ def remember(memory: Array, root: int, tokens: Array, scores: Array) -> None:
             last.count += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def forget(last: Any) -> None:
     last.count = 0

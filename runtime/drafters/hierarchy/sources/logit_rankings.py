@@ -12,7 +12,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST, MOST_CANDIDATES, remember
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import NEIGHBOURS, look_round
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import BEST, Recycled
-from hdtool.runtime.kernels.no_copy import Pinned
+from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.topk import NO_LOGIT, for_topk, topk
 
 Array = npt.NDArray[Any]

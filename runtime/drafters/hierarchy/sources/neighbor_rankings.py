@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from hdtool.runtime.kernels.compiled import compiled
 
 PLACES = 8
 """Positions after the root."""
@@ -40,7 +41,7 @@ NEIGHBOURS = np.dtype(
 Array = npt.NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def look_round(memory: Array, depths: Array, probs: Array, tokens: Array, scores: Array, passed: int) -> None:
     """Store the rankings of nodes with these depths and probabilities, the root first; ``passed`` were accepted."""
     near = memory[0]
@@ -63,7 +64,7 @@ def look_round(memory: Array, depths: Array, probs: Array, tokens: Array, scores
             near.kinds[place, at] = min(KINDS - 1, int(-np.log2(share)))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _name(near: Any, place: int, token: int, part: float) -> None:
     """Add to the share of a token."""
     if part <= 0:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.source_names import PLUGINS, Evidence
 
 MOST_PLUGINS = len(PLUGINS)
@@ -59,7 +59,7 @@ def note(plugin: Any, evidence: Evidence, context: Sequence[int]) -> None:
         path.append(int(tokens[best[0]]))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def node_of_chain(plugin: Any, tail: Array, depth: int) -> int:
     """The node of the chain that a node of the tree is, by its depth and last tokens; or -1."""
     node = plugin.ahead + depth
@@ -71,7 +71,7 @@ def node_of_chain(plugin: Any, tail: Array, depth: int) -> int:
     return int(node)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def follow(plugins: Any, token: int) -> None:
     """Move each chain on by an emitted token; a chain that continues otherwise ends."""
     for slot in range(MOST_PLUGINS):
@@ -81,7 +81,7 @@ def follow(plugins: Any, token: int) -> None:
             plugins[slot].count = 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def end_chains(plugins: Any) -> None:
     for slot in range(MOST_PLUGINS):
         plugins[slot].count = 0

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
+from hdtool.runtime.kernels.compiled import compiled
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def place_after(record: Any, depth: int) -> int:
     """The position after a node at this depth, or -1."""
     place = depth + record.ahead
     return int(place) if place < record.count else -1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def pass_by(record: Any) -> None:
     """Move on by an emitted token."""
     record.ahead += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def clear(record: Any) -> None:
     record.count = 0

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from hdtool.runtime.kernels.no_copy import Pinned
-from hdtool.runtime.kernels.raw_memory import array_at, prefetch
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.no_copy import Pinned
+from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
 from hdtool.runtime.stores.model_store import mixed
 
 BEST = 8
@@ -89,7 +89,7 @@ class Recycled(Pinned):
         self.memory["vocabulary"], self.memory["longest"] = vocabulary, longest
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
     table = memory[0]
     rankings = rankings_of(table)
@@ -114,7 +114,7 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
                     kept.tokens[place], kept.shares[place] = tokens[node, place], int(shares[place])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fetch_rankings(table: Any, last: Any, marks: Array) -> None:
     """Prefetch the rankings after the last tokens with these hashes, all at once."""
     rankings = rankings_of(table)
@@ -124,13 +124,13 @@ def fetch_rankings(table: Any, last: Any, marks: Array) -> None:
             prefetch(rankings, row)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def tag_of(mark: np.uint64) -> Any:
     """The half of a hash that does not select the row, to detect collisions."""
     return np.uint32(mark >> np.uint64(32))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
     """The row of the table after ``length`` tokens of this hash, which end with ``last``; or -1."""
     if length > table.longest or not 0 <= last < table.vocabulary:
@@ -140,7 +140,7 @@ def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
     return int(table.vocabulary + (length - 2) * HASHED_ROWS + np.int64(mark & np.uint64(HASHED_ROWS - 1)))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def rankings_of(table: Any) -> Array:
     """All rows."""
     return array_at(table.rankings, table.vocabulary + (table.longest - 1) * HASHED_ROWS, RANKING)

@@ -7,9 +7,11 @@ from typing import Any
 import numba
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from hdtool.runtime.kernels.compiled import compiled
 
 BYTES = ir.IntType(8).as_pointer()
 WORD = ir.IntType(32)
@@ -46,7 +48,7 @@ prefetch: Any = intrinsic(_prefetch)
 carray: Any = numba.carray  # type: ignore[attr-defined]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def array_at(address: Any, shape: Any, kind: Any) -> npt.NDArray[Any]:
     """The array at an address."""
     return carray(pointer(address), shape, kind)  # type: ignore[no-any-return]

@@ -1,0 +1,68 @@
+"""Linear layers whose packed weights are multiplied by input rows in 8 bits, whatever the number of rows."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch.nn import Module
+
+from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
+from hdtool.runtime.kernels.int8.panels import Panels
+from hdtool.runtime.kernels.memory.output_memory import OutputMemory
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.product_address import int8_product_of
+from hdtool.runtime.kernels.small_batch_linear import ProductChoice, SmallBatchLinear, multiply
+
+
+class Int8Linear(SmallBatchLinear):
+    """A linear layer with packed weights and their panels."""
+
+    panels: Panels
+    source: PackedMatrix
+    """What the panels were made from; a layer with another weight does not use them."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self._uses_panels() or not self.takes(input):
+            return super().forward(input)
+        return int8_linear(input, self.panels, self.bias, self.memory)
+
+    def compiled_product(self) -> tuple[int, int]:
+        if not self._uses_panels():
+            return super().compiled_product()
+        return int8_product_of(self.panels.format.kind).address, self.panels.data_ptr()
+
+    def _uses_panels(self) -> bool:
+        return is_compact(self.weight) and self.weight.stored is self.source
+
+
+def use_int8_activations(model: Module) -> bool:
+    """Multiply packed weights by activations in 8 bits from now on; whether the model has any."""
+    found = [module for module in model.modules() if type(module) is SmallBatchLinear and is_packed(module.weight)]
+    made: dict[int, Panels] = {}
+    always = ProductChoice([], fixed=True)
+    for layer in found:
+        source = cast(PackedMatrix, cast(CompactWeight, layer.weight).stored)
+        if id(source) not in made:
+            made[id(source)] = Panels(source.blocks, source.format)
+            source.page_out()
+        layer.__class__ = Int8Linear
+        quantized = cast(Int8Linear, layer)
+        quantized.panels, quantized.source, quantized.choice = made[id(source)], source, always
+    return bool(found)
+
+
+def has_int8_activations(model: Module) -> bool:
+    return any(isinstance(module, Int8Linear) for module in model.modules())
+
+
+def int8_linear(
+    input: torch.Tensor, panels: Panels, bias: torch.Tensor | None = None, memory: OutputMemory | None = None
+) -> torch.Tensor:
+    """As ``torch.nn.functional.linear``, for a contiguous float32 tensor on a CPU."""
+    outs, columns = panels.shape
+    rows = input.numel() // columns
+    found = memory.room_for(rows, outs, input) if memory else input.new_empty(rows, outs)
+    product = int8_product_of(panels.format.kind).address
+    multiply(product, panels.data_ptr(), outs, columns, input, found, bias)
+    return found.view(*input.shape[:-1], outs)

@@ -1,0 +1,75 @@
+"""Panels: eight rows of a packed matrix side by side, so that each lane of a vector belongs to one of them.
+
+A panel has the weights of its rows in parts of 32 columns. A part has the lowest four bits of these weights, with four
+columns of a row in each lane, and then what they have beyond four bits. The numbers of a part are ``scale * (level -
+offset) + minimum``, with the scale and the minimum of the block in the GGUF file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hdtool.runtime.kernels.packed.formats import BlockFormat
+
+PANEL_ROWS = 8
+PART = 32
+"""Columns."""
+QUAD = 4
+"""Columns of a lane: the instructions of processors multiply and add four octets for each."""
+QUADS = PART // QUAD
+PLANE = PANEL_ROWS * QUAD
+"""Bytes of a vector of octets."""
+HALF_SIZE = 2
+
+
+@dataclass(frozen=True)
+class PanelFormat:
+    """Where a panel has what a part needs."""
+
+    high_bits: int
+    """Bits of a level beyond four."""
+    offset: int = 0
+    """What is subtracted from a level: GGUF files have signed ones."""
+    has_minima: bool = False
+    parts: int = 1
+    """Parts that have a header of float16 scales in common."""
+    scales: int = 1
+    """Scales of a part: of all its columns, or of each half."""
+
+    @property
+    def header(self) -> int:
+        """The bytes of a header: a scale for each row, then a minimum."""
+        return HALF_SIZE * PANEL_ROWS * (1 + self.has_minima)
+
+    @property
+    def octets(self) -> int:
+        """Bytes of the integers by which a part multiplies the scales and minima of its header."""
+        return PANEL_ROWS * (self.scales + self.has_minima) if self.parts > 1 else 0
+
+    @property
+    def part(self) -> int:
+        """Bytes of a part."""
+        return self.octets + PLANE * (QUADS // 2 + self.high_bits)
+
+    @property
+    def group(self) -> int:
+        """Bytes of a header and its parts."""
+        return self.header + self.parts * self.part
+
+    def bytes(self, columns: int) -> int:
+        """Bytes of a panel."""
+        return columns // PART // self.parts * self.group
+
+
+PANEL_FORMATS = {
+    "Q4_0": PanelFormat(0, offset=8),
+    "Q4_1": PanelFormat(0, has_minima=True),
+    "Q8_0": PanelFormat(4, offset=128),
+    "Q4_K": PanelFormat(0, has_minima=True, parts=8),
+    "Q5_K": PanelFormat(1, has_minima=True, parts=8),
+    "Q6_K": PanelFormat(2, offset=32, parts=8, scales=2),
+}
+
+
+def panel_format(format: BlockFormat) -> PanelFormat:
+    return PANEL_FORMATS[format.name]

@@ -1,0 +1,190 @@
+"""Generates the code of a tile: a panel by some input rows, whose outputs are the lanes of one vector for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from hdtool.runtime.kernels.int8.integer_code import (
+    DOT_OF_PAIRS,
+    FLOATS,
+    OCTETS,
+    DotProduct,
+    IntegerCode,
+    best_dot,
+)
+from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART, PLANE, QUAD, QUADS, PanelFormat, panel_format
+from hdtool.runtime.kernels.int8.quantized_rows import CORRECTIONS, RECORD, SCALE, SCALED_SUM
+from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
+from hdtool.runtime.kernels.packed.formats import OF_TYPE
+from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, OCTET, SHORT
+
+LOW_BITS = 4
+PREFETCHED = 1024
+"""Bytes from what is read to what is prefetched."""
+MOST_ROWS = 4
+"""Input rows of a tile: their sums must fit into the 16 registers of AVX2 beside the levels."""
+
+
+class _Part:
+    """Generates the code for one part of a panel."""
+
+    def __init__(self, code: IntegerCode, form: PanelFormat, panel: Any, part: Any) -> None:
+        builder = code.builder
+        self._code, self._form = code, form
+        group, place = (
+            (part, INDEX(0)) if form.parts == 1 else (builder.udiv(part, INDEX(8)), builder.urem(part, INDEX(8)))
+        )
+        header = code.after(panel, builder.mul(group, INDEX(form.group)))
+        octets = code.after(header, builder.add(INDEX(form.header), builder.mul(place, INDEX(form.part))))
+        self._levels = code.after(octets, form.octets)
+        size = form.group if form.parts == 1 else form.part
+        for byte in range(0, size, CACHE_LINE):
+            code.prefetch(code.after(self._levels, PREFETCHED + byte))
+        self.scales = [self._half(header)] * form.scales
+        self.minimum = self._half(code.after(header, 2 * PANEL_ROWS)) if form.has_minima else None
+        if form.octets:
+            factors = [self._factor(code.after(octets, PANEL_ROWS * scale)) for scale in range(form.scales)]
+            self.scales = [builder.fmul(scale, factor) for scale, factor in zip(self.scales, factors, strict=True)]
+        if form.octets and form.has_minima:
+            below = builder.fmul(self.minimum, self._factor(code.after(octets, PANEL_ROWS)))
+            self.minimum = builder.fneg(below)
+
+    def _half(self, address: Any) -> Any:
+        return self._code.builder.fpext(self._code.load(address, ir.VectorType(HALF, PANEL_ROWS)), FLOATS)
+
+    def _factor(self, address: Any) -> Any:
+        builder, words = self._code.builder, ir.VectorType(WORD, PANEL_ROWS)
+        octets = self._code.load(address, ir.VectorType(OCTET, PANEL_ROWS))
+        # Minima and scales of 6 bits have no sign; the scales of Q6_K do.
+        return builder.sitofp((builder.sext if self._form.scales == 2 else builder.zext)(octets, words), FLOATS)
+
+    def quads(self) -> Iterator[tuple[int, list[Any]]]:
+        """The levels of four columns of all rows, with the number of these columns in the part.
+
+        There are two vectors where the sums of whole levels would not fit into 16 bits: the lower and the upper bits.
+        """
+        split = self._form.high_bits == LOW_BITS
+        for first in range(QUADS // 2):
+            pair = self._bits(first * PLANE)
+            upper = self._bits((QUADS // 2 + first) * PLANE) if split else (None, None)
+            for quad, low, high in zip((first, QUADS // 2 + first), pair, upper, strict=True):
+                if not split:
+                    yield quad, [self._joined(low, quad)]
+                elif self._code.dot == DOT_OF_PAIRS:
+                    yield quad, [low, high]
+                else:
+                    yield quad, [self._or(low, self._shifted(high, LOW_BITS))]
+
+    def _bits(self, offset: int) -> tuple[Any, Any]:
+        """The lower and the upper half of octets."""
+        octets = self._code.load(self._code.after(self._levels, offset), OCTETS)
+        return self._masked(octets, 15), self._masked(self._shifted(octets, -LOW_BITS), 15)
+
+    def _joined(self, low: Any, quad: int) -> Any:
+        """Levels with the bits beyond four, which a plane has for several quads."""
+        bits = self._form.high_bits
+        if not bits:
+            return low
+        plane, place = divmod(quad, QUADS // bits)
+        octets = self._code.load(self._code.after(self._levels, (QUADS // 2 + plane) * PLANE), OCTETS)
+        upper = self._shifted(octets, LOW_BITS - bits * place)
+        return self._or(low, self._masked(upper, ((1 << bits) - 1) << LOW_BITS))
+
+    def _or(self, first: Any, second: Any) -> Any:
+        return self._code.builder.or_(first, second)
+
+    def _masked(self, octets: Any, mask: int) -> Any:
+        return self._code.builder.and_(octets, self._code.everywhere(mask))
+
+    def _shifted(self, octets: Any, left: int) -> Any:
+        """Octets shifted in pairs, as no processor shifts single ones; callers mask what comes from a neighbour."""
+        builder, kind = self._code.builder, ir.VectorType(SHORT, PLANE // 2)
+        if left == 0:
+            return octets
+        pairs, count = builder.bitcast(octets, kind), self._code.everywhere(abs(left), SHORT, PLANE // 2)
+        return builder.bitcast((builder.shl if left > 0 else builder.lshr)(pairs, count), OCTETS)
+
+
+def panel_tile(rows: int, dot: str | None = None) -> Any:
+    """An intrinsic that multiplies a panel by this number of quantized rows."""
+    used = dot or best_dot()
+
+    def typed(context: Any, panel: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> Any:
+        def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            panel, _, columns, inputs, outputs, apart = arguments
+            code = IntegerCode(builder, used)
+            form = panel_format(OF_TYPE[kind])
+            first, records = builder.inttoptr(panel, BYTES), builder.inttoptr(inputs, BYTES)
+            count = builder.udiv(columns, INDEX(PART))
+
+            def multiply(part: Any, sums: list[Any]) -> list[Any]:
+                weights = _Part(code, form, first, part)
+                places = [builder.add(builder.mul(count, INDEX(row)), part) for row in range(rows)]
+                read = [code.after(records, builder.mul(place, INDEX(RECORD))) for place in places]
+                totals = _totals(code, form, weights, read)
+                return [_added(code, weights, row, *of_row) for row, *of_row in zip(read, totals, sums, strict=True)]
+
+            sums = code.loop(count, [ir.Constant(FLOATS, [0.0] * PANEL_ROWS)] * rows, multiply, 1)
+            written = builder.inttoptr(outputs, FLOAT.as_pointer())
+            for row, found in enumerate(sums):
+                where = code.after(written, builder.mul(apart, INDEX(row)))
+                builder.store(found, builder.bitcast(where, FLOATS.as_pointer())).align = 4
+            return target.get_dummy_value()
+
+        return types.void(types.int64, kind, *[types.int64] * 4), generate
+
+    return intrinsic(typed)
+
+
+def _panel_bytes(context: Any, kind: Any, columns: Any) -> Any:
+    """The bytes of a panel."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        form = panel_format(OF_TYPE[kind])
+        return builder.mul(builder.udiv(arguments[1], INDEX(PART * form.parts)), INDEX(form.group))
+
+    return types.int64(kind, types.int64), generate
+
+
+# Typed as Any, because numba passes the context argument itself.
+panel_bytes: Any = intrinsic(_panel_bytes)
+
+
+def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any]) -> list[list[Any]]:
+    """The integer sums of each input row, by the scales of the part."""
+    planes = 2 if form.high_bits == LOW_BITS and code.dot == DOT_OF_PAIRS else 1
+    bits = LOW_BITS if planes == 2 else LOW_BITS + form.high_bits
+    largest = (1 << bits) - 1
+    dots = [[[DotProduct(code, largest) for _ in range(planes)] for _ in range(form.scales)] for _ in read]
+    for quad, levels in weights.quads():
+        scale = quad // (QUADS // form.scales)
+        for row, of_row in zip(read, dots, strict=True):
+            inputs = code.four_octets(code.after(row, quad * QUAD))
+            for one, dot in zip(levels, of_row[scale], strict=True):
+                dot.add(one, inputs)
+    return [[_whole(code, one) for one in of_row] for of_row in dots]
+
+
+def _whole(code: IntegerCode, planes: list[DotProduct]) -> Any:
+    low, *upper = [plane.total() for plane in planes]
+    for high in upper:
+        low = code.builder.add(low, code.builder.shl(high, code.everywhere(LOW_BITS, WORD, PANEL_ROWS)))
+    return low
+
+
+def _added(code: IntegerCode, weights: _Part, row: Any, totals: list[Any], added: Any) -> Any:
+    """The sums of a row with what a part adds to them."""
+    builder = code.builder
+    input_scale = code.broadcast(code.after(row, SCALE), FLOAT)
+    for place, (total, scale) in enumerate(zip(totals, weights.scales, strict=True)):
+        if weights.minimum is None:
+            total = builder.add(total, code.broadcast(code.after(row, CORRECTIONS + 4 * place), WORD))
+        added = code.scaled(builder.sitofp(total, FLOATS), builder.fmul(scale, input_scale), added)
+    if weights.minimum is not None:
+        added = code.scaled(weights.minimum, code.broadcast(code.after(row, SCALED_SUM), FLOAT), added)
+    return added

@@ -1,0 +1,139 @@
+"""Packed weights rearranged to panels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
+from hdtool.runtime.kernels.packed.formats import BlockFormat
+
+Bytes = npt.NDArray[Any]
+"""Of uint8."""
+TOGETHER = 1 << 20
+"""Bytes of blocks that are rearranged at a time: all that is made from them stays in the cache."""
+
+
+class Panels:
+    """The panels of a matrix, in memory of their own."""
+
+    def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
+        """``blocks`` has the bytes of a matrix row in each row."""
+        self.format = format
+        self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.numbers))
+        outs, columns = self.shape
+        form = panel_format(format)
+        count = -(-outs // PANEL_ROWS)
+        self.memory = torch.empty(count, form.bytes(columns), dtype=torch.uint8)
+        rows, written = blocks.numpy().reshape(outs, -1, format.bytes), self.memory.numpy()
+        step = max(1, TOGETHER // (PANEL_ROWS * blocks.shape[1]))
+        for first in range(0, count, step):
+            some = _whole_panels(rows[first * PANEL_ROWS : (first + step) * PANEL_ROWS])
+            _write(some, form, format.name, written[first : first + step])
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+
+def _whole_panels(rows: Bytes) -> Bytes:
+    """With rows of zeros that the last panel lacks."""
+    lacking = -len(rows) % PANEL_ROWS
+    return np.pad(rows, ((0, lacking), (0, 0), (0, 0))) if lacking else rows
+
+
+def _write(rows: Bytes, form: PanelFormat, name: str, written: Bytes) -> None:
+    """Write the panels of these rows, which are ``[rows, blocks, bytes of a block]``."""
+    panels, blocks = len(rows) // PANEL_ROWS, rows.shape[1]
+    groups = written.reshape(panels, blocks, form.group)
+    halves = [208 if name == "Q6_K" else 0, 2][: 1 + form.has_minima]
+    for place, offset in enumerate(halves):
+        width = 2 * PANEL_ROWS
+        groups[:, :, place * width : (place + 1) * width] = _by_panel(rows[..., offset : offset + 2])
+    parts = groups[:, :, form.header :].reshape(panels, blocks, form.parts, form.part)
+    for place, factors in enumerate(_factors(rows, name)):
+        columns = slice(place * PANEL_ROWS, (place + 1) * PANEL_ROWS)
+        parts[..., columns] = factors.reshape(panels, PANEL_ROWS, blocks, form.parts).transpose(0, 2, 3, 1)
+    place = form.octets
+    for bits in _bits(_levels(rows, name), form.high_bits):
+        planes = _by_panel(bits).reshape(panels, blocks, form.parts, -1)
+        parts[..., place : place + planes.shape[-1]] = planes
+        place += planes.shape[-1]
+    groups[:, :, form.header :] = parts.reshape(panels, blocks, -1)
+
+
+def _by_panel(items: Bytes) -> Bytes:
+    """From ``[rows, blocks, ..., bytes]`` to ``[panels, blocks, ... x rows of the panel x bytes]``."""
+    whole = np.ascontiguousarray(items).view(f"u{items.shape[-1]}")  # copied as integers, not byte by byte
+    split = whole.reshape(-1, PANEL_ROWS, *whole.shape[1:])
+    found = np.ascontiguousarray(np.moveaxis(split, 1, -2))
+    return found.view(np.uint8).reshape(len(split), items.shape[1], -1)
+
+
+def _factors(rows: Bytes, name: str) -> list[Bytes]:
+    """The integers by which parts multiply the scale and the minimum of their block, ``[rows, blocks, parts]``."""
+    if name == "Q6_K":
+        return [rows[..., 192:208:2], rows[..., 193:208:2]]
+    if name not in ("Q4_K", "Q5_K"):
+        return []
+    scales, minima, third = rows[..., 4:8], rows[..., 8:12], rows[..., 12:16]  # packed by 6 bits each
+    return [
+        np.concatenate([scales & 63, third & 15 | scales >> 6 << 4], -1),
+        np.concatenate([minima & 63, third >> 4 | minima >> 6 << 4], -1),
+    ]
+
+
+def _levels(rows: Bytes, name: str) -> Any:
+    """The weights as integers without a sign, ``[rows, blocks, parts, columns]``."""
+    if name == "Q8_0":
+        return np.bitwise_xor(rows[..., None, 2:], np.uint8(128))
+    if name in ("Q4_0", "Q4_1"):
+        return _nibbles(rows[..., -PART // 2 :][..., None, :]).reshape(*rows.shape[:2], 1, PART)
+    if name == "Q6_K":
+        low = _nibbles(rows[..., :128].reshape(*rows.shape[:2], 2, 2 * PART))
+        high = _shifted(rows[..., 128:192].reshape(*rows.shape[:2], 2, PART), 2)
+        return (low.reshape(high.shape) | high << 4).reshape(*rows.shape[:2], 8, PART)
+    low = _nibbles(rows[..., -128:].reshape(*rows.shape[:2], 4, PART)).reshape(*rows.shape[:2], 8, PART)
+    if name == "Q4_K":
+        return low
+    return np.bitwise_or(low, _shifted(rows[..., 16:48], 1) << 4)
+
+
+def _nibbles(octets: Bytes) -> Bytes:
+    """The lower halves of octets, then the upper ones."""
+    return np.stack([octets & 15, octets >> 4], -2)
+
+
+def _shifted(octets: Bytes, bits: int) -> Bytes:
+    """The lowest bits of octets, then the next ones, and so on."""
+    mask = (1 << bits) - 1
+    return np.stack([octets >> shift & mask for shift in range(0, 8, bits)], -2)
+
+
+def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
+    """The lower four bits of two columns in a byte; then the other bits, of as many columns as a byte has room for.
+
+    A result is ``[rows, blocks, parts, planes, columns of a quad]``.
+    """
+    quads = levels.reshape(*levels.shape[:-1], -1, QUAD)
+    found = [_joined(quads & 15, 4)]
+    if high_bits == 4:
+        found.append(_joined(quads >> 4, 4))
+    elif high_bits:
+        found.append(_joined(quads >> 4, high_bits))
+    return found
+
+
+def _joined(quads: Bytes, bits: int) -> Any:
+    """Several quads in the bits of one."""
+    together = 8 // bits
+    count = quads.shape[-2] // together
+    if bits == 4:  # a half of the part each
+        return np.bitwise_or(quads[..., :count, :], quads[..., count:, :] << 4)
+    split = np.ascontiguousarray(quads).view(np.uint32).reshape(*quads.shape[:-2], count, together)
+    found = np.zeros(split.shape[:-1], np.uint32)
+    for place in range(together):
+        found |= split[..., place] << place * bits
+    return found[..., None].view(np.uint8)

@@ -1,0 +1,79 @@
+"""``outputs = inputs @ matrix.T + bias`` with the panels of a packed matrix and input rows in 8 bits.
+
+A row has the same bits alone and beside others, as each has its own scales and sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART
+from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_bytes, panel_tile
+from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
+from hdtool.runtime.kernels.memory.raw_memory import array_at
+
+ITEM_SIZE = 4
+_one, _two, _three, _four = (panel_tile(rows) for rows in range(1, MOST_ROWS + 1))
+
+
+@njit(cache=True, nogil=True)
+def multiply_int8(
+    panels: int,
+    kind: Any,
+    outs: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    apart: int,
+    bias: int,
+) -> None:
+    """All arrays are given by addresses.
+
+    ``kind`` is the format that the panels were made from. The outputs of input rows are ``apart`` numbers from each
+    other; address 0 means no bias.
+    """
+    width, size = columns // PART * RECORD, panel_bytes(kind, columns)
+    records = np.empty(rows * width, np.uint8)
+    quantized = records.ctypes.data
+    for row in range(rows):
+        quantize_row(inputs + row * columns * ITEM_SIZE, kind, columns, quantized + row * width)
+    whole = outs // PANEL_ROWS * PANEL_ROWS
+    for out in range(0, whole, PANEL_ROWS):
+        panel = panels + out // PANEL_ROWS * size
+        _multiply_panel(panel, kind, columns, quantized, width, rows, outputs + out * ITEM_SIZE, apart)
+    if whole < outs:
+        last = np.empty((rows, PANEL_ROWS), np.float32)
+        panel = panels + whole // PANEL_ROWS * size
+        _multiply_panel(panel, kind, columns, quantized, width, rows, last.ctypes.data, PANEL_ROWS)
+        for row in range(rows):
+            array_at(outputs + row * apart * ITEM_SIZE, (outs,), types.float32)[whole:] = last[row, : outs - whole]
+    if bias:
+        added = array_at(bias, (outs,), types.float32)
+        for row in range(rows):
+            written = array_at(outputs + row * apart * ITEM_SIZE, (outs,), types.float32)
+            for out in range(outs):
+                written[out] += added[out]
+
+
+@njit(cache=True, nogil=True)
+def _multiply_panel(
+    panel: int, kind: Any, columns: int, inputs: int, width: int, rows: int, outputs: int, apart: int
+) -> None:
+    """Multiply a panel by all rows; the outputs of rows are ``apart`` numbers from each other."""
+    row = 0
+    while row < rows:
+        some = min(rows - row, MOST_ROWS)
+        read, written = inputs + row * width, outputs + row * apart * ITEM_SIZE
+        if some == 1:
+            _one(panel, kind, columns, read, written, apart)
+        elif some == 2:
+            _two(panel, kind, columns, read, written, apart)
+        elif some == 3:
+            _three(panel, kind, columns, read, written, apart)
+        else:
+            _four(panel, kind, columns, read, written, apart)
+        row += some

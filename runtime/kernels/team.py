@@ -1,0 +1,213 @@
+"""Threads that compute the parts of a product together while a pass runs in compiled code.
+
+A thread that waits for work between two products does so in compiled code, by reading a word of memory: a pass has
+hundreds of products, each of which takes less time than it takes to wake a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.product_address import ARGUMENTS, call_product
+from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, PAUSE, VectorCode
+
+WORD_SIZE = 8
+WORK = 0
+"""The number of the job in the upper bits, and the parts of it that nobody has taken in the lower ones."""
+COMPLETED = CACHE_LINE // WORD_SIZE
+"""Parts of the job that are computed, in a cache line of its own."""
+JOB = 2 * CACHE_LINE // WORD_SIZE
+"""The address of the product and its arguments but for the matrix rows of a part; then the number of parts."""
+FIELDS = JOB + ARGUMENTS
+MOST_PARTS = 1 << 16
+CLOSED = -1
+PARTS_OF_A_THREAD = 2
+"""Of a product: more of them balance threads of which one was interrupted, and take longer to give out."""
+LEAST_NUMBERS = 1 << 16
+"""Weights of a product from which on it is shared."""
+MULTIPLE = 8
+"""Matrix rows of a part are a multiple of it."""
+
+
+def _load(context: Any, address: Any) -> Any:
+    """What another thread stored last, and all that it stored before."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], INDEX.as_pointer()), "acquire", WORD_SIZE)
+
+    return types.int64(types.int64), generate
+
+
+def _store(context: Any, address: Any, value: Any) -> Any:
+    """Store a number after all that was stored before."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], INDEX.as_pointer())
+        builder.store_atomic(arguments[1], place, "release", WORD_SIZE)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _increase(context: Any, address: Any) -> Any:
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], INDEX.as_pointer())
+        builder.atomic_rmw("add", place, INDEX(1), "acq_rel")
+        return target.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def _replace(context: Any, address: Any, old: Any, new: Any) -> Any:
+    """Store a number if nobody has changed the old one."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], INDEX.as_pointer())
+        pair = builder.cmpxchg(place, arguments[1], arguments[2], "acq_rel", "acquire")
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+def _pause(context: Any) -> Any:
+    """Let the other thread of a processor core run for a moment."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if PAUSE:
+            VectorCode(builder).call(PAUSE, ir.VoidType())
+        return target.get_dummy_value()
+
+    return types.void(), generate
+
+
+# Typed as Any, because numba passes the context argument itself.
+load: Any = intrinsic(_load)
+store: Any = intrinsic(_store)
+increase: Any = intrinsic(_increase)
+replace: Any = intrinsic(_replace)
+pause: Any = intrinsic(_pause)
+
+
+@compiled
+def _take_part(control: int) -> bool:
+    """Compute one part of the job, if there is one left."""
+    word = load(control + WORK * WORD_SIZE)
+    if word == CLOSED or word % MOST_PARTS == 0 or not replace(control + WORK * WORD_SIZE, word, word - 1):
+        return False
+    # The job stays as it is until this part is completed.
+    job = array_at(control + JOB * WORD_SIZE, (FIELDS - JOB,), types.int64)
+    product, matrix, outs, columns, inputs, rows, outputs, bias = job[:-1]
+    part, parts = word % MOST_PARTS - 1, job[-1]
+    first = outs * part // parts // MULTIPLE * MULTIPLE
+    last = outs if part == parts - 1 else outs * (part + 1) // parts // MULTIPLE * MULTIPLE
+    call_product(product, matrix, outs, columns, inputs, rows, outputs, bias, first, last)
+    increase(control + COMPLETED * WORD_SIZE)
+    return True
+
+
+@compiled
+def _work(control: int) -> None:
+    """Compute parts of products until the team is closed."""
+    while load(control + WORK * WORD_SIZE) != CLOSED:
+        if not _take_part(control):
+            pause()
+
+
+@compiled
+def multiply_together(
+    control: int,
+    threads: int,
+    product: int,
+    matrix: int,
+    outs: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    bias: int,
+) -> None:
+    """Compute a product with the other threads of an open team; address 0 is no team."""
+    if control == 0 or outs * columns < LEAST_NUMBERS:
+        call_product(product, matrix, outs, columns, inputs, rows, outputs, bias, 0, outs)
+        return
+    parts = min(threads * PARTS_OF_A_THREAD, outs // MULTIPLE)
+    job = array_at(control + JOB * WORD_SIZE, (FIELDS - JOB,), types.int64)
+    job[0], job[1], job[2], job[3], job[4] = product, matrix, outs, columns, inputs
+    job[5], job[6], job[7], job[8] = rows, outputs, bias, parts
+    store(control + COMPLETED * WORD_SIZE, 0)
+    job_before = load(control + WORK * WORD_SIZE) // MOST_PARTS
+    store(control + WORK * WORD_SIZE, (job_before + 1) * MOST_PARTS + parts)
+    while _take_part(control):
+        pass
+    while load(control + COMPLETED * WORD_SIZE) < parts:
+        if not _take_part(control):
+            pause()
+
+
+@compiled
+def _open(control: int, job: int) -> None:
+    store(control + WORK * WORD_SIZE, job * MOST_PARTS)
+
+
+@compiled
+def _close(control: int) -> int:
+    """Close the team; the number of its last job."""
+    job = load(control + WORK * WORD_SIZE) // MOST_PARTS
+    store(control + WORK * WORD_SIZE, CLOSED)
+    return job  # type: ignore[no-any-return]
+
+
+class Team:
+    """A number of threads, of which the one that computes a pass is the first.
+
+    A process that was forked has none of the others: the first one computes all parts.
+    """
+
+    def __init__(self, threads: int) -> None:
+        memory = np.zeros(FIELDS + CACHE_LINE // WORD_SIZE, np.int64)
+        self._memory = memory
+        self._control = -(-memory.ctypes.data // CACHE_LINE) * CACHE_LINE
+        self._job = _close(self._control)
+        self._lock = threading.Lock()
+        self._passes = [threading.Semaphore(0) for _ in range(threads - 1)]
+        for number, passes in enumerate(self._passes):
+            name = f"hdtool product {number + 1}"
+            threading.Thread(target=self._serve, args=(passes,), name=name, daemon=True).start()
+
+    def _serve(self, passes: threading.Semaphore) -> None:
+        while True:
+            passes.acquire()
+            _work(self._control)
+
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """The address for ``multiply_together``; 0 while another pass has the threads."""
+        if not self._passes or not self._lock.acquire(blocking=False):
+            yield 0
+            return
+        try:
+            _open(self._control, self._job)
+            for passes in self._passes:
+                passes.release()
+            try:
+                yield self._control
+            finally:
+                self._job = _close(self._control)
+        finally:
+            self._lock.release()
+
+
+@cache
+def team_of(threads: int) -> Team:
+    return Team(threads)

@@ -1,0 +1,150 @@
+"""Models that compute with activations in 8 bits: drafted answers are those of plain decoding, in whatever company."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hdtool.cli.app import run as command
+from hdtool.data.errors import OptionError
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.environment import describe_environment
+from hdtool.runtime.kernels import vector_code
+from hdtool.runtime.kernels.int8.int8_linear import Int8Linear, has_int8_activations
+from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.model.cache.batch_slots import BatchSlots
+from hdtool.runtime.model.gguf import file_identity
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import PIECE, Target
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import DraftTree
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
+from tests.support.trees import LyingDrafter
+
+pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+KINDS = [one.name for one in FORMATS.values()]
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Heads as wide as vectors, and blocks of 256 columns."""
+SIZE = len(vocabulary()["model"]["vocab"])
+PROMPT = [token % SIZE for token in range(3, 600, 29)]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_identity, "SETTLED", -60.0)
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+
+
+def file_of(folder: Path, kind: str = "Q4_1") -> Path:
+    return write_gguf(folder / "tiny.gguf", tiny_llama(0, **SHAPE), kind)
+
+
+def target_of(file: Path, activations: str = "int8") -> Target:
+    return load(ModelConfig(str(file), device="cpu", activations=activations)).target
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafted_answers_are_those_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+    target = target_of(file_of(tmp_path, kind))
+    assert has_int8_activations(target.model)
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
+        plain = said(run(target, PROMPT, sampling))
+        liar = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
+        assert said(run(target, PROMPT, sampling, drafter=liar)) == plain
+        assert liar.accepted > 0
+
+
+def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:
+    file = file_of(tmp_path, "Q8_0")
+    found = []
+    for activations in ("float32", "int8"):
+        target = target_of(file, activations)
+        target.prefill(PROMPT, 40)
+        found.append(target.verify(DraftTree.of(3, [5, 8, 13, 21], [-1, 0, 0, 2])).clone())
+    distance = torch.linalg.vector_norm(found[1] - found[0]) / torch.linalg.vector_norm(found[0])
+    assert 1e-5 < distance < 0.05
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 65, PIECE, PIECE + 1, 2 * PIECE + 30])
+def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> None:
+    """Prompts as a whole, token by token, after a kept beginning, and in a batch."""
+    target = target_of(file_of(tmp_path))
+    tokens = [token % SIZE for token in range(7, 7 + 31 * length, 31)]
+    whole = target.prefill(tokens, 40).clone()
+    assert torch.equal(target.prefill(tokens, 40, reuse=True), whole)
+    target.prefill(tokens[:1], len(tokens) + 40)
+    target.commit([])
+    for token in tokens[1:]:
+        found = target.verify(DraftTree.bare(token))[0].clone()
+        target.commit([])
+    if length > 1:
+        assert torch.equal(found, whole[0])
+    slots = BatchSlots(target, 3)
+    for slot in range(3):
+        assert torch.equal(slots.prefill(slot, tokens, 40), whole)
+        slots.commit(slot, [])
+    trees = [DraftTree.of(3, [5, 8], [-1, 0]), DraftTree.bare(3), DraftTree.of(3, list(range(9, 49)), [-1] * 40)]
+    rows = [found.clone() for found in slots.verify(trees)]
+    target.prefill(tokens, 60)
+    target.commit([])
+    for tree, found in zip(trees, rows, strict=True):
+        assert torch.equal(target.verify(tree), found)
+
+
+def test_a_replaced_weight_is_used(tmp_path: Path) -> None:
+    """Adapters that are merged change weights after panels were made of them."""
+    target = target_of(file_of(tmp_path, "Q8_0"))
+    layers = [module for module in target.model.modules() if isinstance(module, Int8Linear)]
+    assert len(layers) == 15
+    before = said(run(target, PROMPT, SAMPLINGS["greedy"], most=8))
+    for layer in layers:
+        layer.weight = torch.nn.Parameter(layer.weight.detach().flip(0), requires_grad=False)
+    numbers = torch.randn(3, layers[0].in_features)
+    with torch.no_grad():
+        assert torch.allclose(layers[0](numbers), numbers @ layers[0].weight.T, rtol=1e-4, atol=1e-4)
+    assert said(run(target, PROMPT, SAMPLINGS["greedy"], most=8)) != before
+
+
+@pytest.mark.parametrize("method", ["hd", "hd+logitspec", "lade"])
+def test_methods_are_lossless(method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say it {number} times."}) + "\n" for number in range(2)))
+    options = ("--prompts", str(prompts), "--max-new-tokens", "24", "--method", method, "--activations", "int8")
+    assert command(["verify", "--model", str(file_of(tmp_path)), *options, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["lossless"] and found["identical"]["plain"] == 2, found
+
+
+def test_batches_and_servers_compute_so_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say it {number} times."}) + "\n" for number in range(5)))
+    file = str(file_of(tmp_path))
+    texts = []
+    for batch in ("1", "3"):
+        options = ("--prompts", str(prompts), "--max-new-tokens", "20", "--activations", "int8", "--batch-size", batch)
+        assert command(["generate", "--model", file, *options, "--json"]) == 0
+        lines = capfd.readouterr().out.strip().splitlines()
+        texts.append(sorted(json.dumps(json.loads(line).get("text")) for line in lines))
+    assert texts[0] == texts[1] and len(texts[0]) >= 5
+
+
+def test_figures_name_the_activations(tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+    for activations in ("float32", "int8"):
+        loaded = load(ModelConfig(str(file), device="cpu", activations=activations))
+        assert describe_environment(loaded, StoreSet())["activations"] == activations
+
+
+def test_other_models_refuse_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(["generate", "--model", "embedded", "--activations", "int8", "Hello"]) == 2
+    assert "a GGUF file with packed weights" in capfd.readouterr().err
+    with pytest.raises(OptionError, match="packed weights"):
+        load(ModelConfig(str(file_of(tmp_path)), device="cpu", dtype="float32", activations="int8"))
+    with pytest.raises(OptionError, match="compiled code"):
+        load(ModelConfig(str(file_of(tmp_path)), device="cpu", fused_layers=False, activations="int8"))
+    with pytest.raises(OptionError, match="activations"):
+        ModelConfig(activations="int4")

@@ -1,0 +1,137 @@
+"""Products of packed weights with activations in 8 bits, beside the same numbers in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from hdtool.runtime.kernels.int8.int8_linear import int8_linear
+from hdtool.runtime.kernels.int8.integer_code import ANY_PROCESSOR
+from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART, panel_format
+from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_tile
+from hdtool.runtime.kernels.int8.panels import TOGETHER, Panels
+from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
+from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.product_address import call_product, int8_product_of
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_scales, some_matrix
+
+pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+ALL = [pytest.param(one, id=one.name) for one in FORMATS.values()]
+
+
+def in_8_bits(numbers: torch.Tensor) -> torch.Tensor:
+    """What is left of input rows in 8 bits, in float64: each part has the scale by which its largest number is 127."""
+    parts = numbers.view(len(numbers), -1, PART)
+    largest = parts.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 1e-30, 127 / largest, 0)
+    levels = (parts.double() * inverse.double()).round()
+    return (levels * (largest / 127).double()).view(numbers.shape)
+
+
+def assert_is_product(
+    found: torch.Tensor, numbers: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None
+) -> None:
+    weights = torch.from_numpy(expected(matrix)).double()
+    added = torch.zeros(len(weights)).double() if bias is None else bias.double()
+    rounded = in_8_bits(numbers)
+    exact, magnitude = rounded @ weights.T + added, rounded.abs() @ weights.abs().T + abs(added)
+    # A minimum is added by itself: what is rounded can be larger than the weight that it is a part of.
+    largest = weights.abs().amax() * rounded.abs().sum(1, keepdim=True)
+    assert ((found - exact).abs() <= 8 * torch.finfo(torch.float32).eps * (magnitude + largest)).all()
+
+
+@given(
+    st.sampled_from(list(FORMATS.values())),
+    st.integers(1, 3 * MOST_ROWS),
+    st.integers(1, 3 * PANEL_ROWS),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None)
+def test_products(format: BlockFormat, rows: int, outs: int, wholes: int, bias: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    matrix = some_matrix(format, outs, wholes * LONGEST_BLOCK, seed)
+    numbers, added = torch.randn(rows, wholes * LONGEST_BLOCK), torch.randn(outs) if bias else None
+    found = int8_linear(numbers, Panels(matrix.blocks, format), added)
+    assert_is_product(found, numbers, matrix, added)
+    for row in range(rows):
+        alone = int8_linear(numbers[row : row + 1].contiguous(), Panels(matrix.blocks, format), added)
+        assert torch.equal(alone[0], found[row]), "a row does not depend on the rows beside it"
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_panels_that_are_made_in_several_parts(format: BlockFormat) -> None:
+    columns = 4 * LONGEST_BLOCK
+    matrix = some_matrix(format, 2 * TOGETHER // columns + 13, columns)
+    numbers = torch.randn(2, columns)
+    panels = Panels(matrix.blocks, format)
+    assert panels.memory.nbytes <= 1.05 * matrix.nbytes + panel_format(format).bytes(columns)
+    assert_is_product(int8_linear(numbers, panels), numbers, matrix, None)
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_sums_never_overflow(format: BlockFormat) -> None:
+    """Instructions that add in 16 bits saturate: all levels and inputs are as large as they can be."""
+    blocks = torch.full((PANEL_ROWS, 2 * LONGEST_BLOCK // format.numbers, format.bytes), 255, dtype=torch.uint8)
+    if format.name == "Q8_0":
+        blocks[:, :, 2:] = 127
+    flat = blocks.view(-1, format.bytes).numpy()
+    for first in SCALES[format.name]:
+        set_scales(flat, first, torch.ones(len(flat)).numpy().astype("float16"))
+    matrix = PackedMatrix(blocks.view(PANEL_ROWS, -1), format)
+    for numbers in (torch.ones(5, matrix.shape[1]), -torch.ones(5, matrix.shape[1])):
+        assert_is_product(int8_linear(numbers, Panels(matrix.blocks, format)), numbers, matrix, None)
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_numbers_that_have_no_8_bits(format: BlockFormat) -> None:
+    matrix = some_matrix(format, 9, LONGEST_BLOCK)
+    panels = Panels(matrix.blocks, format)
+    for number in (float("inf"), -float("inf"), float("nan")):
+        numbers = torch.ones(2, LONGEST_BLOCK)
+        numbers[0, 40] = number
+        found = int8_linear(numbers, panels)
+        assert found[0].isnan().all() and found[1].isfinite().all()
+    for number in (0.0, -0.0, 1e-39, 1e-31):
+        assert int8_linear(torch.full((1, LONGEST_BLOCK), number), panels).abs().max() < 1e-25
+
+
+def _tile(dot: str | None) -> object:
+    tile = panel_tile(1, dot)
+
+    @njit(nogil=True)
+    def multiply(panel: int, kind: object, columns: int, inputs: int, records: int, outputs: int) -> None:
+        quantize_row(inputs, kind, columns, records)
+        tile(panel, kind, columns, records, outputs, 0)
+
+    return multiply
+
+
+@pytest.mark.parametrize("format", [one for one in ALL if one.id in ("Q4_1", "Q8_0", "Q6_K")])
+def test_any_processor_has_the_same_bits(format: BlockFormat) -> None:
+    matrix, numbers = some_matrix(format, PANEL_ROWS, LONGEST_BLOCK), torch.randn(1, LONGEST_BLOCK)
+    panels, records = Panels(matrix.blocks, format), torch.empty(LONGEST_BLOCK // PART * RECORD, dtype=torch.uint8)
+    found = torch.empty(1, PANEL_ROWS)
+    multiply: object = _tile(ANY_PROCESSOR)
+    multiply(panels.data_ptr(), format.kind, LONGEST_BLOCK, numbers.data_ptr(), records.data_ptr(), found.data_ptr())  # type: ignore[operator]
+    assert torch.equal(found, int8_linear(numbers, panels))
+
+
+@njit(nogil=True)
+def called(product: int, matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int) -> None:
+    call_product(product, matrix, outs, columns, inputs, rows, outputs, 0, 0, outs)
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_a_product_is_called_at_its_address(format: BlockFormat) -> None:
+    matrix, numbers = some_matrix(format, 11, LONGEST_BLOCK), torch.randn(7, LONGEST_BLOCK)
+    panels, found = Panels(matrix.blocks, format), torch.empty(7, 11)
+    product = int8_product_of(format.kind).address
+    called(product, panels.data_ptr(), 11, LONGEST_BLOCK, numbers.data_ptr(), 7, found.data_ptr())
+    assert torch.equal(found, int8_linear(numbers, panels))

@@ -1,0 +1,105 @@
+"""Threads that share a product: the same bits as one thread, whoever computes which part."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hdtool.runtime.kernels.int8.int8_linear import int8_linear
+from hdtool.runtime.kernels.int8.panels import Panels
+from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.kernels.small_batch_linear import own_linear
+from hdtool.runtime.kernels.team import LEAST_NUMBERS, Team, team_of
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from tests.support.packed_blocks import LONGEST_BLOCK, some_matrix
+from tests.support.project import ROOT
+
+pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+COLUMNS = LONGEST_BLOCK
+OUTS = LEAST_NUMBERS // COLUMNS + 5
+Q4_1 = FORMATS[3]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def results(threads: int) -> list[torch.Tensor]:
+    torch.set_num_threads(threads)
+    matrix = some_matrix(Q4_1, OUTS, COLUMNS)
+    wide, panels = matrix.float(), Panels(matrix.blocks, Q4_1)
+    found = []
+    for rows in (1, 3, 9, 33):
+        torch.manual_seed(rows)
+        numbers, bias = torch.randn(rows, COLUMNS), torch.randn(OUTS)
+        found += [own_linear(numbers, wide, bias), own_linear(numbers, matrix), int8_linear(numbers, panels, bias)]
+        found += [own_linear(numbers, wide.bfloat16())]
+    return found
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
+    for one, many in zip(results(1), results(threads), strict=True):
+        assert torch.equal(one, many)
+
+
+def test_two_passes_at_once() -> None:
+    """One of them has the threads, the other computes by itself."""
+    torch.set_num_threads(3)
+    matrix, numbers = some_matrix(Q4_1, OUTS, COLUMNS), torch.randn(2, COLUMNS)
+    expected = own_linear(numbers, matrix)
+    wrong: list[int] = []
+
+    def compute(place: int) -> None:
+        torch.set_num_threads(3)  # each thread of the interpreter has a number of its own
+        for _ in range(200):
+            if not torch.equal(own_linear(numbers, matrix), expected):
+                wrong.append(place)
+
+    both = [threading.Thread(target=compute, args=(place,)) for place in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert not wrong
+
+
+def test_a_team_of_one_and_a_team_that_is_busy_are_closed() -> None:
+    with Team(1).open() as alone:
+        assert alone == 0
+    team = Team(2)
+    for _ in range(3):
+        with team.open() as first, team.open() as second:
+            assert first != 0 and second == 0
+    assert team_of(2) is team_of(2)
+
+
+FORKED = """
+import os, torch
+from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.kernels.small_batch_linear import own_linear
+from tests.support.packed_blocks import some_matrix
+
+torch.set_num_threads(3)
+matrix, numbers = some_matrix(FORMATS[3], 500, 256), torch.ones(2, 256)
+expected = own_linear(numbers, matrix)
+child = os.fork()
+if not child:
+    os._exit(0 if torch.equal(own_linear(numbers, matrix), expected) else 1)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_computes_all_parts_itself() -> None:
+    run = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == "0", run.stderr
