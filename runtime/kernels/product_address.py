@@ -1,6 +1,6 @@
-"""The small-batch product of one format of matrices as a C function, which compiled code calls by its address.
+"""``outputs = inputs @ matrix.T + bias`` for one format of matrices as a C function, called by its address.
 
-Code that multiplies matrices of several formats, known only when it runs, needs no version for each of them.
+Compiled code that multiplies matrices of several formats, known only when it runs, needs no version for each of them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, types
 from numba.extending import intrinsic
 
+from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.gemm_tiles import block_numbers
 from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS
 from hdtool.runtime.kernels.int8.panel_tiles import panel_bytes
 from hdtool.runtime.kernels.int8.product import multiply_int8
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.small_batch_gemm import multiply
 from hdtool.runtime.kernels.vector_code import INDEX
 
 ARGUMENTS = 9
-"""Of a product: the matrix, its rows and columns; the inputs and their rows; outputs; bias; and the first matrix row to
-multiply, and the end."""
+"""Of a product: the matrix, its rows and columns; the inputs and their rows; outputs; bias, or 0; and the first matrix
+row to multiply, and the end."""
 ITEM_SIZE = 4
 
 
@@ -40,8 +42,8 @@ def _made(kind_type: Hashable, size: int) -> Any:
         matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
     ) -> None:
         part = matrix + first * (columns // block_numbers(kind) * size)
-        written, added = outputs + first * ITEM_SIZE, bias + first * ITEM_SIZE if bias else 0
-        multiply(part, kind, size, end - first, columns, inputs, rows, written, outs, added)
+        multiply(part, kind, size, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, outs)
+        _add_bias(bias, outs, rows, outputs, first, end)
 
     return product
 
@@ -60,10 +62,19 @@ def _made_int8(kind_type: Hashable) -> Any:
         matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
     ) -> None:
         part = matrix + first // PANEL_ROWS * panel_bytes(kind, columns)
-        written, added = outputs + first * ITEM_SIZE, bias + first * ITEM_SIZE if bias else 0
-        multiply_int8(part, kind, end - first, columns, inputs, rows, written, outs, added)
+        multiply_int8(part, kind, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, outs)
+        _add_bias(bias, outs, rows, outputs, first, end)
 
     return product
+
+
+@compiled
+def _add_bias(bias: int, outs: int, rows: int, outputs: int, first: int, end: int) -> None:
+    if bias:
+        added, written = array_at(bias, (outs,), types.float32), array_at(outputs, (rows, outs), types.float32)
+        for row in range(rows):
+            for out in range(first, end):
+                written[row, out] += added[out]
 
 
 def _call(

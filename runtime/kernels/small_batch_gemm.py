@@ -52,13 +52,12 @@ def multiply(
     rows: int,
     outputs: int,
     apart: int,
-    bias: int,
 ) -> None:
-    """``outputs = inputs @ matrix.T + bias``, given by addresses of arrays, float32 but for the matrix.
+    """``outputs = inputs @ matrix.T``, given by addresses of arrays, float32 but for the matrix.
 
     ``kind`` and ``size`` are the format of the matrix and the bytes of its numbers or blocks. The outputs of input rows
-    are ``apart`` numbers from each other. ``columns`` must be a
-    multiple of ``COLUMN_MULTIPLE`` and of the numbers of a block; address 0 means no bias.
+    are ``apart`` numbers from each other. ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of the numbers of a
+    block.
     """
     stride = columns // block_numbers(kind) * size
     whole = outs - outs % MOST_OUTS
@@ -76,12 +75,6 @@ def multiply(
         for row in range(rows):
             read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * apart + out) * ITEM_SIZE
             _single(matrix + out * stride, kind, columns, read, written, apart)
-    if bias:
-        added = array_at(bias, (outs,), types.float32)
-        for row in range(rows):
-            written_row = array_at(outputs + row * apart * ITEM_SIZE, (outs,), types.float32)
-            for out in range(outs):
-                written_row[out] += added[out]
 
 
 @njit(cache=True, nogil=True)

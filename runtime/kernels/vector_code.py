@@ -80,8 +80,12 @@ class VectorCode:
         return self.call(f"llvm.fmuladd.v{LANES}f32", self.vector, weights, factor, added)
 
     def total(self, vector: Any) -> Any:
-        """The sum of all lanes, always in the same order: halves are added until one number is left."""
-        lanes = LANES
+        """The sum of all lanes, always in the same order."""
+        return self.folded(vector, self.builder.fadd)
+
+    def folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """One number of a vector: its halves are combined until one is left."""
+        lanes = vector.type.count
         while lanes > 1:
             lanes //= 2
             undefined = ir.Constant(vector.type, ir.Undefined)
@@ -89,7 +93,7 @@ class VectorCode:
                 self.builder.shuffle_vector(vector, undefined, self.integers(list(range(first, first + lanes))))
                 for first in (0, lanes)
             )
-            vector = self.builder.fadd(low, high)
+            vector = combine(low, high)
         return self.builder.extract_element(vector, WORD(0))
 
     def prefetch(self, address: Any) -> None:

@@ -42,9 +42,7 @@ def random_blocks(outs: int, columns: int, format: BlockFormat) -> torch.Tensor:
 def product(input: torch.Tensor, kind: Any, size: int, matrix: torch.Tensor) -> torch.Tensor:
     rows, columns = input.shape
     found = input.new_empty(rows, len(matrix))
-    multiply(
-        matrix.data_ptr(), kind, size, len(matrix), columns, input.data_ptr(), rows, found.data_ptr(), len(matrix), 0
-    )
+    multiply(matrix.data_ptr(), kind, size, len(matrix), columns, input.data_ptr(), rows, found.data_ptr(), len(matrix))
     return found
 
 

@@ -16,7 +16,6 @@ from hdtool.runtime.kernels.int8.panels import TOGETHER, Panels
 from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.product_address import call_product, int8_product_of
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_scales, some_matrix
 
@@ -120,18 +119,4 @@ def test_any_processor_has_the_same_bits(format: BlockFormat) -> None:
     found = torch.empty(1, PANEL_ROWS)
     multiply: object = _tile(ANY_PROCESSOR)
     multiply(panels.data_ptr(), format.kind, LONGEST_BLOCK, numbers.data_ptr(), records.data_ptr(), found.data_ptr())  # type: ignore[operator]
-    assert torch.equal(found, int8_linear(numbers, panels))
-
-
-@njit(nogil=True)
-def called(product: int, matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int) -> None:
-    call_product(product, matrix, outs, columns, inputs, rows, outputs, 0, 0, outs)
-
-
-@pytest.mark.parametrize("format", ALL)
-def test_a_product_is_called_at_its_address(format: BlockFormat) -> None:
-    matrix, numbers = some_matrix(format, 11, LONGEST_BLOCK), torch.randn(7, LONGEST_BLOCK)
-    panels, found = Panels(matrix.blocks, format), torch.empty(7, 11)
-    product = int8_product_of(format.kind).address
-    called(product, panels.data_ptr(), 11, LONGEST_BLOCK, numbers.data_ptr(), 7, found.data_ptr())
     assert torch.equal(found, int8_linear(numbers, panels))

@@ -54,6 +54,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, the product could be another one for expanded weights, and its bits with it."""
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
+
+
 def file_of(folder: Path, kind: str = "Q4_1", seed: int = 0, **changed: Any) -> Path:
     return write_gguf(folder / "tiny.gguf", tiny_llama(seed, **(changed or WIDE)), kind)
 
@@ -88,7 +94,6 @@ def all_logits(model: Any, length: int) -> torch.Tensor:
 def test_all_logits_and_answers_are_those_of_the_expanded_model(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
     packed, wide = both(file_of(tmp_path, kind))
     assert packed_names(packed.model) == matrices(wide.model) and not packed_names(wide.model)
     assert packed.dtype == torch.float32
@@ -112,8 +117,7 @@ METHODS = ["hd", "lade", "hd+logitspec"]
 OTHERS = ["hd-paper", "pld", "suffix", "sam", "tr", "racer", "logitspec"]
 
 
-def test_compiled_layers_multiply_by_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
+def test_compiled_layers_multiply_by_packed_weights(tmp_path: Path) -> None:
     shape = WIDE | {"num_attention_heads": 4, "num_key_value_heads": 2}  # heads as wide as vectors
     packed, wide = both(file_of(tmp_path, "Q4_K", **shape))
     tree = DraftTree.of(3, [5, 8, 13, 21], [-1, 0, 0, 2])
@@ -278,9 +282,8 @@ def test_the_model_is_recognised_until_its_weights_change(tmp_path: Path) -> Non
         changed.weight.data = before
 
 
-def test_other_uses_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_uses_of_the_weights(tmp_path: Path) -> None:
     """A higher precision and back, saving, and another dtype."""
-    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
     packed, wide = both(file_of(tmp_path))
     for model in (packed.model, wide.model):
         model.save_pretrained(tmp_path / str(is_packed(model.lm_head.weight)))

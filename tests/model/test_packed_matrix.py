@@ -15,7 +15,6 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 from torch.nn.functional import embedding, linear
 
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
@@ -25,7 +24,6 @@ from hdtool.runtime.kernels.int8.int8_linear import int8_linear
 from hdtool.runtime.kernels.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.product_address import call_product, product_of
 from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS
 from hdtool.runtime.kernels.small_batch_linear import own_linear
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
@@ -111,20 +109,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> Non
         others = torch.full((rows, columns), float("nan"))
         others[rows // 2] = numbers[rows // 2]
         assert torch.equal(own_linear(others, matrix)[rows // 2], alone[rows // 2])
-
-
-@njit(nogil=True)
-def called(product: int, matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int) -> None:
-    call_product(product, matrix, outs, columns, inputs, rows, outputs, 0, 0, outs)
-
-
-@pytest.mark.parametrize("format", ALL)
-def test_a_product_is_called_at_its_address(format: BlockFormat) -> None:
-    matrix, numbers = some_matrix(format, 11, LONGEST_BLOCK), torch.randn(7, LONGEST_BLOCK)
-    found, product = torch.empty(7, 11), product_of(format.kind, format.bytes).address
-    called(product, matrix.data_ptr(), 11, LONGEST_BLOCK, numbers.data_ptr(), 7, found.data_ptr())
-    assert torch.equal(found, own_linear(numbers, matrix))
-    assert product_of(format.kind, format.bytes).address == product
 
 
 @pytest.mark.parametrize("format", ALL)

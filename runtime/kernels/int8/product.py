@@ -1,4 +1,4 @@
-"""``outputs = inputs @ matrix.T + bias`` with the panels of a packed matrix and input rows in 8 bits.
+"""``outputs = inputs @ matrix.T`` with the panels of a packed matrix and input rows in 8 bits.
 
 A row has the same bits alone and beside others, as each has its own scales and sums.
 """
@@ -29,12 +29,10 @@ def multiply_int8(
     rows: int,
     outputs: int,
     apart: int,
-    bias: int,
 ) -> None:
-    """All arrays are given by addresses.
+    """All arrays are given by addresses; ``kind`` is the format that the panels were made from.
 
-    ``kind`` is the format that the panels were made from. The outputs of input rows are ``apart`` numbers from each
-    other; address 0 means no bias.
+    The outputs of input rows are ``apart`` numbers from each other.
     """
     width, size = columns // PART * RECORD, panel_bytes(kind, columns)
     records = np.empty(rows * width, np.uint8)
@@ -51,12 +49,6 @@ def multiply_int8(
         _multiply_panel(panel, kind, columns, quantized, width, rows, last.ctypes.data, PANEL_ROWS)
         for row in range(rows):
             array_at(outputs + row * apart * ITEM_SIZE, (outs,), types.float32)[whole:] = last[row, : outs - whole]
-    if bias:
-        added = array_at(bias, (outs,), types.float32)
-        for row in range(rows):
-            written = array_at(outputs + row * apart * ITEM_SIZE, (outs,), types.float32)
-            for out in range(outs):
-                written[out] += added[out]
 
 
 @njit(cache=True, nogil=True)

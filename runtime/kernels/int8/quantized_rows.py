@@ -72,7 +72,7 @@ def _largest(code: IntegerCode, vectors: list[Any]) -> Any:
     found, *others = [code.call("llvm.fabs.v8f32", FLOATS, vector) for vector in vectors]
     for other in others:
         found = _larger(code, found, other)
-    return _folded(code, found, lambda low, high: _larger(code, low, high))
+    return code.folded(found, lambda low, high: _larger(code, low, high))
 
 
 def _larger(code: IntegerCode, first: Any, second: Any) -> Any:
@@ -85,7 +85,7 @@ def _zero_or_nan(code: IntegerCode, vectors: list[Any]) -> Any:
     found = zero
     for vector in vectors:
         found = code.scaled(vector, zero, found)
-    return _folded(code, found, code.builder.fadd)
+    return code.folded(found, code.builder.fadd)
 
 
 def _rounded(code: IntegerCode, vector: Any, inverse: Any) -> Any:
@@ -94,21 +94,7 @@ def _rounded(code: IntegerCode, vector: Any, inverse: Any) -> Any:
 
 
 def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
-    return _folded(code, code.builder.add(*vectors), code.builder.add)
-
-
-def _folded(code: IntegerCode, vector: Any, combine: Any) -> Any:
-    """One number of a vector: its halves are combined until one is left."""
-    lanes = PANEL_ROWS
-    while lanes > 1:
-        lanes //= 2
-        undefined = ir.Constant(vector.type, ir.Undefined)
-        low, high = (
-            code.builder.shuffle_vector(vector, undefined, code.integers(list(range(first, first + lanes))))
-            for first in (0, lanes)
-        )
-        vector = combine(low, high)
-    return code.builder.extract_element(vector, WORD(0))
+    return code.folded(code.builder.add(*vectors), code.builder.add)
 
 
 # Typed as Any, because numba passes the context argument itself.

@@ -1,0 +1,43 @@
+"""Products that compiled code calls by their address."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numba import njit
+
+from hdtool.runtime.kernels.int8.int8_linear import int8_linear
+from hdtool.runtime.kernels.int8.panels import Panels
+from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
+from hdtool.runtime.kernels.product_address import call_product, int8_product_of, product_of
+from hdtool.runtime.kernels.small_batch_linear import own_linear
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from tests.support.packed_blocks import LONGEST_BLOCK, some_matrix
+
+pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+OUTS, ROWS = 11, 7
+
+
+@njit(nogil=True)
+def called(product: int, matrix: int, inputs: int, outputs: int, bias: int, first: int, end: int) -> None:
+    call_product(product, matrix, OUTS, LONGEST_BLOCK, inputs, ROWS, outputs, bias, first, end)
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(OUTS)], ids=["without bias", "bias"])
+@pytest.mark.parametrize("in_8_bits", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("format", [pytest.param(one, id=one.name) for one in FORMATS.values()])
+def test_parts_of_a_product_are_the_whole(format: BlockFormat, in_8_bits: bool, bias: torch.Tensor | None) -> None:
+    matrix, numbers = some_matrix(format, OUTS, LONGEST_BLOCK), torch.randn(ROWS, LONGEST_BLOCK)
+    panels = Panels(matrix.blocks, format)
+    expected = int8_linear(numbers, panels, bias) if in_8_bits else own_linear(numbers, matrix, bias)
+    product = int8_product_of(format.kind) if in_8_bits else product_of(format.kind, format.bytes)
+    weights, found = (panels if in_8_bits else matrix).data_ptr(), torch.empty(ROWS, OUTS)
+    for first, end in ((0, 8), (8, OUTS)):
+        added = 0 if bias is None else bias.data_ptr()
+        called(product.address, weights, numbers.data_ptr(), found.data_ptr(), added, first, end)
+    assert torch.equal(found, expected)
+
+
+def test_a_product_is_made_once() -> None:
+    format = next(iter(FORMATS.values()))
+    assert product_of(format.kind, format.bytes) is product_of(format.kind, format.bytes)
