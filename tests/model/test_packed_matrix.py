@@ -31,7 +31,8 @@ from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_sca
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-ALL = [pytest.param(one, id=one.name) for one in FORMATS.values()]
+BY_NAME = {one.name: one for one in FORMATS.values()}
+ALL = [pytest.param(one, id=name) for name, one in BY_NAME.items()]
 SPECIAL = [0.0, -0.0, 6e-8, -5.9e-5, float("inf"), -float("inf"), float("nan"), 65504.0, 1.0]
 """Zeros, subnormal numbers, infinities, NaN and the largest number of float16."""
 
@@ -151,7 +152,7 @@ from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.small_batch_linear import own_linear
 from tests.support.packed_blocks import expected, some_matrix
 
-for format in [one for one in FORMATS.values() if one.name in ("Q4_1", "Q8_0", "Q5_K")]:
+for format in [one for one in FORMATS.values() if one.name in NAMES]:
     matrix, numbers = some_matrix(format, 11, 512), torch.randn(30, 512)
     wide = torch.from_numpy(expected(matrix))
     assert torch.equal(matrix.float(), wide), format
@@ -167,16 +168,20 @@ print(LANES)
 @pytest.mark.long
 @pytest.mark.skipif(machine().lower() not in ("x86_64", "amd64"), reason="the processors are named")
 @pytest.mark.parametrize(("features", "lanes"), [(["avx", "avx2", "fma", "f16c"], 8), (["sse4.2", "f16c"], 4)])
-def test_narrower_registers_give_the_same_bits(features: list[str], lanes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["Q5_K"], pytest.param(list(BY_NAME), marks=pytest.mark.exhaustive)])
+def test_narrower_registers_give_the_same_bits(
+    names: list[str], features: list[str], lanes: int, tmp_path: Path
+) -> None:
     """The code for a processor without AVX-512, and with the registers of ARM."""
     environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", NARROW.replace("FEATURES", repr(features))]
+    command = [sys.executable, "-c", NARROW.replace("FEATURES", repr(features)).replace("NAMES", repr(names))]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     *hashes, found = run.stdout.split()
     assert int(found) == lanes
     numbers = torch.sin(torch.arange(5 * 512.0)).view(5, 512)
-    for format, found in zip([FORMATS[3], FORMATS[8], FORMATS[13]], hashes, strict=True):
+    for name, found in zip(names, hashes, strict=True):
+        format = BY_NAME[name]
         matrix = some_matrix(format, 11, 512)
         assert sha256(int8_linear(numbers, Panels(matrix.blocks, format)).numpy().tobytes()).hexdigest() == found, (
             format

@@ -91,7 +91,8 @@ def test_an_installed_wheel_answers_from_another_folder(wheel: Path, tmp_path: P
     # A path added by a .pth file has its own .pth files ignored, so the editable install stays out of sight.
     (purelib / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
     answer = subprocess.run(
-        [binaries / "hdtool", "generate", "--prompt", "What is a tuple?", "--max-new-tokens", "5", "--json"],
+        [binaries / "hdtool", "generate", "--prompt", "What is a tuple?", "--max-new-tokens", "5", "--json",
+         "--method", "pld"],  # compiling all of `hd` takes a minute
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr

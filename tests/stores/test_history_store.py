@@ -534,7 +534,7 @@ def test_a_few_kills_lose_nothing(tmp_path: Path) -> None:
     assert killed(tmp_path / "store", 5, 0) > 5
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_many_kills_lose_nothing(tmp_path: Path) -> None:
     """A hundred take four minutes: HDTOOL_KILLS=100."""
     times = int(os.environ.get("HDTOOL_KILLS", "40"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,13 @@ class Panels:
         self.memory = torch.empty(count, form.bytes(columns), dtype=torch.uint8)
         rows, written = blocks.numpy().reshape(outs, -1, format.bytes), self.memory.numpy()
         step = max(1, TOGETHER // (PANEL_ROWS * blocks.shape[1]))
-        for first in range(0, count, step):
+
+        def rearrange(first: int) -> None:
             some = _whole_panels(rows[first * PANEL_ROWS : (first + step) * PANEL_ROWS])
             _write(some, form, format.name, written[first : first + step])
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy computes without the lock of Python
+            list(pool.map(rearrange, range(0, count, step)))
 
     def data_ptr(self) -> int:
         return self.memory.data_ptr()

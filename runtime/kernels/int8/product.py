@@ -46,7 +46,7 @@ def multiply_int8(
     if whole < outs:
         last = np.empty((rows, PANEL_ROWS), np.float32)
         panel = panels + whole // PANEL_ROWS * size
-        _multiply_panel(panel, kind, columns, quantized, width, rows, last.ctypes.data, PANEL_ROWS)
+        _multiply_panel(panel, kind, columns, quantized, width, rows, last.ctypes.data, last.shape[1])
         for row in range(rows):
             array_at(outputs + row * apart * ITEM_SIZE, (outs,), types.float32)[whole:] = last[row, : outs - whole]
 
