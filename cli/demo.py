@@ -48,7 +48,7 @@ def demo(
     """Compare drafting with plain decoding on a demo model.
 
     Answers a few prompts by plain decoding and with drafting. The text is the same. The stores contain no answer to
-    them.
+    them. In the end, ``generate`` of transformers answers the first prompt, for comparison.
     """
     from hdtool.builders.demo.real_model import is_first_demo
     from hdtool.cli.output.show_answers import colors_shown, legend, quiet_libraries, stream, summary
@@ -92,6 +92,7 @@ def demo(
     before, after = (Stats.total(parts) for parts in totals.values())
     shown = len(totals["drafting"])
     print(f"\n▌ in total: {same} of {shown} answers are identical\n{_beside(method, before, after)}")
+    print(f"\n{_without_hdtool(plain, loading, every[0], decoding.max_new_tokens, totals['drafting'][0])}")
     print(f"\n{method}: {summary(after)}")
     print(f"\n{'' if loading.model else f'{TOY}. '}Name your own model: hdtool generate --model FOLDER")
     return 0 if same == shown else 1
@@ -101,6 +102,23 @@ def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
     """The first use loads the model and compiles."""
     for _ in next(answerer.answers(prompt)):
         pass
+
+
+def _without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt, max_new_tokens: int, drafted: Stats) -> str:
+    """What ``generate`` of transformers takes for the answer to a prompt, beside what drafting took."""
+    from hdtool.data.chat import encode_conversation
+    from hdtool.runtime.evaluation.lineup import Lineup
+
+    decoding = DecodeConfig(max_new_tokens=max_new_tokens)
+    lineup = Lineup(plain.loaded, plain.store_set, loading, decoding, SamplingConfig())
+    ids = encode_conversation(plain.loaded.tokenizer, prompt.messages)
+    (contender,) = lineup.contenders(["generate"]).values()
+    turn = contender.answer(ids)
+    speed = len(turn.output_ids) / turn.seconds
+    return (
+        f"Without hdtool, generate of transformers answers the first prompt with {speed:.0f} tokens/s: "
+        f"drafting is {drafted.tokens_per_second / speed:.1f} times as fast"
+    )
 
 
 def _chosen(model: str | None, loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:

@@ -34,6 +34,7 @@ from hdtool.runtime import answerer
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, SharedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
@@ -208,6 +209,7 @@ def show(name: str, batch: int, plain: Case, marked: Case) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=ACTIVATIONS[0])
     parser.add_argument("--vocabularies", type=int, nargs="*", default=None, help="larger ones to measure as well")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--methods", nargs="+", default=[*METHODS, *MEASURED])
@@ -219,7 +221,9 @@ def main() -> None:
     torch.set_num_threads(1)
     is_embedded = options.model is None
     larger = options.vocabularies if options.vocabularies is not None else () if is_embedded else LARGER
-    config = replace(ModelConfig(device="cpu"), **({} if is_embedded else {"model": options.model}))
+    config = replace(
+        ModelConfig(device="cpu", activations=options.activations), **({} if is_embedded else {"model": options.model})
+    )
     loaded = load(config)
     stores = (
         StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX)) if is_embedded else stores_of_real_model(config)
