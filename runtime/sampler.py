@@ -84,8 +84,11 @@ class Sampler:
     @torch.no_grad()  # not inference mode: a processor may keep tensors and use them outside
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """One row of logits after the processors, given the context so far; the row itself is not changed."""
-        given = cast(torch.FloatTensor, logits[None].to(torch.float32, copy=True))
-        return self._processors(self.ids(logits.device), given)[0]
+        ids, found = self.ids(logits.device), logits[None].to(torch.float32, copy=True)
+        # The list itself would inspect the signature of each of them, which takes longer than most of them do.
+        for processor in self._processors:
+            found = processor(ids, cast(torch.FloatTensor, found))
+        return found[0]
 
     @torch.no_grad()
     def choose(self, scores: torch.Tensor) -> int:

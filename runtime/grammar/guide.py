@@ -34,17 +34,17 @@ class Guide:
             raise self._stuck()
         self.length += len(new)
 
-    def mask(self, device: torch.device, size: int) -> torch.Tensor:
-        """Which of the first ``size`` tokens may come next."""
+    def forbidden(self, device: torch.device, size: int) -> torch.Tensor:
+        """Which of the first ``size`` tokens may not come next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._stuck()
-        allowed = np.zeros(size, np.bool_)
-        found = np.unpackbits(bits, bitorder="little")[:size]
-        allowed[: len(found)] = found
-        if not allowed.any():
+        found = np.unpackbits(~bits, bitorder="little")[:size].view(np.bool_)
+        if len(found) < size:  # a model may have more logits than its tokenizer has tokens
+            found = np.pad(found, (0, size - len(found)), constant_values=True)
+        if found.all():
             raise PromptError("the grammar leads to a place where no token of this model's vocabulary may follow")
-        return torch.from_numpy(allowed).to(device)
+        return torch.from_numpy(found).to(device)
 
     def _stuck(self) -> PromptError:
         reason = self._matcher.get_error().partition("\n")[0]

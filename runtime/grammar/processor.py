@@ -22,5 +22,5 @@ class GrammarProcessor(LogitsProcessor):
         if self._asked is None:
             self._asked = input_ids.shape[1] - self._guide.length
         self._guide.extend(input_ids[0, self._asked + self._guide.length :].tolist())
-        allowed = self._guide.mask(scores.device, scores.shape[-1])
-        return cast(torch.FloatTensor, scores.masked_fill(~allowed, -torch.inf))
+        forbidden = self._guide.forbidden(scores.device, scores.shape[-1])
+        return cast(torch.FloatTensor, scores.masked_fill(forbidden, -torch.inf))

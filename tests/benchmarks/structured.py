@@ -22,6 +22,7 @@ import torch
 from hdtool.data.chat import encode_conversation
 from hdtool.data.grammar import Grammar
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.decode import Finish, decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_for
@@ -126,9 +127,10 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=ACTIVATIONS[0])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    loaded = load(ModelConfig(options.model))
+    loaded = load(ModelConfig(options.model, activations=options.activations))
     compiler = GrammarCompiler(loaded.tokenizer, loaded.stops, loaded.target.vocabulary)
     measured = {way: Measured() for way in WAYS}
     warm = Grammar.regex("[a-z]{8}")

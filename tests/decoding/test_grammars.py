@@ -189,7 +189,7 @@ class TestTrees:
         guide, oracle = compiler.guide(grammar), compiler.guide(grammar)._matcher
         answer: list[int] = []
         for _ in range(data.draw(st.integers(0, 12))):
-            allowed = guide.mask(torch.device("cpu"), compiler.vocabulary).nonzero()[:, 0].tolist()
+            allowed = (~guide.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:, 0].tolist()
             token = data.draw(st.sampled_from(allowed))
             answer.append(token)
             guide.extend([token])
@@ -199,7 +199,10 @@ class TestTrees:
         if oracle.is_stopped():
             return
         size = data.draw(st.integers(0, most))
-        likely = [*guide.forced(), *guide.mask(torch.device("cpu"), compiler.vocabulary).nonzero()[:9, 0].tolist()]
+        likely = [
+            *guide.forced(),
+            *(~guide.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:9, 0].tolist(),
+        ]
         tokens = [data.draw(st.sampled_from([*likely, 5, 6])) for _ in range(size)]
         parents = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
         tree = DraftTree.of(0, tokens, parents, SourceName.CONTEXT)
