@@ -9,6 +9,7 @@ from typing import Any
 from hdtool.cli.output import tables
 from hdtool.data.bench_results import Results
 from hdtool.runtime.config import COLD, WARM
+from hdtool.runtime.config.model import INT8
 from hdtool.runtime.evaluation.report.tables import Table
 from hdtool.runtime.evaluation.scores import OVERALL, Score, Scores
 
@@ -48,8 +49,11 @@ def table(results: Results, scores: Scores) -> str:
     """The setting, a block for each task and for all of them, and tables with a column for each task."""
     run = results.run
     about = run.surroundings
+    # Results of earlier versions do not have it.
+    rounded = about.get("activations") == INT8
     heads = [
-        f"{about['model']} on {about['device']} in {about['dtype']}, {run.questions} questions, "
+        f"{about['model']} on {about['device']} in {about['dtype']}{', activations in int8' * rounded}, "
+        f"{run.questions} questions, "
         f"temperature {run.options['temperature']:g}",
         f"{about['machine']}, threads: {about['threads']}",
         DRAFTERS[run.options.get("drafters")],
@@ -57,6 +61,8 @@ def table(results: Results, scores: Scores) -> str:
     notes = [f"tokens/s: mean over questions; speed-up: against {scores.baseline}", "per step: tokens per forward pass"]
     if scores.reference:
         notes.append(f"identical: questions with the same tokens as {scores.reference} in all turns")
+    if rounded and any(method.startswith("generate") for method in scores.tasks[OVERALL]):
+        notes.append("generate does not round activations: its answers may differ")
     if "llama_cpp" in about:
         notes.append(f"llama.cpp ({about['llama_cpp']}) rounds activations: its answers may differ")
     blocks = [_block(task, found) for task, found in scores.tasks.items()]

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hdtool.builders.setup.answers import answer
 from hdtool.cli.app import run as command
 from hdtool.data.errors import OptionError
+from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
@@ -137,6 +139,22 @@ def test_figures_name_the_activations(tmp_path: Path) -> None:
     for activations in ("float32", "int8"):
         loaded = load(ModelConfig(str(file), device="cpu", activations=activations))
         assert describe_environment(loaded, StoreSet())["activations"] == activations
+
+
+def test_the_answers_of_generate_may_differ(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """``generate`` computes with activations in float32: a bench says so, and a set-up compares without it."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say it {number} times."}) + "\n" for number in range(3)))
+    file = str(file_of(tmp_path))
+    options = ("--questions", str(prompts), "--max-new-tokens", "24", "--activations", "int8", "--warm-up", "0")
+    methods = ("--methods", "generate,ar,hd", "--out", str(tmp_path / "bench"))
+    assert command(["bench", "--model", file, *options, *methods, "--quiet"]) == 0
+    shown = capfd.readouterr().out
+    assert "in float32, activations in int8, 3 questions" in " ".join(shown.split())
+    assert "\ngenerate does not round activations: its answers may differ" in shown
+    config = ModelConfig(file, device="cpu", activations="int8")
+    found = answer(load(config), StoreSet(), config, read_prompts(prompts), 3, 24, None, lambda _: None)
+    assert (found.prompts, found.identical, found.near_ties) == (3, 3, 0)
 
 
 def test_other_models_refuse_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
