@@ -92,7 +92,11 @@ def demo(
     before, after = (Stats.total(parts) for parts in totals.values())
     shown = len(totals["drafting"])
     print(f"\n▌ in total: {same} of {shown} answers are identical\n{_beside(method, before, after)}")
-    print(f"\n{_without_hdtool(plain, loading, every[0], decoding.max_new_tokens, totals['drafting'][0])}")
+    speed, first = _speed_without_hdtool(plain, loading, every[0], decoding.max_new_tokens), totals["drafting"][0]
+    print(
+        f"\nWithout hdtool, generate of transformers answers the first prompt with {speed:.0f} tokens/s: "
+        f"{method} is {first.tokens_per_second / speed:.1f} times as fast"
+    )
     print(f"\n{method}: {summary(after)}")
     print(f"\n{'' if loading.model else f'{TOY}. '}Name your own model: hdtool generate --model FOLDER")
     return 0 if same == shown else 1
@@ -104,8 +108,8 @@ def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
         pass
 
 
-def _without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt, max_new_tokens: int, drafted: Stats) -> str:
-    """What ``generate`` of transformers takes for the answer to a prompt, beside what drafting took."""
+def _speed_without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt, max_new_tokens: int) -> float:
+    """Tokens per second of ``generate`` of transformers."""
     from hdtool.data.chat import encode_conversation
     from hdtool.runtime.evaluation.lineup import Lineup
 
@@ -114,11 +118,7 @@ def _without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt, max_n
     ids = encode_conversation(plain.loaded.tokenizer, prompt.messages)
     (contender,) = lineup.contenders(["generate"]).values()
     turn = contender.answer(ids)
-    speed = len(turn.output_ids) / turn.seconds
-    return (
-        f"Without hdtool, generate of transformers answers the first prompt with {speed:.0f} tokens/s: "
-        f"drafting is {drafted.tokens_per_second / speed:.1f} times as fast"
-    )
+    return len(turn.output_ids) / turn.seconds
 
 
 def _chosen(model: str | None, loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
