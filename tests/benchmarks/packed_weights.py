@@ -4,6 +4,7 @@
     python -m tests.benchmarks.packed_weights passes --formats Q4_K,Q6_K   # random blocks, the shape of Llama 3.2 1B
     python -m tests.benchmarks.packed_weights answers --model FILE.gguf    # beside llama-cpp-python if it is installed
     python -m tests.benchmarks.packed_weights activations --model FILE.gguf --threads 1,2    # in 8 bits too
+    python -m tests.benchmarks.packed_weights activations --formats Q4_0,Q8_0    # random files, the shape of a 1B Llama
     python -m tests.benchmarks.packed_weights loading --model FILE.gguf    # or --formats Q4_K: a random file
 
 Passes and answers of all sides are measured in turn, in one process with one thread. Times are those of the process on
@@ -139,8 +140,25 @@ def passes(target: Target, sides: dict[str, Side], repeats: int) -> None:
         print(f"| {name} | {sides[name].bytes / 1e6:.0f} | {' | '.join(f'{each:.1f}' for each in found)} |")
 
 
+class LlamaCppPasses:
+    """Passes of llama.cpp, with the logits of all rows."""
+
+    def __init__(self, file: str) -> None:
+        from llama_cpp import Llama
+
+        self._llama: Any = Llama(file, n_ctx=2048, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
+
+    def compute(self, rows: int, context: int) -> None:
+        """A pass over ``rows`` tokens after ``context`` ones."""
+        if context and self._llama.n_tokens < context:
+            self._llama.eval(some_context(context, 4000))
+        self._llama.n_tokens = context
+        self._llama.eval(some_context(rows, 4000))
+
+
 def activations(file: str, repeats: int, threads: list[int]) -> None:
     """Passes and prompts with activations in float32 and in 8 bits, by the clock on the wall."""
+    peer = LlamaCppPasses(file) if find_spec("llama_cpp") else None
     targets = {name: load(ModelConfig(file, device="cpu", activations=name, products="own")) for name in ACTIVATIONS}
     trees = {rows: DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1)) for rows in ROWS}
     contexts = {length: some_context(length, 4000) for length in PROMPTS}
@@ -150,7 +168,7 @@ def activations(file: str, repeats: int, threads: list[int]) -> None:
     ):
         print(f"\n| milliseconds of {title} | {' | '.join(map(str, runs))} |\n|---|{'---|' * len(runs)}")
         medians: dict[str, list[float]] = {}
-        for run in runs.values():
+        for size, run in runs.items():
             taken: dict[str, list[float]] = {}
             for loaded in targets.values():
                 loaded.target.prefill(some_context(CONTEXT, 4000), 64)
@@ -162,6 +180,10 @@ def activations(file: str, repeats: int, threads: list[int]) -> None:
                         started = time.perf_counter()
                         run(loaded.target)
                         taken.setdefault(f"{name}, threads: {count}", []).append(time.perf_counter() - started)
+                if peer:
+                    started = time.perf_counter()
+                    peer.compute(size, CONTEXT if runs.keys() == trees.keys() else 0)
+                    taken.setdefault("llama.cpp, threads: 1", []).append(time.perf_counter() - started)
             for name, seconds in taken.items():
                 medians.setdefault(name, []).append(1e3 * statistics.median(seconds[1:]))
         for name, found in medians.items():
@@ -262,8 +284,9 @@ def main() -> None:
     cpu_weights.CLOCK = time.process_time
     if options.part == "answers":
         return answers(options.model, options.questions, options.tokens)
-    if options.part == "activations":
-        return activations(options.model, options.repeats, [int(count) for count in options.threads.split(",")])
+    threads = [int(count) for count in options.threads.split(",")]
+    if options.part == "activations" and options.model:
+        return activations(options.model, options.repeats, threads)
     if options.part == "passes":
         setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)  # noqa: B010
         with torch.inference_mode(False), torch.no_grad():
@@ -272,9 +295,15 @@ def main() -> None:
         return loading(options.model)
     with TemporaryDirectory() as folder:
         os.environ["HDTOOL_HOME"] = f"{folder}/home"
-        kind = options.formats.split(",")[0]
         shape = LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-        loading(str(write_random_gguf(Path(folder) / "random.gguf", shape, kind, "Q6_K" if "_K" in kind else "Q8_0")))
+        for kind in options.formats.split(","):
+            file = Path(folder) / "random.gguf"
+            write_random_gguf(file, shape, kind, "Q6_K" if "_K" in kind else "Q8_0")
+            print(f"\n{kind}")
+            if options.part == "loading":
+                loading(str(file))
+            else:
+                activations(str(file), options.repeats, threads)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -349,7 +350,9 @@ def test_two_setups_of_the_same_logs_do_not_mix(tmp_path: Path) -> None:
     environment = os.environ | {"HDTOOL_HOME": str(tmp_path)}
     first = start([*HDTOOL, *COMMAND], env=environment)
     read_until(first, "2/5")
+    first.send_signal(signal.SIGSTOP)  # else it could end before the second one begins
     second = subprocess.run([*HDTOOL, *COMMAND], env=environment, capture_output=True, text=True, check=False)
+    first.send_signal(signal.SIGCONT)
     assert second.returncode == 1 and "another setup of these logs is running" in second.stderr
     first.communicate()
     assert first.returncode == 0

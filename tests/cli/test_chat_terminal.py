@@ -20,6 +20,7 @@ pytestmark = [
 
 # Plain decoding by one thread, so that an answer takes long enough to be interrupted.
 CHAT = ["chat", "--method", "ar", "--threads", "1", "--model-db", "none", "--corpus-db", "none"]
+QUESTION = "What is a list in Python?"
 UNICODE = "日本語 cafe\u0301 👩‍👩‍👧 🇩🇪 naïve"
 
 
@@ -39,9 +40,19 @@ def terminal() -> Iterator[Terminal]:
 @pytest.fixture(autouse=True)
 def cleared(terminal: Terminal) -> None:
     terminal.resize(80, 24)
+    clear(terminal)
+
+
+def clear(terminal: Terminal) -> None:
     terminal.enter("/clear")
     terminal.send("\f")  # Ctrl-L clears the screen
     terminal.wait(lambda: terminal.text.strip() == ">")
+
+
+def ask_at_length(terminal: Terminal) -> None:
+    """Ask on an empty screen, and wait for the first words of a long answer."""
+    terminal.send(f"{QUESTION}\r")
+    terminal.wait(lambda: any(line and not line.startswith(">") for line in terminal.lines))
 
 
 def saved(terminal: Terminal, path: Path) -> list[dict[str, str]]:
@@ -53,15 +64,14 @@ def saved(terminal: Terminal, path: Path) -> list[dict[str, str]]:
 def test_ctrl_c_ends_an_answer_and_keeps_the_conversation(terminal: Terminal, tmp_path: Path) -> None:
     note = "note: interrupted: the answer so far is part of the conversation"
     for _ in range(10):  # on a busy machine, an answer may end before the key arrives
-        terminal.enter("/clear")
-        terminal.send("What is a list in Python?\r")
-        terminal.wait(lambda: terminal.screen.cursor.y >= 2)  # the answer has begun
+        clear(terminal)
+        ask_at_length(terminal)
         terminal.ended_by("\x03")
         if note in terminal.text:
             break
     assert note in terminal.text
     question, answer = saved(terminal, tmp_path / "chat.jsonl")
-    assert question["content"] == "What is a list in Python?"
+    assert question["content"] == QUESTION
     assert answer["content"].splitlines()[0] in terminal.text
 
 
@@ -112,8 +122,7 @@ def test_a_window_of_20_columns_wraps_a_message_and_no_letter_is_lost(terminal: 
 
 def test_the_window_may_change_its_size_during_an_answer(terminal: Terminal, tmp_path: Path) -> None:
     prompts = terminal.screen.prompts
-    terminal.send("What is a list in Python?\r")
-    terminal.wait(lambda: terminal.screen.cursor.y >= 2)
+    ask_at_length(terminal)
     for columns in (20, 132, 40):
         terminal.resize(columns, 24)
         terminal.update(0.1)
