@@ -5,6 +5,7 @@ from collections import defaultdict
 from importlib.util import find_spec
 from itertools import combinations
 from tempfile import TemporaryDirectory
+from zlib import crc32
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Workers share the cores with the processes that tests start; two busy threads each would only wait for one another.
@@ -25,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "each_value: of all combinations of parameters, `make test` runs as few as hold each value once, "
-        "`make test-long` every eighth one of the others, and `make test-all` the rest",
+        "`make test-long` every sixteenth one of the others, and `make test-all` the rest",
     )
     # The process that hands tests to workers runs none, and loading torch takes seconds.
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -63,9 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for test, cases in crossed.items():
         chosen = set(_each_value_once(cases))
         others[test] = [case for case in cases if case not in chosen] + others[test]
-    for groups, step in ((others, 8), (families, 2)):
-        for cases in groups.values():
-            for number, case in enumerate(cases):
+    for groups, step in ((others, 16), (families, 4)):
+        for test, cases in groups.items():
+            # Each test begins with another one, so that together they take all families.
+            for number, case in enumerate(cases, crc32(test.encode())):
                 case.add_marker(pytest.mark.exhaustive if number % step else pytest.mark.long)
 
 

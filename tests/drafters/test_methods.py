@@ -59,7 +59,10 @@ for method in sys.argv[1:]:
 
 @pytest.mark.parametrize(
     "chosen",
-    [("hd+logitspec",), pytest.param(tuple(method for method in METHODS if method != "ar"), marks=pytest.mark.long)],
+    [
+        ("hd+logitspec",),
+        pytest.param(tuple(method for method in METHODS if method != "ar"), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_no_step_waits_for_the_compiler(chosen: tuple[str, ...]) -> None:
     found = subprocess.run([sys.executable, "-c", LATE, *chosen], capture_output=True, text=True, check=True).stdout

@@ -521,7 +521,7 @@ def many(recorded: Path, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="signals work differently there")
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
 def test_ctrl_c_ends_it(workers: str, many: Path, tmp_path: Path) -> None:
     arguments = ["replay", "--traces", str(many), "--methods", "hd", "--no-history", "--workers", workers]
     environment = {**os.environ, "HDTOOL_HOME": str(tmp_path)}

@@ -327,7 +327,7 @@ def test_a_killed_conversion_leaves_nothing_that_is_taken_for_whole(file: Path, 
     assert not list(converted_models().glob("*.tmp")) and not list(converted_models().glob(".*.tmp"))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_two_processes_at_once_convert_once(file: Path) -> None:
     time.sleep(max(0, file.stat().st_mtime + 2.5 - time.time()))  # in these processes the file must have settled
     processes = [start(file) for _ in range(2)]

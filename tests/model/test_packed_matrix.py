@@ -167,7 +167,10 @@ print(LANES)
 
 @pytest.mark.long
 @pytest.mark.skipif(machine().lower() not in ("x86_64", "amd64"), reason="the processors are named")
-@pytest.mark.parametrize(("features", "lanes"), [(["avx", "avx2", "fma", "f16c"], 8), (["sse4.2", "f16c"], 4)])
+@pytest.mark.parametrize(
+    ("features", "lanes"),
+    [(["avx", "avx2", "fma", "f16c"], 8), pytest.param(["sse4.2", "f16c"], 4, marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize("names", [["Q5_K"], pytest.param(list(BY_NAME), marks=pytest.mark.exhaustive)])
 def test_narrower_registers_give_the_same_bits(
     names: list[str], features: list[str], lanes: int, tmp_path: Path
