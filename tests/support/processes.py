@@ -18,11 +18,11 @@ LONGEST = 120.0
 def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
     """A process whose output is read; it hears Ctrl-C, which what a shell starts in the background ignores."""
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_ctrl_c, **options
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c, **options
     )
 
 
-def _hear_ctrl_c() -> None:
+def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pexpect
 import pyte
 
+from tests.support.processes import hear_ctrl_c
+
 PASTE = "\x1b[200~{}\x1b[201~"
 """Bracketed paste, as terminals send it."""
 PATIENCE = 180
@@ -48,6 +50,7 @@ class Terminal:
             env={**os.environ, "TERM": "xterm-256color", **environment},
             encoding="utf-8",
             timeout=PATIENCE,
+            preexec_fn=hear_ctrl_c,
         )
         self.process.delaybeforesend = None
 
