@@ -29,7 +29,7 @@ kernels-%: .venv/installed-dev .compiled
 test-long: .venv/installed-dev .venv/smollm2 .compiled
 	$(BIN)/pytest -n logical --dist worksteal -m "long and not exhaustive"
 
-# What is exhaustive: every combination of families, methods and ways to sample, and many kills.
+# What is exhaustive: every combination of families, methods and ways to sample, many kills, and the tutorial.
 test-all: test test-long
 	$(BIN)/pytest -n logical --dist worksteal -m exhaustive
 

@@ -190,7 +190,7 @@ def test_after_an_interrupt_unfinished_answers_are_yielded() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", ["generate", "collect"])
+@pytest.mark.parametrize("command", [pytest.param("generate", marks=pytest.mark.exhaustive), "collect"])
 def test_ctrl_c_ends_a_batch(command: str, tmp_path: Path) -> None:
     asked = collecting(tmp_path, "out.jsonl", "3", length="900")
     if command == "generate":

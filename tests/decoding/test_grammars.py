@@ -144,7 +144,7 @@ def test_batches_give_the_same_answers() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.8])
 def test_all_schemas(temperature: float) -> None:
     schemas = list(JSON_SCHEMAS.values())
     plain = answers("ar", schemas, temperature)

@@ -419,7 +419,7 @@ def test_an_assistant_of_another_vocabulary_is_refused(embedded: Loaded, tmp_pat
 # Going on --------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_killed_bench_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--max-new-tokens", "8", "--threads", "1"]
     arguments = ["bench", "--methods", "ar,pld", "--out", str(tmp_path), *QUICK, *few]

