@@ -14,7 +14,7 @@ from numba import cfunc, types
 from numba.extending import intrinsic
 
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.gemm_tiles import block_numbers
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE, block_numbers
 from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS
 from hdtool.runtime.kernels.int8.panel_tiles import panel_bytes
 from hdtool.runtime.kernels.int8.product import multiply_int8
@@ -25,7 +25,6 @@ from hdtool.runtime.kernels.vector_code import INDEX
 ARGUMENTS = 9
 """Of a product: the matrix, its rows and columns; the inputs and their rows; outputs; bias, or 0; and the first matrix
 row to multiply, and the end."""
-ITEM_SIZE = 4
 
 
 def product_of(kind: Any, size: int) -> Any:

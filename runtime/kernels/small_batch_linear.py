@@ -134,30 +134,28 @@ def own_linear(
 ) -> torch.Tensor:
     """As ``torch.nn.functional.linear``, for contiguous float32 tensors on a CPU; the weight may be in 16 bits or in
     blocks."""
-    outs, columns = weight.shape
-    rows = input.numel() // columns
-    # Of the input's dtype and device, not the defaults of torch.
-    found = memory.room_for(rows, outs, input) if memory else input.new_empty(rows, outs)
-    product = product_of(*form_of(weight)).address
-    multiply(product, weight.data_ptr(), outs, columns, input, found, bias)
-    return found.view(*input.shape[:-1], outs)
+    return multiply(product_of(*form_of(weight)).address, weight.data_ptr(), weight.shape, input, bias, memory)
 
 
 def multiply(
     product: int,
     matrix: int,
-    outs: int,
-    columns: int,
+    shape: torch.Size,
     input: torch.Tensor,
-    found: torch.Tensor,
     bias: torch.Tensor | None,
-) -> None:
-    """Call the product at an address, with as many threads as torch has; ``found`` has a row for each row of inputs."""
+    memory: OutputMemory | None,
+) -> torch.Tensor:
+    """Call the product at an address, for a matrix of this shape, with as many threads as torch has."""
+    outs, columns = shape
+    rows = input.numel() // columns
+    # Of the input's dtype and device, not the defaults of torch.
+    found = memory.room_for(rows, outs, input) if memory else input.new_empty(rows, outs)
     threads, added = torch.get_num_threads(), 0 if bias is None else bias.data_ptr()
     with team_of(threads).open() as team:
         multiply_together(
-            team, threads, product, matrix, outs, columns, input.data_ptr(), len(found), found.data_ptr(), added
+            team, threads, product, matrix, outs, columns, input.data_ptr(), rows, found.data_ptr(), added
         )
+    return found.view(*input.shape[:-1], outs)
 
 
 def form_of(weight: Stored) -> tuple[Any, int]:

@@ -1,4 +1,4 @@
-"""Threads that share a product: the same bits as one thread, whoever computes which part."""
+"""Threads that share a product: the same bits as one thread, whichever of them computes a part."""
 
 from __future__ import annotations
 

@@ -60,9 +60,5 @@ def int8_linear(
     input: torch.Tensor, panels: Panels, bias: torch.Tensor | None = None, memory: OutputMemory | None = None
 ) -> torch.Tensor:
     """As ``torch.nn.functional.linear``, for a contiguous float32 tensor on a CPU."""
-    outs, columns = panels.shape
-    rows = input.numel() // columns
-    found = memory.room_for(rows, outs, input) if memory else input.new_empty(rows, outs)
     product = int8_product_of(panels.format.kind).address
-    multiply(product, panels.data_ptr(), outs, columns, input, found, bias)
-    return found.view(*input.shape[:-1], outs)
+    return multiply(product, panels.data_ptr(), panels.shape, input, bias, memory)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART
 from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_bytes, panel_tile
 from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 
-ITEM_SIZE = 4
 _one, _two, _three, _four = (panel_tile(rows) for rows in range(1, MOST_ROWS + 1))
 
 
