@@ -24,7 +24,7 @@ from hdtool.runtime.kernels.vector_code import INDEX
 
 ARGUMENTS = 9
 """Of a product: the matrix, its rows and columns; the inputs and their rows; outputs; bias, or 0; and the first matrix
-row to multiply, and the end."""
+row to multiply, and the end, between which are whole panels unless it is that of the matrix."""
 
 
 def product_of(kind: Any, size: int) -> Any:

@@ -36,8 +36,8 @@ PARTS_OF_A_THREAD = 2
 """Of a product: more of them balance threads of which one was interrupted, and take longer to give out."""
 LEAST_NUMBERS = 1 << 16
 """Weights of a product from which on it is shared."""
-MULTIPLE = 8
-"""Matrix rows of a part are a multiple of it."""
+MULTIPLE = 16
+"""Matrix rows of a part are a multiple of it: those of whole panels and tiles."""
 
 
 def _load(context: Any, address: Any) -> Any:

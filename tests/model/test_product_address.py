@@ -11,11 +11,12 @@ from hdtool.runtime.kernels.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
 from hdtool.runtime.kernels.product_address import call_product, int8_product_of, product_of
 from hdtool.runtime.kernels.small_batch_linear import own_linear
+from hdtool.runtime.kernels.team import MULTIPLE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, some_matrix
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-OUTS, ROWS = 11, 7
+OUTS, ROWS = MULTIPLE + 3, 7
 
 
 @njit(nogil=True)
@@ -32,7 +33,7 @@ def test_parts_of_a_product_are_the_whole(format: BlockFormat, in_8_bits: bool, 
     expected = int8_linear(numbers, panels, bias) if in_8_bits else own_linear(numbers, matrix, bias)
     product = int8_product_of(format.kind) if in_8_bits else product_of(format.kind, format.bytes)
     weights, found = (panels if in_8_bits else matrix).data_ptr(), torch.empty(ROWS, OUTS)
-    for first, end in ((0, 8), (8, OUTS)):
+    for first, end in ((0, MULTIPLE), (MULTIPLE, OUTS)):
         added = 0 if bias is None else bias.data_ptr()
         called(product.address, weights, numbers.data_ptr(), found.data_ptr(), added, first, end)
     assert torch.equal(found, expected)

@@ -25,6 +25,11 @@ DOT_OF_OCTETS = "vnni"
 DOT_OF_PAIRS = "avx2"
 """AVX2: two products are added in 16 bits, which saturate."""
 ANY_PROCESSOR = "any"
+ADDED_IN_PAIRS, WIDENED_PAIRS = (
+    ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
+    if PANEL_ROWS == 8
+    else ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
+)
 
 
 def best_dot() -> str:
@@ -35,7 +40,7 @@ def best_dot() -> str:
 
 
 class IntegerCode(VectorCode):
-    """Adds instructions on vectors of eight lanes to a function that numba compiles."""
+    """Adds instructions on vectors of a lane for each row of a panel to a function that numba compiles."""
 
     def __init__(self, builder: Any, dot: str) -> None:
         super().__init__(builder)
@@ -73,9 +78,9 @@ class DotProduct:
         if self._code.dot == DOT_OF_OCTETS:
             before = self._code.everywhere(0, WORD, PANEL_ROWS) if self._total is None else self._total
             words = [self._builder.bitcast(one, WORDS) for one in (levels, inputs)]
-            self._total = self._code.call("llvm.x86.avx512.vpdpbusd.256", WORDS, before, *words)
+            self._total = self._code.call(f"llvm.x86.avx512.vpdpbusd.{8 * PLANE}", WORDS, before, *words)
         elif self._code.dot == DOT_OF_PAIRS:
-            pairs = self._code.call("llvm.x86.avx2.pmadd.ub.sw", SHORTS, levels, inputs)
+            pairs = self._code.call(ADDED_IN_PAIRS, SHORTS, levels, inputs)
             self._pairs = pairs if self._pairs is None else self._builder.add(self._pairs, pairs)
             self._added += 1
             if self._added == self._in_16_bits:
@@ -90,7 +95,7 @@ class DotProduct:
 
     def _widen(self) -> None:
         ones = self._code.everywhere(1, SHORT, PLANE // 2)
-        self._add_words(self._code.call("llvm.x86.avx2.pmadd.wd", WORDS, self._pairs, ones))
+        self._add_words(self._code.call(WIDENED_PAIRS, WORDS, self._pairs, ones))
         self._pairs, self._added = None, 0
 
     def _add_words(self, words: Any) -> None:

@@ -1,4 +1,4 @@
-"""Panels: eight rows of a packed matrix side by side, so that each lane of a vector belongs to one of them.
+"""Panels: some rows of a packed matrix side by side, so that each lane of a vector belongs to one of them.
 
 A panel has the weights of its rows in parts of 32 columns. A part has the lowest four bits of these weights, with four
 columns of a row in each lane, and then what they have beyond four bits. The numbers of a part are ``scale * (level -
@@ -10,8 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hdtool.runtime.kernels.packed.formats import BlockFormat
+from hdtool.runtime.kernels.vector_code import has_feature
 
-PANEL_ROWS = 8
+PANEL_ROWS = 16 if has_feature("avx512bw") else 8
+"""As many as a vector register has numbers of 32 bits, where the processor multiplies octets in it.
+
+Panels are in memory only, so they may differ between processors.
+"""
 PART = 32
 """Columns."""
 QUAD = 4

@@ -26,8 +26,8 @@ from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, O
 LOW_BITS = 4
 PREFETCHED = 1024
 """Bytes from what is read to what is prefetched."""
-MOST_ROWS = 4
-"""Input rows of a tile: their sums must fit into the 16 registers of AVX2 beside the levels."""
+MOST_ROWS = 8 if PANEL_ROWS == 16 else 4
+"""Input rows of a tile: their sums must fit beside the levels into registers, of which AVX-512 has 32 and AVX2 16."""
 
 
 class _Part:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
+from hdtool.runtime.kernels.gemm_tiles import FEW_ROWS, ITEM_SIZE
 from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART
 from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_bytes, panel_tile
 from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 
-_one, _two, _three, _four = (panel_tile(rows) for rows in range(1, MOST_ROWS + 1))
+_one, _two, _three, _four, _five, _six, _seven, _eight = (panel_tile(rows) for rows in range(1, 9))
 
 
 @njit(cache=True, nogil=True)
@@ -60,12 +60,34 @@ def _multiply_panel(
     while row < rows:
         some = min(rows - row, MOST_ROWS)
         read, written = inputs + row * width, outputs + row * apart * ITEM_SIZE
-        if some == 1:
-            _one(panel, kind, columns, read, written, apart)
-        elif some == 2:
-            _two(panel, kind, columns, read, written, apart)
-        elif some == 3:
-            _three(panel, kind, columns, read, written, apart)
+        if some <= FEW_ROWS:
+            _multiply_few(panel, kind, columns, read, some, written, apart)
         else:
-            _four(panel, kind, columns, read, written, apart)
+            _multiply_many(panel, kind, columns, read, some, written, apart)
         row += some
+
+
+@njit(cache=True, nogil=True)
+def _multiply_few(panel: int, kind: Any, columns: int, read: int, rows: int, written: int, apart: int) -> None:
+    """Multiply a panel by up to 4 rows."""
+    if rows == 1:
+        _one(panel, kind, columns, read, written, apart)
+    elif rows == 2:
+        _two(panel, kind, columns, read, written, apart)
+    elif rows == 3:
+        _three(panel, kind, columns, read, written, apart)
+    else:
+        _four(panel, kind, columns, read, written, apart)
+
+
+@njit(cache=True, nogil=True)
+def _multiply_many(panel: int, kind: Any, columns: int, read: int, rows: int, written: int, apart: int) -> None:
+    """Multiply a panel by 5 to 8 rows."""
+    if rows == 5:
+        _five(panel, kind, columns, read, written, apart)
+    elif rows == 6:
+        _six(panel, kind, columns, read, written, apart)
+    elif rows == 7:
+        _seven(panel, kind, columns, read, written, apart)
+    else:
+        _eight(panel, kind, columns, read, written, apart)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -48,7 +49,7 @@ def _quantize_row(context: Any, read: Any, kind: Any, columns: Any, written: Any
             for place, level in enumerate(levels):
                 octets = builder.trunc(level, ir.VectorType(OCTET, PANEL_ROWS))
                 _store(builder, octets, code.after(record, place * PANEL_ROWS))
-            halves = [_sum(code, levels[:2]), _sum(code, levels[2:])]
+            halves = [_sum(code, levels[: VECTORS // 2]), _sum(code, levels[VECTORS // 2 :])]
             whole = builder.add(*halves)
             _store(builder, scale, code.after(record, SCALE))
             _store(builder, builder.fmul(scale, builder.sitofp(whole, FLOAT)), code.after(record, SCALED_SUM))
@@ -69,7 +70,7 @@ def _store(builder: Any, value: Any, address: Any) -> None:
 
 def _largest(code: IntegerCode, vectors: list[Any]) -> Any:
     """The largest absolute number."""
-    found, *others = [code.call("llvm.fabs.v8f32", FLOATS, vector) for vector in vectors]
+    found, *others = [code.call(f"llvm.fabs.v{PANEL_ROWS}f32", FLOATS, vector) for vector in vectors]
     for other in others:
         found = _larger(code, found, other)
     return code.folded(found, lambda low, high: _larger(code, low, high))
@@ -94,7 +95,7 @@ def _rounded(code: IntegerCode, vector: Any, inverse: Any) -> Any:
 
 
 def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
-    return code.folded(code.builder.add(*vectors), code.builder.add)
+    return code.folded(reduce(code.builder.add, vectors), code.builder.add)
 
 
 # Typed as Any, because numba passes the context argument itself.
