@@ -27,6 +27,7 @@ from hdtool.runtime.model.families import (
     refuse_by_logits,
 )
 from hdtool.runtime.model.fused.layer_stack import check_layers_again, takes_all_rows
+from hdtool.runtime.model.fused.whole_pass import WholePass
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
@@ -68,6 +69,8 @@ class Target:
         """The number of these passes."""
         self._lock = AnswerLock()
         self._capture = capture
+        self.whole_pass: WholePass | None = None
+        """What computes passes in the place of the model, where it can."""
         self.processes = 1
         """Processes that share the weights (tensor parallelism)."""
         self.vocabulary = embedded_tokens(model)
@@ -307,7 +310,7 @@ class Target:
     @torch.inference_mode()
     def read(self, context: Sequence[int], cache: StaticKVCache) -> torch.Tensor:
         """Prefill ``cache`` with a whole context and return the logits ``[1, vocabulary]`` after it."""
-        check_layers_again(self.model)
+        self._check_layers_again()
         if takes_all_rows(self.model):
             return self._read_in_pieces(context, cache)
         cache.length = self.cached_tokens = 0
@@ -329,7 +332,7 @@ class Target:
     @torch.inference_mode()
     def read_piece(self, piece: Sequence[int], first: int, cache: StaticKVCache) -> torch.Tensor:
         """Read tokens after the ``first`` ones, which ``cache`` holds; the logits ``[1, vocabulary]`` after them."""
-        check_layers_again(self.model)
+        self._check_layers_again()
         cache.length = first
         mask = continuation_mask(len(piece), first, self.windows, self.dtype, self.device)
         positions = range(first, first + len(piece))
@@ -346,19 +349,34 @@ class Target:
         """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
         with self._row_by_row.on() if self._row_by_row.layers and mask is not None else NOTHING:
             started = time.perf_counter()
-            logits: torch.Tensor = self.model(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                return_dict=True,
-                **options,
-            ).logits
+            logits = None
+            if self.whole_pass:
+                logits = self.whole_pass.logits(ids, positions, mask, cache, last_only=bool(options))
+            if logits is None:
+                logits = self._pass_of_model(ids, positions, mask, cache, **options)
             if self._is_cuda:
                 torch.cuda.synchronize(self.device)
             self._count(time.perf_counter() - started)
         return logits
+
+    def _pass_of_model(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache: Cache, **options: int
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **options,
+        ).logits
+        return logits
+
+    def _check_layers_again(self) -> None:
+        check_layers_again(self.model)
+        if self.whole_pass:
+            self.whole_pass.check_again()
 
     def _count(self, seconds: float) -> None:
         self.seconds_in_model += seconds

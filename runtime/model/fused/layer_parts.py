@@ -68,7 +68,7 @@ def parts_of(layer: Module, place: int) -> LayerParts | None:
     products += [getattr(unit, f"{name}_proj") for name in ("gate", "up", "down")]
     norms = [layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")]
     norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if norms_of_heads]
-    epsilons = {_epsilon_of(norm) for norm in norms}
+    epsilons = {epsilon_of(norm) for norm in norms}
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
     if not all(type(one) is SmallBatchLinear for one in products) or len(epsilons) > 1 or not isinstance(scale, float):
         return None
@@ -112,7 +112,7 @@ def _is_complete(parts: LayerParts) -> bool:
     )
 
 
-def _epsilon_of(norm: Module) -> float | None:
+def epsilon_of(norm: Module) -> float | None:
     """The epsilon of an RMSNorm; None if the module has other parameters."""
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     return epsilon if set(norm._parameters) == {"weight"} and isinstance(epsilon, float) and not norm._modules else None

@@ -52,7 +52,7 @@ class LayerStack:
     def __init__(self, parts: list[LayerParts], config: Any) -> None:
         self._parts, self._config = parts, config
         self._first = parts[0]
-        self._unchanged = Unchanged(part.layer for part in parts)
+        self._unchanged = Unchanged(module for part in parts for module in part.modules)
         self._is_checked = False
         self._choices = _choices_of(parts)
         self._table = table_of(parts)
@@ -118,12 +118,16 @@ class LayerStack:
             self._is_checked = self._unchanged()
         return self._is_checked
 
+    def takes_number(self, rows: int) -> bool:
+        """Whether a pass of so many rows is computed in compiled code."""
+        return self.takes_all_rows or rows <= MOST_ROWS
+
     def _takes_rows(self, hidden: torch.Tensor, cache: StaticKVCache | SlotKVCache) -> bool:
         """Compiled code writes to addresses: the cache must have room for all rows."""
         return (
             _are_numbers(hidden, (cache.slots, *hidden.shape[1:]))
             and hidden.shape[2:] == (self._first.hidden,)
-            and (self.takes_all_rows or hidden.shape[0] * hidden.shape[1] <= MOST_ROWS)
+            and self.takes_number(hidden.shape[0] * hidden.shape[1])
             and cache.length + hidden.shape[1] <= cache.capacity
         )
 

@@ -13,6 +13,7 @@ from hdtool.runtime.model.attention_masks import FULL, Mask, batch_mask, tree_ma
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import LayerParts, parts_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack, StackedLayers
+from hdtool.runtime.model.fused.whole_pass import whole_pass_of
 from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
 
@@ -42,7 +43,10 @@ def fuse_layers(target: Target) -> bool:
         return False
     compile_layers()
     stack = LayerStack(parts, target.config)
-    return _Proof(target, stack, parts, rotary).holds() and _is_called(target, layers, stack)
+    if not _Proof(target, stack, parts, rotary).holds() or not _is_called(target, layers, stack):
+        return False
+    _use_whole_passes(target, stack)
+    return True
 
 
 def _parts_of_all(layers: ModuleList) -> list[LayerParts] | None:
@@ -163,3 +167,25 @@ def _is_called(target: Target, layers: ModuleList, stack: LayerStack) -> bool:
     del stacked.stack
     stacked.__class__ = ModuleList
     return False
+
+
+def _use_whole_passes(target: Target, stack: LayerStack) -> None:
+    """Compute whole passes in our own code, if they have the logits of the model."""
+    counted = target.seconds_in_model, target.passes
+    expected = _logits_of_passes(target)
+    target.whole_pass = whole_pass_of(target.model, stack)
+    found = _logits_of_passes(target) if target.whole_pass else []
+    if any(distance(*pair, pair[1]) > TOLERANCE for pair in zip(found, expected, strict=False)):
+        target.whole_pass = None
+    target.seconds_in_model, target.passes = counted
+
+
+def _logits_of_passes(target: Target) -> list[torch.Tensor]:
+    """After a tree, after one of its nodes, and after the rest of a prompt."""
+    context = some_context(LENGTHS[1], target.vocabulary)
+    target.prefill(context)
+    target.commit([])
+    of_tree = target.verify(TREE).clone()
+    target.commit([0, 1])
+    bare = target.verify(DraftTree.bare(1)).clone()
+    return [of_tree, bare, target.read_piece(context[10:20], 10, target.new_cache(20)).clone()]

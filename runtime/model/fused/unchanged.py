@@ -27,9 +27,8 @@ class Unchanged:
     Hundreds of objects are compared by functions in C; after a pass, none of them is in the caches of the processor.
     """
 
-    def __init__(self, layers: Iterable[Module]) -> None:
-        modules = [module for layer in layers for module in layer.modules()]
-        self._modules = modules
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._modules = modules = list(modules)
         self._hooks = [getattr(torch.nn.modules.module, name) for name in OF_ALL_MODULES]
         self._hooks += [getattr(module, name) for module in modules for name in HOOKS]
         self._attributes: list[dict[str, Any]] = [vars(module) for module in modules]
