@@ -24,8 +24,11 @@ from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, OCTET, SHORT
 
 LOW_BITS = 4
-PREFETCHED = 1024
-"""Bytes from what is read to what is prefetched."""
+PREFETCHED_BY_FEW_ROWS, PREFETCHED = 1024, 8192
+"""Bytes from what is read to what is prefetched. Few input rows read as fast as memory allows, which is what the
+processor prefetches by itself; more of them compute meanwhile, and it stops too early."""
+FEWEST_ROWS_AHEAD = 4
+"""Input rows from which on the longer distance is used."""
 MOST_ROWS = 8 if PANEL_ROWS == 16 else 4
 """Input rows of a tile: their sums must fit beside the levels into registers, of which AVX-512 has 32 and AVX2 16."""
 
@@ -33,7 +36,8 @@ MOST_ROWS = 8 if PANEL_ROWS == 16 else 4
 class _Part:
     """Generates the code for one part of a panel."""
 
-    def __init__(self, code: IntegerCode, form: PanelFormat, panel: Any, part: Any) -> None:
+    def __init__(self, code: IntegerCode, form: PanelFormat, panel: Any, part: Any, prefetched: int) -> None:
+        """``prefetched`` is the distance in bytes to what is prefetched."""
         builder = code.builder
         self._code, self._form = code, form
         group, place = (
@@ -44,7 +48,7 @@ class _Part:
         self._levels = code.after(octets, form.octets)
         size = form.group if form.parts == 1 else form.part
         for byte in range(0, size, CACHE_LINE):
-            code.prefetch(code.after(self._levels, PREFETCHED + byte))
+            code.prefetch(code.after(self._levels, prefetched + byte))
         self.scales = [self._half(header)] * form.scales
         self.minimum = self._half(code.after(header, 2 * PANEL_ROWS)) if form.has_minima else None
         if form.octets:
@@ -113,6 +117,7 @@ class _Part:
 def panel_tile(rows: int, dot: str | None = None) -> Any:
     """An intrinsic that multiplies a panel by this number of quantized rows."""
     used = dot or best_dot()
+    prefetched = PREFETCHED if rows >= FEWEST_ROWS_AHEAD else PREFETCHED_BY_FEW_ROWS
 
     def typed(context: Any, panel: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> Any:
         def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -123,7 +128,7 @@ def panel_tile(rows: int, dot: str | None = None) -> Any:
             count = builder.udiv(columns, INDEX(PART))
 
             def multiply(part: Any, sums: list[Any]) -> list[Any]:
-                weights = _Part(code, form, first, part)
+                weights = _Part(code, form, first, part, prefetched)
                 places = [builder.add(builder.mul(count, INDEX(row)), part) for row in range(rows)]
                 read = [code.after(records, builder.mul(place, INDEX(RECORD))) for place in places]
                 totals = _totals(code, form, weights, read)
