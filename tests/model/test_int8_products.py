@@ -27,7 +27,8 @@ def in_8_bits(numbers: torch.Tensor) -> torch.Tensor:
     """What is left of input rows in 8 bits, in float64: each part has the scale by which its largest number is 127."""
     parts = numbers.view(len(numbers), -1, PART)
     largest = parts.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 1e-30, 127 / largest, 0)
+    # Not ``127 / largest``, which torch computes as a product with the reciprocal.
+    inverse = torch.where(largest > 1e-30, torch.full_like(largest, 127) / largest, 0)
     levels = (parts.double() * inverse.double()).round()
     return (levels * (largest / 127).double()).view(numbers.shape)
 
