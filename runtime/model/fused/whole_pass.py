@@ -83,7 +83,7 @@ class WholePass:
     def _rotated(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and sines of positions below ``end``, which the model's own module has computed."""
         if len(self._positions[0]) < end:
-            count = max(FEWEST_POSITIONS, 2 * end)
+            count = max(FEWEST_POSITIONS, end + end // 4)
             cos, sin = self._rotary(torch.empty(0), torch.arange(count)[None])
             self._positions = cos[0], sin[0]
         shape = *positions.shape, -1
