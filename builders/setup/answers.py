@@ -37,8 +37,8 @@ class Answers:
     tokens_per_step: float
     prompts: int
     identical: int
-    """Prompts to which all methods gave the same tokens; with activations in 8 bits, all but transformers, which does
-    not round them."""
+    """Prompts to which all methods that answered them gave the same tokens; with activations in 8 bits, all but
+    transformers, which does not round them."""
     near_ties: int
     """Of the others, those whose differences rounding explains."""
 

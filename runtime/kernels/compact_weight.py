@@ -107,6 +107,12 @@ def in_float32(weight: torch.Tensor) -> torch.Tensor:
     return weight.stored.float() if is_compact(weight) else weight
 
 
+def embedded(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As ``torch.embedding``; a compact weight is not sent through torch, which takes 0.2 ms."""
+    found = _rows(ATEN.embedding.default, (weight, ids), {}) if is_compact(weight) else None
+    return torch.embedding(weight, ids) if found is None else found
+
+
 def narrowed(weight: torch.Tensor) -> torch.Tensor | None:
     """The same numbers in 16 bits; None if these do not hold them exactly."""
     if weight.dtype in FORMATS:

@@ -53,7 +53,6 @@ class LayerStack:
         self._parts, self._config = parts, config
         self._first = parts[0]
         self._unchanged = Unchanged(module for part in parts for module in part.modules)
-        self._is_checked = False
         self._choices = _choices_of(parts)
         self._table = table_of(parts)
         self._last: tuple[weakref.ref[KVTensors], Numbers] | None = None
@@ -102,7 +101,7 @@ class LayerStack:
             and self._takes_mask(hidden, given.get("attention_mask"), cache.length + hidden.shape[1])
             and self._pays(hidden.shape[0] * hidden.shape[1], cache.length)
             and self._config._attn_implementation == "sdpa"
-            and self._is_unchanged()
+            and self._unchanged()
         )
 
     def check_again(self) -> None:
@@ -111,12 +110,7 @@ class LayerStack:
         An answer follows one model, as its keys and values do, so this is called when a prompt is read: the comparison
         takes longer than all else around a pass.
         """
-        self._is_checked = False
-
-    def _is_unchanged(self) -> bool:
-        if not self._is_checked:
-            self._is_checked = self._unchanged()
-        return self._is_checked
+        self._unchanged.check_again()
 
     def takes_number(self, rows: int) -> bool:
         """Whether a pass of so many rows is computed in compiled code."""

@@ -44,7 +44,17 @@ class Unchanged:
         self._memory = [tensor.untyped_storage() for tensor in self._tensors]
         """Held, so that compiled code reads no memory that was freed if weights are replaced within an answer."""
 
+        self._is_checked = False
+
+    def check_again(self) -> None:
+        """Compare at the next call; until then, what was found unchanged is taken for it."""
+        self._is_checked = False
+
     def __call__(self) -> bool:
+        self._is_checked = self._is_checked or self._is_same()
+        return self._is_checked
+
+    def _is_same(self) -> bool:
         return (
             self._has_weights()
             and not any(self._hooks)

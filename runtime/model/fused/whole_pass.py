@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 
-from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.compact_weight import embedded
 from hdtool.runtime.kernels.fused.elementwise import norm_rows
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import epsilon_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack
@@ -28,19 +27,30 @@ FEWEST_POSITIONS = 1024
 class WholePass:
     """Embeddings, compiled layers, the last norm and the logits of one model."""
 
-    def __init__(self, model: Module, stack: LayerStack) -> None:
-        decoder = model.get_submodule("model")
+    def __init__(self, stack: LayerStack, model: Module, decoder: Module) -> None:
         self._stack = stack
         self._embedding, self._rotary = decoder.get_submodule("embed_tokens"), decoder.get_submodule("rotary_emb")
         self._norm, self._head = decoder.get_submodule("norm"), model.get_submodule("lm_head")
         self._epsilon = epsilon_of(self._norm)
-        own = (model, decoder, self._embedding, self._rotary, self._norm, self._head)
-        self._unchanged, self._is_checked = Unchanged(own), False
+        self._unchanged = Unchanged((model, decoder, self._embedding, self._rotary, self._norm, self._head))
         self._positions = torch.empty(0), torch.empty(0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all parts are of the kinds that this code computes."""
+        embedding = self._embedding
+        return (
+            type(embedding) is Embedding
+            and embedding.max_norm is None
+            and isinstance(self._head, Linear)
+            and self._epsilon is not None
+            and type(self._norm._parameters["weight"]) is Parameter
+            and getattr(self._rotary, "rope_type", None) in FIXED_ROTARY
+        )
 
     def check_again(self) -> None:
         """Before the next pass, compare modules and weights with the recorded ones."""
-        self._is_checked = False
+        self._unchanged.check_again()
 
     def logits(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any, *, last_only: bool
@@ -48,7 +58,8 @@ class WholePass:
         """The logits of a pass, of its last tokens with ``last_only``; None for a pass that the model computes."""
         if not self._takes(ids, mask, cache):
             return None
-        hidden = self._embedded(ids)
+        weight: Any = self._embedding.weight
+        hidden = embedded(weight, ids)
         given = {
             "attention_mask": mask,
             "position_embeddings": self._rotated(positions, cache.length + ids.shape[1]),
@@ -60,25 +71,12 @@ class WholePass:
         return self._head(self._normed(hidden[:, -1:].contiguous() if last_only else hidden))  # type: ignore[no-any-return]
 
     def _takes(self, ids: torch.Tensor, mask: object, cache: object) -> bool:
-        if not self._is_checked:
-            self._is_checked = self._unchanged()
         return (
-            self._is_checked
+            self._unchanged()
             and isinstance(cache, StaticKVCache | SlotKVCache)
             and self._stack.takes_number(ids.numel())
             and (mask is not None or ids.numel() == 1)
         )
-
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """A compact weight expands the same rows by itself, which takes a quarter of a millisecond."""
-        weight: Any = self._embedding.weight
-        if not is_compact(weight):
-            return torch.embedding(weight, ids)
-        stored = weight.stored
-        if not isinstance(stored, PackedMatrix):
-            return torch.embedding(stored, ids).float()
-        blocks = torch.embedding(stored.blocks, ids.view(-1))
-        return PackedMatrix(blocks, stored.format).float().view(*ids.shape, -1)
 
     def _rotated(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and sines of positions below ``end``, which the model's own module has computed."""
@@ -104,15 +102,5 @@ def whole_pass_of(model: Module, stack: LayerStack) -> WholePass | None:
     decoder = model._modules.get("model")
     if set(model._modules) != OF_MODEL or decoder is None or set(decoder._modules) != OF_DECODER:
         return None
-    embedding, norm, rotary, head = (
-        decoder.get_submodule("embed_tokens"),
-        decoder.get_submodule("norm"),
-        decoder.get_submodule("rotary_emb"),
-        model.get_submodule("lm_head"),
-    )
-    plain = type(embedding) is Embedding and embedding.max_norm is None and isinstance(head, Linear)
-    if not plain or epsilon_of(norm) is None or type(norm._parameters["weight"]) is not Parameter:
-        return None
-    if getattr(rotary, "rope_type", None) not in FIXED_ROTARY:
-        return None
-    return WholePass(model, stack)
+    made = WholePass(stack, model, decoder)
+    return made if made.is_known else None
