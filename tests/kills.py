@@ -118,7 +118,7 @@ def check_store(found: Path, new: Path, old: Path | None) -> None:
 def _identity(store: Path) -> Any:
     """What a store holds, whatever its files are called; the files of LMDB differ from build to build."""
     manifest = read_manifest(store)
-    parts = {part: file.sha256 for part, file in manifest.files.items() if part != "entries"}
+    parts = {part: file.sha256 for part, file in manifest.files.items() if part != "record"}
     return manifest.kind, manifest.counts, manifest.sources, parts
 
 

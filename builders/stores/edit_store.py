@@ -1,14 +1,15 @@
 """Edit stores: merge several, add sources to one, drop a source from one.
 
-The documents of a store are its record: they are kept as tokens, so a store is rebuilt without the texts
-that they came from. The result is the store that a build from all remaining texts would have given.
+Stores keep their documents as tokens, so they are rebuilt without the texts that the documents came from. The result
+is the store that a build from all remaining texts would have given.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -31,6 +32,8 @@ from hdtool.data.stores.store import (
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.mapped_file import documents_of
+from hdtool.runtime.stores.model_record import ModelRecord
+from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import Ints, rankings_in
 
 CORPUS_OPTIONS = ("shard_bytes",)
@@ -42,23 +45,28 @@ HASH_PREFIX = re.compile("[0-9a-f]{8,64}", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Contents:
-    """The documents of a store and where they are from, mapped: they stay readable when the store is replaced."""
+    """The documents of a store and where they are from; they stay readable when the store is replaced."""
 
     folder: Path
     manifest: Manifest
-    tokens: Tokens
+    texts: Callable[[], Iterator[Tokens]]
 
     @classmethod
     def of(cls, folder: Path) -> Contents:
-        return read_store(folder, lambda manifest: cls(folder, manifest, documents_of(folder, manifest)))
+        return read_store(folder, lambda manifest: cls(folder, manifest, _texts(folder, manifest)))
 
     @property
     def sources(self) -> list[Source]:
         return [Source(share.name, share.sha256) for share in self.manifest.sources]
 
     def documents(self) -> Iterator[Document]:
-        documents = stored_documents(self.tokens, self.manifest.tokenizer.vocab_size)
-        return with_sources(documents, [share.records for share in self.manifest.sources])
+        return with_sources(self.texts(), [share.records for share in self.manifest.sources])
+
+
+def _texts(folder: Path, manifest: Manifest) -> Callable[[], Iterator[Tokens]]:
+    if manifest.kind == MODEL:
+        return ModelRecord.of(folder, manifest).documents
+    return partial(stored_documents, documents_of(folder, manifest), manifest.tokenizer.vocab_size)
 
 
 class Dropped(NamedTuple):

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Protocol
 
-from hdtool.builders.stores.lmdb_entries import Group
 from hdtool.builders.stores.mining import LENGTHS, mined
 from hdtool.builders.stores.sequences import Answers
 from hdtool.builders.stores.shards import ShardFiles
@@ -17,6 +16,7 @@ from hdtool.builders.stores.tokenize import tokenized
 from hdtool.data.progress import Bar, bar
 from hdtool.data.records import Reading
 from hdtool.data.stores.documents import Document
+from hdtool.runtime.stores.model_record import Group
 from hdtool.runtime.stores.suffix_search import ShardPlace
 
 if TYPE_CHECKING:

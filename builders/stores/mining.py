@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hdtool.builders.stores.lmdb_entries import Group
 from hdtool.builders.stores.sequences import Answers, Frequent, most_frequent
+from hdtool.runtime.stores.model_record import Group
 from hdtool.runtime.stores.model_store import PHRASE, Ints
 
 LENGTHS = range(2, PHRASE + 2)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hdtool.builders.stores.lmdb_entries import Group
 from hdtool.builders.stores.mining import LENGTHS, groups_of
 from hdtool.builders.stores.ray_cluster import faults_reported, joined, largest_memory, on_each_node
 from hdtool.builders.stores.sequences import Answers, Frequent, frequent_of_part, parts_of, united
@@ -27,6 +26,7 @@ from hdtool.data.progress import Bar, bar
 from hdtool.data.records import Portion, Reading
 from hdtool.data.stores.documents import Document, Tokens, token_type
 from hdtool.data.stores.store import checksum
+from hdtool.runtime.stores.model_record import Group
 from hdtool.runtime.stores.suffix_search import ShardPlace
 
 if TYPE_CHECKING:

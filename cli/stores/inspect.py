@@ -106,13 +106,13 @@ def _rows(tokenizer: PreTrainedTokenizerBase, found: Iterable[tuple[int, list[in
 
 def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
     """The n-grams that begin with a text, the most frequent prefixes first."""
-    from hdtool.builders.stores.lmdb_entries import read_entries
     from hdtool.data.stores.store import require
     from hdtool.runtime.stores.inspect_store import SHOWN
+    from hdtool.runtime.stores.model_record import ModelRecord
 
     require(manifest, folder, "model")
     tokenizer = _tokenizer(folder, manifest, config)
-    entries = read_entries(folder, manifest, _ids(tokenizer, "--ngrams", text) if text else [])
+    found = ModelRecord.of(folder, manifest).ngrams(_ids(tokenizer, "--ngrams", text) if text else [])
     return [
         {
             "text": tokenizer.decode(prefix),
@@ -123,7 +123,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
                 {"text": tokenizer.decode(path), "ids": path, "count": count} for path, count in continuations
             ],
         }
-        for prefix, total, distinct, continuations in nlargest(SHOWN, entries, key=lambda entry: entry.total)
+        for prefix, total, distinct, continuations in nlargest(SHOWN, found, key=lambda ngrams: ngrams.total)
     ]
 
 

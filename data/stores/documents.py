@@ -1,4 +1,4 @@
-"""Tokenized documents as stores keep them: concatenated, each followed by an end token.
+"""Tokenized documents as a corpus index keeps them: concatenated, each followed by an end token.
 
 The id of the end token is the size of the vocabulary, so no draft crosses from one document into the next. The
 documents of an input are contiguous and in the order of the manifest, so their counts locate each input, for

@@ -10,14 +10,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.stores.manifest_fields import check_name, flag_of, list_of, mapping_of, number_of, text_of
-from hdtool.data.stores.store_files import OPTIONAL_PARTS, PARTS, is_name_of, printable
+from hdtool.data.stores.store_files import CORPUS, MODEL, OPTIONAL_PARTS, PARTS, is_name_of, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hdtool.data.stores.documents import Source
 
-FORMAT = 1
+FORMATS = {CORPUS: 1, MODEL: 2}
+"""The version of the layout of each kind of store."""
 LARGEST_VOCABULARY = 2**31 - 1
 """Tokens are stored in signed 32-bit numbers."""
 NUMBERS_AMONG_OPTIONS = ("token_bytes", "shard_bytes", "top_k", "per_key")
@@ -97,9 +98,12 @@ class Manifest:
     sources: tuple[InputShare, ...]
     files: dict[str, StoredFile] = field(default_factory=dict)
     """The files by part; their names change with every build."""
-    format: int = FORMAT
     model: Checkpoint | None = None
     """Of a model store, the model whose answers it holds, if that is known."""
+
+    @property
+    def format(self) -> int:
+        return FORMATS[self.kind]
 
     @property
     def bytes(self) -> int:
@@ -111,7 +115,7 @@ class Manifest:
         return not self.counts["documents"] and "rankings" in self.files
 
     def to_json(self) -> dict[str, Any]:
-        row = asdict(self)
+        row = asdict(self) | {"format": self.format}
         return row if self.model else {name: value for name, value in row.items() if name != "model"}
 
     @classmethod
@@ -140,7 +144,6 @@ class Manifest:
             options=_options_of(row),
             sources=sources,
             files=_files_of(row, PARTS[kind], OPTIONAL_PARTS[kind]),
-            format=number_of(row, "format"),
             model=_model_of(row) if row.get("model") is not None else None,
         )
 

@@ -25,7 +25,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.files.atomic_write import to_disk
 from hdtool.data.files.locking import exclusive
 from hdtool.data.stores.manifest import (
-    FORMAT,
+    FORMATS,
     Checkpoint,
     InputShare,
     Manifest,
@@ -88,10 +88,14 @@ class StoreBuild:
     def path(self, part: str) -> Path:
         """The new, empty file for a part."""
         if part not in self._parts:
-            path = self.folder / part_name(part, self._digits)
-            create(path)
-            self._parts[part] = path
+            self._parts[part] = self.scratch(part)
         return self._parts[part]
+
+    def scratch(self, part: str) -> Path:
+        """A new, empty file with the name of a part that is deleted when the build ends."""
+        path = self.folder / part_name(part, self._digits)
+        create(path)
+        return path
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Replace the manifest atomically, so that the written files become the store."""
@@ -223,17 +227,17 @@ def _parsed(folder: Path, text: bytes, *, check: bool) -> Manifest:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{folder / MANIFEST} cannot be read ({error}): build the store again") from None
-    found, kind = (row.get("format"), row.get("kind")) if isinstance(row, dict) else (None, None)
+    found, kind = (row.get("format"), str(row.get("kind"))) if isinstance(row, dict) else (None, "")
     if kind == HISTORY:
         raise StoreError(
             f"{folder} is a history store, a model store or a corpus index is needed: name another folder, "
             "or make a model store of it with hdtool build-model-db --from"
         )
-    if type(found) is not int or found != FORMAT:
-        command = BUILD_COMMANDS.get(kind, "hdtool") if isinstance(kind, str) else "hdtool"
+    needed = FORMATS.get(kind)
+    if needed and (type(found) is not int or found != needed):
         raise StoreError(
-            f"{folder} is a store of format {ascii(found)[:20]}, this hdtool reads format {FORMAT}: "
-            f"build it again with {command}"
+            f"{folder} is a store of format {ascii(found)[:20]}, this hdtool reads format {needed}: "
+            f"build it again with {BUILD_COMMANDS[kind]}"
         )
     try:
         manifest = Manifest.from_json(row)

@@ -26,8 +26,7 @@ HISTORY = "history"
 PARTS = {
     CORPUS: {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
     MODEL: {
-        "documents": "bin",
-        "entries": "mdb",
+        "record": "mdb",
         "slots": "bin",
         "keys": "bin",
         "rows": "bin",
@@ -38,8 +37,13 @@ PARTS = {
 """The parts of each kind of store, with the endings of their files."""
 OPTIONAL_PARTS = {CORPUS: {}, MODEL: {"rankings": "bin"}}
 """Parts that only some stores of a kind have."""
+FORMER_PARTS = {MODEL: {"entries": "mdb"}}
+"""Parts of stores of earlier formats, which the next build there deletes."""
 ENDINGS = {
-    part: ending for parts in (PARTS, OPTIONAL_PARTS) for kind in parts.values() for part, ending in kind.items()
+    part: ending
+    for parts in (PARTS, OPTIONAL_PARTS, FORMER_PARTS)
+    for kind in parts.values()
+    for part, ending in kind.items()
 }
 FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
 """The fields of a manifest."""

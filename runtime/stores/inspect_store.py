@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, CorpusSearch
+from hdtool.runtime.stores.model_record import ModelRecord
 from hdtool.runtime.stores.model_store import LONGEST_PREFIX, ModelStore, look_up
 
 SHOWN = 20
@@ -74,7 +75,8 @@ def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
     """
     vocabulary = store.manifest.tokenizer.vocab_size
     if isinstance(store, ModelStore):
-        tails = (tail[-LONGEST_PREFIX:] for tail in _exchanged(store.documents, vocabulary))
+        text = ModelRecord.of(store.folder, store.manifest).text()
+        tails = (tail[-LONGEST_PREFIX:] for tail in _exchanged(text, vocabulary))
         return latency(partial(look_up, store.record), tails)
     search = CorpusSearch(store.shards)
 

@@ -19,7 +19,7 @@ from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store,
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
-from hdtool.runtime.stores.mapped_file import documents_of, mapped_part
+from hdtool.runtime.stores.mapped_file import mapped_part
 
 KIND = "model"
 LONGEST_PREFIX = 4
@@ -85,8 +85,6 @@ class ModelStore(Pinned):
         require(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.vocabulary = manifest.tokenizer.vocab_size
-        self.documents = documents_of(self.folder, manifest)
-        """All documents, an end after each."""
         self.slots = self._part("slots", 1).reshape(-1)
         self.keys = self._part("keys", KEY_WIDTH)
         self.rows = self._part("rows", 2)

@@ -14,15 +14,13 @@ import numpy as np
 
 from hdtool.builders.demo.prompts import KINDS
 from hdtool.builders.demo.stores import LONGEST_ANSWER
+from hdtool.builders.stores.edit_store import Contents
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.data.stores.documents import stored_documents
-from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.mapped_file import documents_of
 from hdtool.runtime.stores.model_store import ModelStore
 
 LENGTH = 4
@@ -35,9 +33,7 @@ def grams(ids: Sequence[int]) -> list[Gram]:
 
 def held(folder: Path) -> set[Gram]:
     """All stretches of four tokens in the documents of a store."""
-    manifest = read_manifest(folder)
-    kept = stored_documents(documents_of(folder, manifest), manifest.tokenizer.vocab_size)
-    return {gram for ids in kept for gram in grams(ids.tolist())}
+    return {gram for ids in Contents.of(folder).texts() for gram in grams(ids.tolist())}
 
 
 def drafted(model: ModelStore, corpus: CorpusIndex, context: list[int]) -> tuple[set[int], set[int]]:

@@ -110,7 +110,7 @@ def lmdb_lookup(store: ModelStore) -> Callable[[list[int]], Any]:
     import lmdb
     import msgpack
 
-    path = store.folder / store.manifest.files["entries"].name
+    path = store.folder / store.manifest.files["record"].name
     reader = lmdb.open(str(path), subdir=False, readonly=True, lock=False).begin()
 
     def lookup(context: list[int]) -> list[Any]:

@@ -12,15 +12,14 @@ from hdtool.builders.demo import stores as demo_stores
 from hdtool.builders.demo.corpus import Document
 from hdtool.builders.demo.prompts import learned_questions
 from hdtool.builders.demo.stores import answer, build, corpus
+from hdtool.builders.stores.edit_store import Contents
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
-from hdtool.data.stores.documents import stored_documents
 from hdtool.data.stores.store import TokenizerFingerprint, damaged, read_manifest
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.mapped_file import documents_of
 from hdtool.runtime.stores.model_store import ModelStore
 
 STORES = (demo.MODEL_STORE, demo.CORPUS_INDEX)
@@ -32,9 +31,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def texts_of(store: Path, tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    manifest = read_manifest(store)
-    kept = stored_documents(documents_of(store, manifest), manifest.tokenizer.vocab_size)
-    return {str(tokenizer.decode(ids)) for ids in kept}
+    return {str(tokenizer.decode(ids)) for ids in Contents.of(store).texts()}
 
 
 def test_the_shipped_stores_open_and_answer(tokenizer: PreTrainedTokenizerBase) -> None:

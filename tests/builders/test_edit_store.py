@@ -35,7 +35,7 @@ def build(kind: str, folder: Path, sources: Texts, first: int = 0) -> Manifest:
 
 def parts(manifest: Manifest) -> object:
     """What two equal stores share; LMDB lays its pages out as it likes."""
-    hashes = {part: file.sha256 for part, file in manifest.files.items() if part != "entries"}
+    hashes = {part: file.sha256 for part, file in manifest.files.items() if part != "record"}
     return manifest.sources, manifest.counts, manifest.options, hashes
 
 

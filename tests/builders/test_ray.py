@@ -95,7 +95,7 @@ def build(kind: str, folder: Path, inputs: list[Path], engine: Engine, tokenizer
 
 def content(manifest: Manifest) -> Any:
     """All but the names of files, and LMDB's, which lays its pages out as it likes."""
-    files = {part: file.sha256 for part, file in manifest.files.items() if part != "entries"}
+    files = {part: file.sha256 for part, file in manifest.files.items() if part != "record"}
     return manifest.kind, manifest.counts, manifest.options, manifest.sources, manifest.tokenizer, files
 
 

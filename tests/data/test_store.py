@@ -157,8 +157,8 @@ def test_one_flipped_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ("{", "cannot be read"),
-        ("[]", "format None"),
-        ('{"format": 99, "kind": "model"}', "of format 99, this hdtool reads format 1.*hdtool build-model-db"),
+        ("[]", "is damaged"),
+        ('{"format": 99, "kind": "model"}', "of format 99, this hdtool reads format 2.*hdtool build-model-db"),
         ('{"format": 1, "kind": "corpus"}', "is damaged"),
     ],
 )

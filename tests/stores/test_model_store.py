@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from hdtool.builders.stores import engine
 from hdtool.builders.stores import sequences as counting
-from hdtool.builders.stores.build_model_store import DOUBLINGS, _table, build_model_store
-from hdtool.builders.stores.lmdb_entries import read_entries
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.compile_arrays import DOUBLINGS, _table
 from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source, stored_documents, token_type
+from hdtool.data.stores.documents import Document, Source, token_type
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, damaged
+from hdtool.runtime.stores.model_record import ModelRecord
 from hdtool.runtime.stores.model_store import (
     KEY_WIDTH,
     LONGEST_PREFIX,
@@ -105,15 +106,20 @@ def phrases_of(store: ModelStore, token: int) -> Rows:
     return [(tuple(ids), count) for ids, count in zip(*map(np.ndarray.tolist, store.phrases_after(token)), strict=True)]
 
 
-def entries_of(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int, Rows]], dict[int, Rows]]:
-    """The content of the LMDB file, read without hdtool: prefixes, and phrases."""
-    path = store.folder / store.manifest.files["entries"].name
-    prefixes, phrases = {}, {}
+def ngrams_in(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int, Rows]], dict[int, Rows]]:
+    """The n-grams of the record, read without hdtool: prefixes, and phrases."""
+    path = store.folder / store.manifest.files["record"].name
+    prefixes: dict[tuple[int, ...], tuple[int, int, Rows]] = {}
+    phrases: dict[int, Rows] = {}
     with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as environment, environment.begin() as read:
         for key, value in read.cursor():
+            if not key[0]:
+                continue
             tokens = tuple(np.frombuffer(key[1:], ">u4").tolist())
-            total, distinct, found = msgpack.unpackb(value)
-            rows = [(tuple(ids), count) for ids, count in found]
+            total, distinct, followers, counts = msgpack.unpackb(value)
+            wide = token_type(store.vocabulary).newbyteorder("<")
+            followers = np.frombuffer(followers, wide).reshape(-1, PHRASE if key[0] > LONGEST_PREFIX else 1)
+            rows = list(zip(map(tuple, followers.tolist()), np.frombuffer(counts, "<u4").tolist(), strict=True))
             if key[0] > LONGEST_PREFIX:
                 phrases[tokens[0]] = rows
             else:
@@ -148,7 +154,7 @@ def test_lookups_equal_counting(
         store, oracle = ModelStore(folder, manifest.tokenizer), Oracle(documents, **options)
         for known in [*oracle.prefixes, tuple(context), ()]:
             assert found_by(store, list(known)) == oracle.after(list(known))
-        prefixes, phrases = entries_of(store)
+        prefixes, phrases = ngrams_in(store)
         assert prefixes == {known: oracle.after(list(known))[len(known)] for known in oracle.prefixes}
         words = range(vocabulary - 3, vocabulary)
         assert phrases == {token: rows for token in words if (rows := oracle.phrases(token))}
@@ -172,8 +178,9 @@ def test_the_documents_are_kept_with_their_sources(vocabulary: int, tmp_path: Pa
         ("b", "2", 0, 0),
         ("c", "3", 2, 6),
     ]
-    tokens = np.fromfile(tmp_path / manifest.files["documents"].name, token_type(vocabulary))
-    assert [ids.tolist() for ids in stored_documents(tokens, vocabulary)] == [[top] * 6, [0, top], [1, 2, 3, top]]
+    record = ModelRecord.of(tmp_path, manifest)
+    assert [ids.tolist() for ids in record.documents()] == [[top] * 6, [0, top], [1, 2, 3, top]]
+    assert record.text().tolist() == [*[top] * 6, top + 1, 0, top, top + 1, 1, 2, 3, top, top + 1]
 
 
 def parts_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
@@ -192,17 +199,17 @@ def test_the_same_documents_give_the_same_store(
         parts_of(folder, build(folder, ids, 3, top_k=10, per_key=2))
         for folder, ids in zip(folders, [documents, documents, shuffled], strict=True)
     )
-    del first["entries"], again["entries"]  # LMDB lays its pages out as it likes
+    del first["record"], again["record"]  # LMDB lays its pages out as it likes
     assert again == first
     assert {part: other[part] for part in FLAT} == {part: first[part] for part in FLAT}
 
 
-def test_entries_are_listed_by_the_start_of_their_prefix(tmp_path: Path) -> None:
+def test_ngrams_are_listed_by_the_start_of_their_prefix(tmp_path: Path) -> None:
     documents = [[1, 2, 3, 4, 5, 6], [1, 2, 300, 4, 5], [256, 2, 3, 4, 5]]
     store = ModelStore(tmp_path, build(tmp_path, documents, 1000).tokenizer)
-    prefixes, phrases = entries_of(store)
+    prefixes, phrases = ngrams_in(store)
     for start in ([], [1], [2], [1, 2], [2, 300], [256], [1, 2, 3, 4], [1, 2, 3, 4, 5], [999]):
-        listed = list(read_entries(tmp_path, store.manifest, start))
+        listed = list(ModelRecord.of(tmp_path, store.manifest).ngrams(start))
         found = [
             prefix for prefix in [*prefixes, *((token,) for token in phrases)] if list(prefix[: len(start)]) == start
         ]
@@ -213,17 +220,17 @@ def test_entries_are_listed_by_the_start_of_their_prefix(tmp_path: Path) -> None
             assert (entry.total, entry.distinct, rows) == known or rows == phrases[entry.prefix[0]]
 
 
-def test_a_damaged_file_of_entries_is_not_read(tmp_path: Path) -> None:
+def test_a_damaged_record_is_not_read(tmp_path: Path) -> None:
     manifest = build(tmp_path, [[1, 2, 3, 4, 5]], 10)
-    path = tmp_path / manifest.files["entries"].name
+    path = tmp_path / manifest.files["record"].name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StoreError, match=r"entries-\w+\.mdb is damaged: build the store again"):
-        next(read_entries(tmp_path, manifest))
+    with pytest.raises(StoreError, match=r"record-\w+\.mdb is damaged: build the store again"):
+        ModelRecord.of(tmp_path, manifest)
     path.unlink()
     with pytest.raises(StoreError, match="cannot be read"):
-        next(read_entries(tmp_path, manifest))
+        ModelRecord.of(tmp_path, manifest)
 
 
 def test_any_context_is_taken(tmp_path: Path) -> None:
@@ -242,7 +249,7 @@ def test_only_the_files_of_the_store_are_left(tmp_path: Path) -> None:
     manifest = build(tmp_path, [[1, 2, 3, 4, 5]], 10)
     names = {file.name for file in manifest.files.values()}
     assert {path.name for path in tmp_path.iterdir()} - {".lock"} == names | {"manifest.json"}
-    assert manifest.files["entries"].bytes <= 1 << 17, "a store of one entry needs a few pages"
+    assert manifest.files["record"].bytes <= 1 << 17, "a store of one entry needs a few pages"
 
 
 @pytest.mark.parametrize(("documents", "found"), [([[]], "no text at all"), ([[1, 2, 3, 4]], "has 4 tokens")])

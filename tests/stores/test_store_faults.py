@@ -20,7 +20,6 @@ from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.engine import LocalEngine
-from hdtool.builders.stores.lmdb_entries import read_entries
 from hdtool.cli.stores.inspect import inspect
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores
@@ -33,6 +32,7 @@ from hdtool.runtime.stores import inspect_store as runtime_stores
 from hdtool.runtime.stores import suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.inspect_store import continuations, latency_of
+from hdtool.runtime.stores.model_record import ModelRecord
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.open_store import open_store, store_of
 
@@ -130,7 +130,13 @@ def test_other_files_beside_a_store_stay(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_leftovers_of_a_killed_first_build_do_not_block_the_next(kind: str, tmp_path: Path) -> None:
-    for name in (".lock", "documents-0123abcd.bin", "entries-0123abcd.mdb", "manifest.json-0123abcd"):
+    for name in (
+        ".lock",
+        "documents-0123abcd.bin",
+        "record-0123abcd.mdb",
+        "entries-0123abcd.mdb",
+        "manifest.json-0123abcd",
+    ):
         (tmp_path / name).write_bytes(b"" if name == ".lock" else b"half")
     manifest = build(kind, tmp_path)
     assert contents(tmp_path).keys() == {MANIFEST, ".lock", *(file.name for file in manifest.files.values())}
@@ -247,7 +253,7 @@ OPENED: dict[str, Callable[[Path], object]] = {"corpus": CorpusIndex, "model": M
 STEPS: dict[str, tuple[Any, str]] = {
     "sizes": (stores, "_check_size"),
     "map": (np, "memmap"),
-    "documents": (rework, "documents_of"),
+    "documents": (rework, "_texts"),
     "checksums": (stores, "_stream_of"),
 }
 
@@ -329,9 +335,9 @@ def test_a_process_builds_while_another_opens(kind: str, tmp_path: Path, monkeyp
             assert builder.is_alive()
             opened = OPENED[kind](tmp_path)
             assert isinstance(opened, CorpusIndex | ModelStore)
-            number = int(opened.documents[0])
-            assert opened.manifest.sources[1].name == f"in/{number}.txt"
-            assert [int(document.ids[0]) for document in rework.Contents.of(tmp_path).documents()]
+            contents = rework.Contents.of(tmp_path)
+            numbers = [int(document.ids[0]) for document in contents.documents()]
+            assert contents.manifest.sources[1].name == f"in/{numbers[0]}.txt"
             seen.add(opened.manifest.files["heads"].name)
     finally:
         stop.set()
@@ -373,11 +379,11 @@ def changes(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             place[path[-1]] = to
         return copy
 
-    for name in ("../outside.bin", "heads-0123abcd.bin/../x", "documents.bin", "documents-0123abcd.bin\n", "", "\x00"):
-        yield "is no file name of the part documents", changed("files", "documents", "name", to=name)
+    for name in ("../outside.bin", "slots-0123abcd.bin/../x", "heads.bin", "heads-0123abcd.bin\n", "", "\x00"):
+        yield "is no file name of the part heads", changed("files", "heads", "name", to=name)
     yield (
-        "is no file name of the part documents",
-        changed("files", "documents", "name", to=row["files"]["heads"]["name"]),
+        "is no file name of the part heads",
+        changed("files", "heads", "name", to="rows-0123abcd.bin"),
     )
     yield "heads is missing", changed("files", "heads", to=None)
     yield "unknown", changed("files", "thesis", to=row["files"]["heads"])
@@ -433,7 +439,7 @@ def test_a_shard_that_does_not_fit_is_an_error(place: str, value: int, tmp_path:
 @pytest.mark.parametrize("part", sorted(store_files.ENDINGS))
 def test_a_part_that_is_empty_or_no_whole_rows_is_an_error(part: str, whole: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder, row = copied(whole, tmp_path)
-    if part not in PARTS[kind] or part == "entries":  # which lookups do not open
+    if part not in PARTS[kind] or part == "record":  # which lookups do not open
         pytest.skip("another kind of store")
     path = folder / row["files"][part]["name"]
     content = path.read_bytes()
@@ -516,7 +522,7 @@ def use(folder: Path) -> None:
             assert all(0 <= token < manifest.tokenizer.vocab_size for token in path)
     latency_of(store)
     if manifest.kind == "model":
-        list(read_entries(folder, manifest))
+        list(ModelRecord.of(folder, manifest).ngrams())
     inspect(folder, verify=False, latency=True, config=ModelConfig())
     list(rework.Contents.of(folder).documents())
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hdtool.data.stores.documents import CHUNK
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.report.tables import Repeats
+from hdtool.runtime.stores.model_record import ModelRecord
 from hdtool.runtime.stores.store_set import StoreSet
 
 LENGTH = 4
@@ -34,10 +35,9 @@ def repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet
         "this conversation": [in_context(turn) for turns in conversations for turn in turns],
         "earlier answers": list(_in_earlier_answers(conversations)),
     }
-    for name, store in (("model store", store_set.model), ("corpus index", store_set.corpus)):
-        if store:
-            known = _known(np.concatenate(hashes), store.documents)
-            places[name] = np.split(known, np.cumsum([len(own) for own in hashes])[:-1])
+    for name, text in _texts(store_set):
+        known = _known(np.concatenate(hashes), text)
+        places[name] = np.split(known, np.cumsum([len(own) for own in hashes])[:-1])
     places["none of them"] = [~np.any(found, axis=0) for found in zip(*places.values(), strict=True)]
     groups = [group for group in np.array_split(np.arange(len(hashes)), min(GROUPS, len(hashes))) if len(group)]
     groups = [group for group in groups if sum(len(hashes[place]) for place in group)]
@@ -52,6 +52,13 @@ def repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet
         distances=tuple(steps.tolist()),
         within=tuple((np.searchsorted(np.sort(back), steps, "right") / sum(map(len, hashes))).tolist()),
     )
+
+
+def _texts(store_set: StoreSet) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    if model := store_set.model:
+        yield "model store", ModelRecord.of(model.folder, model.manifest).text()
+    if store_set.corpus:
+        yield "corpus index", store_set.corpus.documents
 
 
 def hashes_of(tokens: Sequence[int] | npt.NDArray[Any]) -> Hashes:
