@@ -430,7 +430,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals work differently there")
-@pytest.mark.parametrize("as_json", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_keeps_the_text_so_far(as_json: bool, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Explain `list`.\n" * 200)

@@ -42,6 +42,7 @@ def test_the_embedded_model_shows_several_kinds(capfd: pytest.CaptureFixture[str
     assert "a toy of 7 million parameters" in shown
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("package")
 def test_the_installed_model_answers_with_stores_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", *FEW]) == 0
@@ -63,6 +64,7 @@ def test_the_installed_model_answers_with_stores_of_its_own(capfd: pytest.Captur
     assert str(stores[1].parent) in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_without_the_package_the_embedded_model_answers(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ for method in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -308,6 +308,7 @@ def test_a_question_that_cannot_be_asked_is_named_before_any_is(embedded: Loaded
 # What is measured ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_everybody_says_the_same_on_the_embedded_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     methods = ("generate", "generate-pld", "generate-assisted", "ar", "pld")
     asked = ["bench", "--methods", ", ".join(methods), "--assistant", str(demo.MODEL), "--out", str(tmp_path), *QUICK]

@@ -369,6 +369,7 @@ def test_json_has_the_figures_under_their_names(command: list[str], capfd: pytes
     assert told["warm"] == [] and {one["warm_tokens"] for one in told["methods"].values()} == {0}
 
 
+@pytest.mark.long
 def test_the_output_names_what_the_drafters_knew(
     command: list[str], recorded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

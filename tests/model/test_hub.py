@@ -72,6 +72,7 @@ def test_the_bytes_of_all_files_are_in_one_bar(server: FakeHub, monkeypatch: pyt
     assert places == sorted(places) and places[-1] == (demo.MODEL / "model.safetensors").stat().st_size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -99,6 +99,7 @@ print(os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_process_computes_all_parts_itself() -> None:
     run = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, timeout=120)

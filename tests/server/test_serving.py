@@ -30,6 +30,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+@pytest.mark.long
 def test_keys_tenants_limits_and_the_end_of_a_server(tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("# ours\nacme one\nglobex two\n\nthree\n")
@@ -69,6 +70,7 @@ def _cached(server: RunningServer, question: str, key: str) -> int:
     return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+@pytest.mark.long
 def test_a_server_stops_in_time_although_an_answer_goes_on(tmp_path: Path) -> None:
     with RunningServer(tmp_path / "log", *STORES, "--shutdown-seconds", "1", "--max-new-tokens", "100000") as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -81,6 +83,7 @@ def test_a_server_stops_in_time_although_an_answer_goes_on(tmp_path: Path) -> No
     assert "Traceback" not in server.log
 
 
+@pytest.mark.long
 def test_an_answer_that_nobody_reads_is_not_generated(tmp_path: Path) -> None:
     with RunningServer(tmp_path / "log", *STORES) as server:
         for stream in (True, False):

@@ -530,6 +530,7 @@ def killed(folder: Path, times: int, seed: int) -> int:
     return before
 
 
+@pytest.mark.long
 def test_a_few_kills_lose_nothing(tmp_path: Path) -> None:
     assert killed(tmp_path / "store", 5, 0) > 5
 
