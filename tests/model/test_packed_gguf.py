@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import modeling_gguf_pytorch_utils as unpacking
 
 import hdtool
 from hdtool.cli.app import run as command
@@ -28,7 +29,7 @@ from hdtool.runtime.kernels.small_batch_linear import ProductChoice
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
 from hdtool.runtime.model.fused.layer_stack import stack_of
-from hdtool.runtime.model.gguf import file_identity, packing
+from hdtool.runtime.model.gguf import file_identity, packing, weights_in_turn
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.converted import converted
 from hdtool.runtime.model.gguf.manifest import PLAN, REST, WEIGHTS, Manifest
@@ -157,6 +158,33 @@ def test_the_disk_holds_only_what_is_not_packed(tied: bool, tmp_path: Path) -> N
     assert {name for name in rest if "norm" not in name} == odd | orders
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert (table is head) == tied and is_packed(table)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("unpacked_before", [True, False])
+def test_weights_are_unpacked_one_by_one(
+    unpacked_before: bool, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers reads most architectures, and as it reads those that it converts while it fills the model."""
+    file = file_of(tmp_path, "Q8_0", tie_word_embeddings=tied)
+    folder = converted(file, packed=True)
+    expected = load_file(converted(file, weights=True) / WEIGHTS)
+    if not unpacked_before:
+        monkeypatch.setattr(weights_in_turn, "_reading", lambda _: unpacking.load_gguf_checkpoint)
+    stay = json.loads((folder / PLAN).read_text())["tensors"].keys()
+    handed: dict[str, torch.Tensor] = {}
+
+    def take(name: str, weight: torch.Tensor) -> bool:
+        if name not in handed:
+            handed[name] = weight.clone()
+        return name in stay
+
+    with weights_in_turn.weights_in_turn(take):
+        model = Conversion.of(file)._model(folder, tmp_path)
+    assert stay <= handed.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in handed.items())
+    held = {name: weight.untyped_storage().nbytes() for name, weight in model.named_parameters()}
+    assert {name for name, size in held.items() if size == 4} == stay
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

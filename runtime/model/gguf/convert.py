@@ -21,9 +21,10 @@ from safetensors.torch import load_file
 from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.model.gguf.manifest import WEIGHTS
-from hdtool.runtime.model.gguf.packing import write_plan
+from hdtool.runtime.model.gguf.packing import PackingPlan
 from hdtool.runtime.model.gguf.read_once import read_once
 from hdtool.runtime.model.gguf.rotary_scaling import restore_scaling
+from hdtool.runtime.model.gguf.weights_in_turn import weights_in_turn
 
 LIBRARIES = ("gguf", "accelerate")
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -103,9 +104,15 @@ class Conversion:
 
     def write_packed(self, configuration: Path, folder: Path) -> tuple[Path, Path]:
         """Write which weights stay in the file, and the others; expanded weights that are there are not read again."""
-        there = configuration / WEIGHTS
-        weights = load_file(there).items() if there.is_file() else _weights_once(self._model(configuration, folder))
-        return write_plan(self.file, self.header, weights, folder)
+        plan, there = PackingPlan(self.file, self.header), configuration / WEIGHTS
+        if there.is_file():
+            weights = load_file(there)
+            for name, weight in weights.items():
+                plan.take(name, weight)
+            return plan.write(weights.items(), folder)
+        with weights_in_turn(plan.take):
+            model = self._model(configuration, folder)
+        return plan.write(_weights_once(model), folder)
 
     def _model(self, configuration: Path, folder: Path) -> Any:
         """The model in float32, as transformers reads it."""

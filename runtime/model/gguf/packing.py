@@ -7,7 +7,7 @@ its rows in float32, as transformers reads the file, has the bits of a row of on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -72,29 +72,38 @@ def _fits(tensor: GGUFTensor) -> bool:
     return outs > 0 and columns > 0 and columns % max(COLUMN_MULTIPLE, FORMATS[tensor.kind].numbers) == 0
 
 
-def write_plan(
-    file: Path, header: GGUFHeader, weights: Iterable[tuple[str, torch.Tensor]], folder: Path
-) -> tuple[Path, Path]:
-    """Write where the file has weights and, in float32, those that it does not have; ``weights`` are the model's."""
-    content = mapped(file)
-    tensors = list(_hashed(packable(header), content))
-    plan, rest = {}, {}
-    for name, weight in weights:
-        found = _place_of(weight, tensors)
-        if found is None:
-            rest[name] = weight.contiguous()
-            continue
-        plan[name], order = found
-        if order is not None:
-            rest[name + ORDER] = order
-    places = folder / PLAN, folder / REST
-    row = {"version": VERSION, "tensors": {name: asdict(tensor) for name, tensor in plan.items()}}
-    places[0].write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-    try:
-        save_file(rest, places[1], {"format": "pt"})
-    except SafetensorError as error:  # of a full disk, among others
-        raise OSError(0, " ".join(str(error).split())) from error
-    return places
+class PackingPlan:
+    """The places in a file of the weights that stay packed."""
+
+    def __init__(self, file: Path, header: GGUFHeader) -> None:
+        content = mapped(file)
+        self._tensors = [_HashedTensor(tensor, _rows(tensor.of(content))) for tensor in packable(header)]
+        self._found: dict[str, tuple[PackedTensor, torch.Tensor | None]] = {}
+
+    def take(self, name: str, weight: torch.Tensor) -> bool:
+        """Look for a weight of the model in the file; whether it is there."""
+        if name not in self._found and (found := _place_of(weight, self._tensors)):
+            self._found[name] = found
+        return name in self._found
+
+    def write(self, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> tuple[Path, Path]:
+        """Write the places and, in float32, the weights that the file does not have; ``weights`` are the model's."""
+        rest, plan = {}, {}
+        for name, weight in weights:
+            if name not in self._found:
+                rest[name] = weight.contiguous()
+                continue
+            tensor, order = self._found[name]
+            plan[name] = asdict(tensor)
+            if order is not None:
+                rest[name + ORDER] = order
+        places = folder / PLAN, folder / REST
+        places[0].write_text(json.dumps({"version": VERSION, "tensors": plan}, indent=1) + "\n", encoding="utf-8")
+        try:
+            save_file(rest, places[1], {"format": "pt"})
+        except SafetensorError as error:  # of a full disk, among others
+            raise OSError(0, " ".join(str(error).split())) from error
+        return places
 
 
 def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
@@ -130,11 +139,6 @@ def _matrix(file: Path, tensor: PackedTensor, content: torch.Tensor, order: torc
 class _HashedTensor:
     tensor: PackedTensor
     rows: list[bytes]
-
-
-def _hashed(tensors: list[PackedTensor], content: torch.Tensor) -> Iterator[_HashedTensor]:
-    for tensor in tensors:
-        yield _HashedTensor(tensor, _rows(tensor.of(content)))
 
 
 def _rows(matrix: PackedMatrix | torch.Tensor) -> list[bytes]:
