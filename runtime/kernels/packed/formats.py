@@ -1,4 +1,4 @@
-"""The formats of blocks that are computed with as they are, by the numbers that GGUF files have for them."""
+"""The formats of blocks that are computed with as they are: those of GGUF files, and that of torchao's int8."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class BlockFormat:
     """Some numbers of a matrix row that share their scales."""
 
     name: str
-    number: int
-    """In files."""
+    number: int | None
+    """In GGUF files, if they have it."""
     numbers: int
     """Weights of a block."""
     bytes: int
@@ -37,5 +37,9 @@ FORMATS = {
         BlockFormat("Q6_K", 14, 256, 210, np.uint64(0)),
     )
 }
-OF_TYPE = {typeof(one.kind): one for one in FORMATS.values()}  # type: ignore[no-untyped-call]
+"""Those of GGUF files, by their number there."""
+INT8 = BlockFormat("int8", None, 64, 68, np.float64(0))
+"""A scale in float32, and integers of 8 bits that are multiplied by it."""
+ALL_FORMATS = (*FORMATS.values(), INT8)
+OF_TYPE = {typeof(one.kind): one for one in ALL_FORMATS}  # type: ignore[no-untyped-call]
 """Formats by the type of their argument."""

@@ -1,7 +1,7 @@
 """Generates code that expands a block to float32 in vector registers, with the roundings of the library ``gguf``.
 
-The layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. A weight is ``d * q``,
-``d * q + m`` or ``d * q - m``: each operation rounds once, and none is fused.
+The layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and one for torchao's
+int8. A weight is ``d * q``, ``d * q + m`` or ``d * q - m``: each operation rounds once, and none is fused.
 """
 
 from __future__ import annotations
@@ -60,8 +60,16 @@ class Blocks:
         return expand
 
     def _q8_0(self, block: Any) -> Expand:
-        scale = self._half(block, 0)
-        return lambda place: self.builder.fmul(self._float(self._bytes(block, 2 + place * LANES, signed=True)), scale)
+        return self._by_signed_byte(block, 2, self._half(block, 0))
+
+    def _int8(self, block: Any) -> Expand:
+        return self._by_signed_byte(block, 4, self.code.splat(self.code.load(block, FLOAT)))
+
+    def _by_signed_byte(self, block: Any, first: int, scale: Any) -> Expand:
+        def expand(place: int) -> Any:
+            return self.builder.fmul(self._float(self._bytes(block, first + place * LANES, signed=True)), scale)
+
+        return expand
 
     def _q4_k(self, block: Any) -> Expand:
         scales = self._scales_and_minima(block)
