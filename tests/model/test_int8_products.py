@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +22,7 @@ from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_scales, some_matrix
+from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 ALL = [pytest.param(one, id=one.name) for one in ALL_FORMATS]
@@ -100,6 +105,25 @@ def test_numbers_that_have_no_8_bits(format: BlockFormat) -> None:
         assert found[0].isnan().all() and found[1].isfinite().all()
     for number in (0.0, -0.0, 1e-39, 1e-31):
         assert int8_linear(torch.full((1, LONGEST_BLOCK), number), panels).abs().max() < 1e-25
+
+
+FREED = """
+import torch
+from hdtool.runtime.kernels.int8.int8_linear import int8_linear
+from hdtool.runtime.kernels.int8.panels import Panels
+from tests.support.packed_blocks import NAMES, some_matrix
+
+matrix = some_matrix(NAMES["Q8_0"], 16, 512)
+int8_linear(torch.randn(400, 512), Panels(matrix.blocks, matrix.format))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the setting is one of glibc")
+def test_no_memory_is_used_that_was_freed() -> None:
+    """Large parts of memory are unmapped as soon as they are freed: whatever reads one ends the process."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    run = subprocess.run([sys.executable, "-c", FREED], cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def _tile(dot: str | None) -> object:
