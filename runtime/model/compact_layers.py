@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import FORMATS, CompactWeight, Stored, in_float32, is_compact, narrowed
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
-from hdtool.runtime.kernels.packed.int8_weights import packed_int8
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.packed.torchao_weights import packed_weight
 from hdtool.runtime.kernels.small_batch_linear import KINDS, fits_own_product, own_linear
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint.fingerprint import samples
@@ -68,15 +68,15 @@ def compact_weights(model: Module) -> None:
     _return_free_memory()
 
 
-def pack_int8(model: PreTrainedModel) -> bool:
-    """Pack the int8 weights of torchao that linear layers alone have, where they compute in float32.
+def pack_weights(model: PreTrainedModel) -> bool:
+    """Pack the weights of torchao that linear layers alone have, where they compute in float32.
 
     Returns whether there are any.
     """
     found = False
     for places in list(_places(model).values()) if model.dtype == torch.float32 else []:
         module, name = places[0]
-        packed = packed_int8(module._parameters[name])
+        packed = packed_weight(module._parameters[name])
         if packed is not None and all(type(module) is Linear for module, _ in places):
             replace_parameter(places, CompactWeight(packed))
             found = True

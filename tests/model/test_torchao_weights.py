@@ -1,4 +1,4 @@
-"""int8 weights of torchao that stay packed: the bits, the tokens and the rows of the expanded model."""
+"""int8 and int4 weights of torchao that stay packed: the bits, the tokens and the rows of the expanded model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.nn import Linear, Module, Parameter
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TorchAoConfig
 
 from hdtool.cli.app import run as command
 from hdtool.data import demo
@@ -21,7 +22,7 @@ from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
 from hdtool.runtime.kernels.int8.int8_linear import Int8Linear
 from hdtool.runtime.kernels.packed.formats import INT8
-from hdtool.runtime.kernels.packed.int8_weights import packed_int8, packed_levels
+from hdtool.runtime.kernels.packed.torchao_weights import packed_int4, packed_int8, packed_weight
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice, own_linear
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
@@ -66,7 +67,7 @@ def levels_and_scales(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]
 @settings(deadline=None)
 def test_products_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tensor, int], rows: int) -> None:
     levels, scales, group = given
-    matrix = packed_levels(levels, scales, group)
+    matrix = packed_int8(levels, scales, group)
     assert matrix is not None
     assert matrix.nbytes == levels.numel() + levels.numel() // INT8.numbers * 4
     wide = levels.float() * scales.float().repeat_interleave(group, 1)
@@ -77,6 +78,29 @@ def test_products_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tens
     exact = numbers.double() @ wide.double().T
     magnitude = numbers.double().abs() @ wide.double().abs().T
     assert ((found - exact).abs() <= levels.shape[1] * torch.finfo(torch.float32).eps * magnitude).all()
+
+
+@given(levels_and_scales(), st.integers(1, 20))
+@settings(deadline=None)
+def test_products_of_4_bits_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tensor, int], rows: int) -> None:
+    levels, scales, group = given
+    levels, minima = levels >> 4, torch.randn_like(scales)
+    matrix = packed_int4(two_in_a_byte(levels), scales, minima, group)
+    assert matrix is not None
+    scale, minimum = (numbers.float().repeat_interleave(group, 1) for numbers in (scales, minima))
+    wide = levels.float() * scale + minimum
+    assert torch.equal(matrix.float(), wide)
+    numbers = torch.randn(rows, levels.shape[1])
+    found = own_linear(numbers, matrix)
+    assert torch.equal(found, own_linear(numbers, wide))
+    exact, magnitude = numbers.double() @ wide.double().T, numbers.double().abs() @ wide.double().abs().T
+    assert ((found - exact).abs() <= levels.shape[1] * torch.finfo(torch.float32).eps * magnitude).all()
+
+
+def two_in_a_byte(levels: torch.Tensor) -> torch.Tensor:
+    """As the library packs integers of 4 bits: the first of two columns in the lower half."""
+    octets = levels.view(torch.uint8)
+    return octets[:, ::2] & 15 | octets[:, 1::2] << 4
 
 
 @pytest.mark.parametrize(
@@ -90,7 +114,7 @@ def test_products_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tens
     ],
 )
 def test_other_shapes_are_not_packed(levels: tuple[int, ...], scales: tuple[int, ...], group: int) -> None:
-    assert packed_levels(torch.ones(levels, dtype=torch.int8), torch.ones(scales), group) is None
+    assert packed_int8(torch.ones(levels, dtype=torch.int8), torch.ones(scales), group) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,7 +123,7 @@ def test_numbers_are_those_of_the_library(torchao: Any, dtype: torch.dtype) -> N
     for how in (torchao.PerRow(), torchao.PerTensor(), torchao.PerGroup(64), torchao.PerGroup(32)):
         layer: Any = Linear(256, 24, bias=False, dtype=dtype)
         torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(granularity=how))
-        found = packed_int8(layer.weight)
+        found = packed_weight(layer.weight)
         if how == torchao.PerGroup(32) or (how == torchao.PerGroup(64) and dtype == torch.bfloat16):
             assert found is None, "the library rounds these, or they have other groups"
             continue
@@ -110,16 +134,62 @@ def test_numbers_are_those_of_the_library(torchao: Any, dtype: torch.dtype) -> N
 
 def test_weights_of_other_kinds_are_not_packed(torchao: Any) -> None:
     layer: Any = torch.nn.Sequential(Linear(128, 32, bias=False))
-    assert packed_int8(layer[0].weight) is None
+    assert packed_weight(layer[0].weight) is None
     for how in (torchao.Int8DynamicActivationInt8WeightConfig(), torchao.IntxWeightOnlyConfig(torch.int8)):
         other = copy.deepcopy(layer)
         torchao.quantize_(other, how)
         assert type(other[0].weight) is not Parameter
-        assert packed_int8(other[0].weight) is None
+        assert packed_weight(other[0].weight) is None
     torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
-    assert packed_int8(layer[0].weight) is not None
+    assert packed_weight(layer[0].weight) is not None
     layer[0].weight.zero_point.fill_(1)
-    assert packed_int8(layer[0].weight) is None
+    assert packed_weight(layer[0].weight) is None
+
+
+def in_int4(torchao: Any, weight: torch.Tensor, group: int, dtype: torch.dtype) -> Any:
+    """As ``Int4WeightOnlyConfig`` quantizes a weight, which needs a GPU: the integers -8 to 7, scaled and shifted."""
+    parts = weight.detach().view(len(weight), -1, group)
+    lowest, highest = parts.amin(-1), parts.amax(-1)
+    scales = ((highest - lowest) / 15).clamp_min(1e-6)
+    levels = ((parts - lowest[..., None]) / scales[..., None]).round().clamp(0, 15).to(torch.int8) - 8
+    columns = two_in_a_byte(levels.view(weight.shape)).view(torch.int8)
+    scales, minima = (one.to(dtype).t().contiguous() for one in (scales, lowest + 8 * scales))
+    return torchao.Int4Tensor(columns, scales, minima, [1, group], weight.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checkpoints_of_4_bits(torchao: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """torchao has no product for them on a CPU."""
+    weight = torch.randn(24, 256)
+    quantized = in_int4(torchao, weight, 128, dtype)
+    found = packed_weight(quantized)
+    assert found is not None and found.nbytes == 24 * 256 // 64 * 40
+    assert (found.float() - weight).abs().max() < 0.5
+    assert packed_weight(in_int4(torchao, weight, 32, dtype)) is None, "the groups are smaller than blocks"
+    quantized.activation_dtype = torch.float8_e4m3fn
+    assert packed_weight(quantized) is None
+    model: Any = tiny_llama(**SHAPE)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, Linear):
+            layer.weight = Parameter(in_int4(torchao, layer.weight, 64, dtype), requires_grad=False)
+    state, metadata = flatten(model.state_dict())
+    model.config.quantization_config = TorchAoConfig(torchao.Int4WeightOnlyConfig(group_size=64))
+    model.config.save_pretrained(tmp_path)
+    save_file(state, tmp_path / "model.safetensors", metadata | {"format": "pt"})
+    AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(tmp_path)
+    for activations in ("float32", "int8"):
+        target = load(ModelConfig(str(tmp_path), device="cpu", activations=activations)).target
+        assert len(packed_layers(target.model)) == 14 and stack_of(target.model)
+        plain = said(run(target, PROMPT, SAMPLINGS["greedy"]))
+        liar = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
+        assert said(run(target, PROMPT, SAMPLINGS["greedy"], drafter=liar)) == plain
+        assert liar.accepted > 0
+
+
+def flatten(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    found: tuple[dict[str, torch.Tensor], dict[str, str]] = support.flatten_tensor_state_dict(state)
+    return found
 
 
 def saved(folder: Path, dtype: torch.dtype = torch.float32, **changed: Any) -> str:
@@ -225,17 +295,17 @@ def test_layers_that_no_product_takes_are_those_of_the_library(torchao: Any, tmp
 
 def test_without_linear_layers_nothing_is_packed(torchao: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny_llama(**SHAPE)
-    assert not compact_layers.pack_int8(model)
+    assert not compact_layers.pack_weights(model)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     first = model.model.layers[0].mlp.up_proj
     first.__class__ = type("Adapted", (Linear,), {})
-    assert compact_layers.pack_int8(model)
+    assert compact_layers.pack_weights(model)
     assert type(first.weight).__name__ == "Int8Tensor"
     assert len(packed_layers(model)) == 14  # the output layer too
     model = tiny_llama(**SHAPE)
     model.to(torch.bfloat16)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    assert not compact_layers.pack_int8(model), "it computes in bfloat16"
+    assert not compact_layers.pack_weights(model), "it computes in bfloat16"
 
 
 @pytest.mark.parametrize("activations", ["float32", "int8"])

@@ -77,6 +77,7 @@ PANEL_FORMATS = {
     "Q4_K": PanelFormat(0, has_minima=True, parts=8, has_factors=True),
     "Q5_K": PanelFormat(1, has_minima=True, parts=8, has_factors=True),
     "Q6_K": PanelFormat(2, offset=32, parts=8, scales=2, has_factors=True),
+    "int4": PanelFormat(0, offset=8, has_minima=True, parts=2, scale_size=FLOAT_SIZE),
     "int8": PanelFormat(4, offset=128, parts=2, scale_size=FLOAT_SIZE),
 }
 

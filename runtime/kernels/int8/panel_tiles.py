@@ -57,7 +57,8 @@ class _Part:
         for byte in range(0, size, CACHE_LINE):
             code.prefetch(code.after(self._levels, prefetched + byte))
         self.scales = [self._scale(header)] * form.scales
-        self.minimum = self._scale(code.after(header, 2 * PANEL_ROWS)) if form.has_minima else None
+        self.has_offset = form.offset != 0
+        self.minimum = self._scale(code.after(header, form.scale_size * PANEL_ROWS)) if form.has_minima else None
         if form.octets:
             factors = [self._factor(code.after(octets, PANEL_ROWS * scale)) for scale in range(form.scales)]
             self.scales = [builder.fmul(scale, factor) for scale, factor in zip(self.scales, factors, strict=True)]
@@ -196,7 +197,7 @@ def _added(code: IntegerCode, weights: _Part, row: Any, totals: list[Any], added
     builder = code.builder
     input_scale = code.broadcast(code.after(row, SCALE), FLOAT)
     for place, (total, scale) in enumerate(zip(totals, weights.scales, strict=True)):
-        if weights.minimum is None:
+        if weights.has_offset:
             total = builder.add(total, code.broadcast(code.after(row, CORRECTIONS + 4 * place), WORD))
         added = code.scaled(builder.sitofp(total, FLOATS), builder.fmul(scale, input_scale), added)
     if weights.minimum is not None:
