@@ -43,7 +43,7 @@ test-ray: .venv-ray/installed
 
 # Libraries that quantize are left to those who need them.
 test-quantized: .venv-quantized/installed
-	.venv-quantized/bin/pytest tests/model/test_quantization_libraries.py
+	.venv-quantized/bin/pytest tests/model/test_quantization_libraries.py tests/model/test_torchao_weights.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .

@@ -13,7 +13,7 @@ from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.fused.layers import compile_layers
-from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
 from hdtool.runtime.kernels.product_address import int8_product_of, product_of
 from hdtool.runtime.kernels.small_batch_linear import KINDS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -34,7 +34,7 @@ def compile_layers_and_products() -> None:
     compile_layers()
     for dtype, kind in KINDS.items():
         product_of(kind, dtype.itemsize)
-    for format in FORMATS.values():
+    for format in ALL_FORMATS:
         product_of(format.kind, format.bytes)
         int8_product_of(format.kind)
 

@@ -38,8 +38,8 @@ class ModelConfig(Settings):
     device: str = setting("auto", f"Device: {', '.join(DEVICES)} or cuda:N.", values=DEVICES)
     dtype: str = setting(
         "auto",
-        f"{', '.join(DTYPES)}. auto: float32 on CPUs, with weights of 16 bits and of GGUF files kept so; else that of "
-        "the checkpoint.",
+        f"{', '.join(DTYPES)}. auto: float32 on CPUs, with weights of 16 bits, of GGUF files and of torchao kept "
+        "so; else that of the checkpoint.",
         values=DTYPES,
     )
     attn_implementation: str | None = setting(
@@ -62,8 +62,8 @@ class ModelConfig(Settings):
     )
     activations: str = setting(
         "float32",
-        "Inputs of products with the packed weights of a GGUF file, on a CPU: float32, as transformers has them, or "
-        "int8, as llama.cpp has them: faster, rounded to 8 bits.",
+        "Inputs of products with packed weights, of a GGUF file or of torchao, on a CPU: float32, as "
+        "transformers has them, or int8, as llama.cpp has them: faster, rounded to 8 bits.",
         values=ACTIVATIONS,
     )
     device_map: str | None = setting(

@@ -1,4 +1,4 @@
-"""A float32 weight that is kept in 16 bits or in the blocks of a GGUF file, which hold its numbers exactly.
+"""A float32 weight that is kept in 16 bits or in blocks, as GGUF files have them, which hold its numbers exactly.
 
 Wherever code reads the weight it is a float32 tensor: an operation expands it first. Those that read some rows, as an
 embedding does, expand these rows only, and ``small_batch_linear.py`` multiplies by what is stored.
@@ -98,7 +98,7 @@ def is_compact(weight: object) -> TypeGuard[CompactWeight]:
 
 
 def is_packed(weight: object) -> bool:
-    """Whether a weight is kept in the blocks of a GGUF file."""
+    """Whether a weight is kept in blocks."""
     return is_compact(weight) and isinstance(weight.stored, PackedMatrix)
 
 

@@ -23,6 +23,7 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import FORMATS, CompactWeight, Stored, in_float32, is_compact, narrowed
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.packed.torchao_weights import packed_weight
 from hdtool.runtime.kernels.small_batch_linear import KINDS, fits_own_product, own_linear
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint.fingerprint import samples
@@ -57,7 +58,7 @@ def compact_weights(model: Module) -> None:
             # A copy: tensors of a file are mapped, at any address, and the file may change.
             narrow = narrow.clone() if weight.dtype in FORMATS else narrow
             replace_parameter(places, CompactWeight(narrow), requires_grad=weight.requires_grad)
-        elif weight.dtype in FORMATS:
+        elif weight.dtype in FORMATS and _is_ordinary(weight):
             replace_parameter(places, weight.detach().float(), requires_grad=weight.requires_grad)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -65,6 +66,21 @@ def compact_weights(model: Module) -> None:
                 module._buffers[name] = buffer.float()
     model.register_state_dict_post_hook(_expand_state)
     _return_free_memory()
+
+
+def pack_weights(model: PreTrainedModel) -> bool:
+    """Pack the weights of torchao that linear layers alone have, where they compute in float32.
+
+    Returns whether there are any.
+    """
+    found = False
+    for places in list(_places(model).values()) if model.dtype == torch.float32 else []:
+        module, name = places[0]
+        packed = packed_weight(module._parameters[name])
+        if packed is not None and all(type(module) is Linear for module, _ in places):
+            replace_parameter(places, CompactWeight(packed))
+            found = True
+    return found
 
 
 @contextmanager
@@ -135,12 +151,16 @@ def _takes(module: Module, name: str) -> bool:
     if name != "weight" or not isinstance(module, Embedding | Linear):
         return False
     weight = module.weight
-    ordinary = is_compact(weight) or type(weight.data) is torch.Tensor
-    if not weight.is_cpu or not ordinary or weight.dim() != 2 or not weight.is_contiguous():
+    if not weight.is_cpu or not _is_ordinary(weight) or weight.dim() != 2 or not weight.is_contiguous():
         return False
     if isinstance(module, Embedding):
         return module.max_norm is None  # a limit changes the weight
     return type(module) is Linear and fits_own_product(module, KINDS)
+
+
+def _is_ordinary(weight: torch.Tensor) -> bool:
+    """Whether a weight is not of a class of a library that quantizes."""
+    return is_compact(weight) or type(weight.data) is torch.Tensor
 
 
 def _is_proved(stored: Stored, places: list[Place], proved: dict[tuple[int, Any], bool]) -> bool:

@@ -23,7 +23,7 @@ from hdtool.runtime.kernels.int8.int8_linear import use_int8_activations
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import packed_place, place_of
-from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored
+from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored, pack_weights
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.fused.layer_stack import stack_of
@@ -45,8 +45,9 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", 
 """How the names of tokenizers' files begin."""
 FIXED_PRODUCTS = {OWN: True, TORCH: False}
 NO_INT8 = (
-    "--activations int8 needs a GGUF file with packed weights, on a CPU, with layers that hdtool computes in compiled "
-    "code (of the Llama kind, without --no-fused-layers, --attn-implementation or another --dtype): leave it out"
+    "--activations int8 needs a GGUF file with packed weights, or weights of torchao, on a CPU, with layers that "
+    "hdtool computes in compiled code (of the Llama kind, without --no-fused-layers, --attn-implementation or another "
+    "--dtype): leave it out"
 )
 CONFIG_FILES = ("config.json",)
 """A folder without it holds no model."""
@@ -120,7 +121,7 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
     else:
         with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)) if is_compact else nullcontext():
             model = _on_one_device(config, settings, device)
-    if is_compact:
+    if is_compact or (config.dtype == "auto" and pack_weights(model)):
         compact_weights(model)
     use_small_batch_products(model, FIXED_PRODUCTS.get(config.products))
     target = _attempt(config.name, f"on {device}", lambda: Target(model))

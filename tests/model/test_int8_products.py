@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,13 +18,14 @@ from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART, panel_for
 from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_tile
 from hdtool.runtime.kernels.int8.panels import TOGETHER, Panels
 from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
-from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
+from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_scales, some_matrix
+from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-ALL = [pytest.param(one, id=one.name) for one in FORMATS.values()]
+ALL = [pytest.param(one, id=one.name) for one in ALL_FORMATS]
 
 
 def in_8_bits(numbers: torch.Tensor) -> torch.Tensor:
@@ -46,7 +51,7 @@ def assert_is_product(
 
 
 @given(
-    st.sampled_from(list(FORMATS.values())),
+    st.sampled_from(ALL_FORMATS),
     st.integers(1, 3 * MOST_ROWS),
     st.integers(1, 3 * PANEL_ROWS),
     st.integers(1, 3),
@@ -79,11 +84,11 @@ def test_panels_that_are_made_in_several_parts(format: BlockFormat) -> None:
 def test_sums_never_overflow(format: BlockFormat) -> None:
     """Instructions that add in 16 bits saturate: all levels and inputs are as large as they can be."""
     blocks = torch.full((PANEL_ROWS, 2 * LONGEST_BLOCK // format.numbers, format.bytes), 255, dtype=torch.uint8)
-    if format.name == "Q8_0":
-        blocks[:, :, 2:] = 127
+    if format.name in ("Q8_0", "int8"):
+        blocks[:, :, format.bytes - format.numbers :] = 127
     flat = blocks.view(-1, format.bytes).numpy()
     for first in SCALES[format.name]:
-        set_scales(flat, first, torch.ones(len(flat)).numpy().astype("float16"))
+        set_scales(flat, format, first, torch.ones(len(flat)).numpy())
     matrix = PackedMatrix(blocks.view(PANEL_ROWS, -1), format)
     for numbers in (torch.ones(5, matrix.shape[1]), -torch.ones(5, matrix.shape[1])):
         assert_is_product(int8_linear(numbers, Panels(matrix.blocks, format)), numbers, matrix, None)
@@ -102,6 +107,25 @@ def test_numbers_that_have_no_8_bits(format: BlockFormat) -> None:
         assert int8_linear(torch.full((1, LONGEST_BLOCK), number), panels).abs().max() < 1e-25
 
 
+FREED = """
+import torch
+from hdtool.runtime.kernels.int8.int8_linear import int8_linear
+from hdtool.runtime.kernels.int8.panels import Panels
+from tests.support.packed_blocks import NAMES, some_matrix
+
+matrix = some_matrix(NAMES["Q8_0"], 16, 512)
+int8_linear(torch.randn(400, 512), Panels(matrix.blocks, matrix.format))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the setting is one of glibc")
+def test_no_memory_is_used_that_was_freed() -> None:
+    """Large parts of memory are unmapped as soon as they are freed: whatever reads one ends the process."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    run = subprocess.run([sys.executable, "-c", FREED], cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def _tile(dot: str | None) -> object:
     tile = panel_tile(1, dot)
 
@@ -113,7 +137,7 @@ def _tile(dot: str | None) -> object:
     return multiply
 
 
-@pytest.mark.parametrize("format", [one for one in ALL if one.id in ("Q4_1", "Q8_0", "Q6_K")])
+@pytest.mark.parametrize("format", [one for one in ALL if one.id in ("Q4_1", "Q8_0", "Q6_K", "int8")])
 def test_any_processor_has_the_same_bits(format: BlockFormat) -> None:
     matrix, numbers = some_matrix(format, PANEL_ROWS, LONGEST_BLOCK), torch.randn(1, LONGEST_BLOCK)
     panels, records = Panels(matrix.blocks, format), torch.empty(LONGEST_BLOCK // PART * RECORD, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Products with the blocks of GGUF files: every bit is that of the library's numbers in float32."""
+"""Products with the blocks of GGUF files and of torchao: every bit is that of the library's numbers in float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hdtool.runtime.kernels.expanded_linear import BLOCK_NUMBERS, BlockwiseLinea
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
 from hdtool.runtime.kernels.int8.int8_linear import int8_linear
 from hdtool.runtime.kernels.int8.panels import Panels
-from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
+from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS
 from hdtool.runtime.kernels.small_batch_linear import own_linear
@@ -31,7 +31,7 @@ from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_sca
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-BY_NAME = {one.name: one for one in FORMATS.values()}
+BY_NAME = {one.name: one for one in ALL_FORMATS}
 ALL = [pytest.param(one, id=name) for name, one in BY_NAME.items()]
 SPECIAL = [0.0, -0.0, 6e-8, -5.9e-5, float("inf"), -float("inf"), float("nan"), 65504.0, 1.0]
 """Zeros, subnormal numbers, infinities, NaN and the largest number of float16."""
@@ -42,14 +42,14 @@ def assert_same_bits(found: np.ndarray, numbers: np.ndarray) -> None:
     assert np.array_equal(np.where(both_nan, 0, found).view(np.int32), np.where(both_nan, 0, numbers).view(np.int32))
 
 
-@pytest.mark.parametrize("format", ALL)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda one: one.name)
 def test_sizes_are_those_of_the_library(format: BlockFormat) -> None:
     kind = GGMLQuantizationType[format.name]
     assert (int(kind), GGML_QUANT_SIZES[kind]) == (format.number, (format.numbers, format.bytes))
 
 
 @given(
-    st.sampled_from(list(FORMATS.values())),
+    st.sampled_from(ALL_FORMATS),
     st.lists(st.one_of(st.sampled_from(SPECIAL), st.floats(width=16)), min_size=2, max_size=2),
     st.data(),
 )
@@ -60,7 +60,7 @@ def test_any_block_has_the_numbers_of_the_library(
     content = data.draw(st.binary(min_size=format.bytes, max_size=format.bytes))
     block = np.frombuffer(content, np.uint8).copy()[None]
     for first, scale in zip(SCALES[format.name], scales, strict=False):
-        set_scales(block, first, np.array([scale], np.float16))
+        set_scales(block, format, first, scale)
     matrix = PackedMatrix(torch.from_numpy(block), format)
     assert_same_bits(matrix.float().numpy(), expected(matrix))
 
@@ -71,13 +71,13 @@ def test_all_bytes_at_all_places(format: BlockFormat, scale: float) -> None:
     """Each byte of a block has each of its values."""
     blocks = (np.arange(256)[:, None] + 37 * np.arange(format.bytes)[None]).astype(np.uint8)
     for first in SCALES[format.name]:
-        set_scales(blocks, first, np.full(256, scale, np.float16))
+        set_scales(blocks, format, first, np.full(256, scale))
     matrix = PackedMatrix(torch.from_numpy(blocks), format)
     assert_same_bits(matrix.float().numpy(), expected(matrix))
 
 
 @given(
-    st.sampled_from(list(FORMATS.values())),
+    st.sampled_from(ALL_FORMATS),
     st.integers(1, MOST_IN_REGISTERS + 20),
     st.integers(1, 3 * MOST_OUTS),
     st.integers(1, 3),
@@ -148,11 +148,11 @@ from hashlib import sha256
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.kernels.int8.int8_linear import int8_linear
 from hdtool.runtime.kernels.int8.panels import Panels
-from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
 from hdtool.runtime.kernels.small_batch_linear import own_linear
 from tests.support.packed_blocks import expected, some_matrix
 
-for format in [one for one in FORMATS.values() if one.name in NAMES]:
+for format in [one for one in ALL_FORMATS if one.name in NAMES]:
     matrix, numbers = some_matrix(format, 11, 512), torch.randn(30, 512)
     wide = torch.from_numpy(expected(matrix))
     assert torch.equal(matrix.float(), wide), format

@@ -1,4 +1,4 @@
-"""Random blocks in the formats of GGUF files, and their numbers by the library ``gguf``."""
+"""Random blocks in the formats of GGUF files and of torchao, and their numbers by ``gguf`` and by numpy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
+from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, INT4, INT8, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
-NAMES = {one.name: one for one in FORMATS.values()}
+NAMES = {one.name: one for one in ALL_FORMATS}
 SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block has numbers in float16."""
+SCALES |= {"int8": (0,), "int4": (0, 4)}
+"""Where a block has numbers in float16, or in float32 for torchao."""
 LONGEST_BLOCK = 256
 
 
@@ -22,14 +23,35 @@ def some_matrix(format: BlockFormat, outs: int, columns: int, seed: int = 0) -> 
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (outs * columns // format.numbers, format.bytes), dtype=np.uint8)
     for first in SCALES[format.name]:
-        set_scales(blocks, first, (0.01 * random.standard_normal(len(blocks))).astype(np.float16))
+        set_scales(blocks, format, first, 0.01 * random.standard_normal(len(blocks)))
     return PackedMatrix(torch.from_numpy(blocks.reshape(outs, -1)), format)
 
 
-def set_scales(blocks: npt.NDArray[np.uint8], first: int, scales: npt.NDArray[np.float16]) -> None:
-    blocks[:, first : first + 2] = scales[:, None].view(np.uint8)
+def set_scales(blocks: npt.NDArray[np.uint8], format: BlockFormat, first: int, scales: npt.ArrayLike) -> None:
+    numbers = np.asarray(scales, np.float32 if format in (INT8, INT4) else np.float16).reshape(-1, 1)
+    blocks[:, first : first + numbers.itemsize] = numbers.view(np.uint8)
 
 
 def expected(matrix: PackedMatrix) -> npt.NDArray[np.float32]:
+    if matrix.format is INT8:
+        return _of_int8(matrix.blocks.numpy())
+    if matrix.format is INT4:
+        return _of_int4(matrix.blocks.numpy())
     with np.errstate(all="ignore"):
-        return np.ascontiguousarray(dequantize(matrix.blocks.numpy(), GGMLQuantizationType(matrix.format.number)))
+        return np.ascontiguousarray(dequantize(matrix.blocks.numpy(), GGMLQuantizationType[matrix.format.name]))
+
+
+def _of_int8(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    blocks = rows.reshape(len(rows), -1, INT8.bytes)
+    scales = np.ascontiguousarray(blocks[..., :4]).view(np.float32)
+    with np.errstate(all="ignore"):
+        return (blocks[..., 4:].view(np.int8).astype(np.float32) * scales).reshape(len(rows), -1)
+
+
+def _of_int4(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    blocks = rows.reshape(len(rows), -1, INT4.bytes)
+    scales, minima = (np.ascontiguousarray(blocks[..., first : first + 4]).view(np.float32) for first in (0, 4))
+    octets = blocks[..., 8:].reshape(*blocks.shape[:2], 2, 16)
+    levels = np.concatenate([octets & 15, octets >> 4], -1).reshape(*blocks.shape[:2], INT4.numbers)
+    with np.errstate(all="ignore"):
+        return ((levels.astype(np.float32) - 8) * scales + minima).reshape(len(rows), -1)

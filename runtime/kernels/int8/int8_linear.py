@@ -15,6 +15,16 @@ from hdtool.runtime.kernels.product_address import int8_product_of
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice, SmallBatchLinear, multiply
 
 
+class OwnProduct(ProductChoice):
+    """Our own product for any number of rows, so that a row has the same bits in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def own(self, rows: int) -> bool:
+        return True
+
+
 class Int8Linear(SmallBatchLinear):
     """A linear layer with packed weights and their panels."""
 
@@ -37,10 +47,15 @@ class Int8Linear(SmallBatchLinear):
 
 
 def use_int8_activations(model: Module) -> bool:
-    """Multiply packed weights by activations in 8 bits from now on; whether the model has any."""
-    found = [module for module in model.modules() if type(module) is SmallBatchLinear and is_packed(module.weight)]
+    """Multiply packed weights by activations in 8 bits from now on; whether the model has any.
+
+    Layers with other weights, such as an output layer that is not quantized, keep activations in float32.
+    """
+    layers = [module for module in model.modules() if type(module) is SmallBatchLinear]
+    found = [layer for layer in layers if is_packed(layer.weight)]
     made: dict[int, Panels] = {}
-    always = ProductChoice([], fixed=True)
+    for layer in layers if found else []:
+        layer.choice = OwnProduct()
     for layer in found:
         source = cast(PackedMatrix, cast(CompactWeight, layer.weight).stored)
         if id(source) not in made:
@@ -48,7 +63,7 @@ def use_int8_activations(model: Module) -> bool:
             source.page_out()
         layer.__class__ = Int8Linear
         quantized = cast(Int8Linear, layer)
-        quantized.panels, quantized.source, quantized.choice = made[id(source)], source, always
+        quantized.panels, quantized.source = made[id(source)], source
     return bool(found)
 
 

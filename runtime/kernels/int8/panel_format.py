@@ -2,7 +2,7 @@
 
 A panel has the weights of its rows in parts of 32 columns. A part has the lowest four bits of these weights, with four
 columns of a row in each lane, and then what they have beyond four bits. The numbers of a part are ``scale * (level -
-offset) + minimum``, with the scale and the minimum of the block in the GGUF file.
+offset) + minimum``, with the scale and the minimum of the block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUAD = 4
 QUADS = PART // QUAD
 PLANE = PANEL_ROWS * QUAD
 """Bytes of a vector of octets."""
-HALF_SIZE = 2
+HALF_SIZE, FLOAT_SIZE = 2, 4
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,23 @@ class PanelFormat:
     """What is subtracted from a level: GGUF files have signed ones."""
     has_minima: bool = False
     parts: int = 1
-    """Parts that have a header of float16 scales in common."""
+    """Parts that have a header of scales in common."""
     scales: int = 1
     """Scales of a part: of all its columns, or of each half."""
+    has_factors: bool = False
+    """Whether a part has integers by which it multiplies the scales and minima of its header."""
+    scale_size: int = HALF_SIZE
+    """Bytes of a scale in the header: of a float16 or a float32."""
 
     @property
     def header(self) -> int:
         """The bytes of a header: a scale for each row, then a minimum."""
-        return HALF_SIZE * PANEL_ROWS * (1 + self.has_minima)
+        return self.scale_size * PANEL_ROWS * (1 + self.has_minima)
 
     @property
     def octets(self) -> int:
-        """Bytes of the integers by which a part multiplies the scales and minima of its header."""
-        return PANEL_ROWS * (self.scales + self.has_minima) if self.parts > 1 else 0
+        """Bytes of the factors of a part."""
+        return PANEL_ROWS * (self.scales + self.has_minima) if self.has_factors else 0
 
     @property
     def part(self) -> int:
@@ -70,9 +74,11 @@ PANEL_FORMATS = {
     "Q4_0": PanelFormat(0, offset=8),
     "Q4_1": PanelFormat(0, has_minima=True),
     "Q8_0": PanelFormat(4, offset=128),
-    "Q4_K": PanelFormat(0, has_minima=True, parts=8),
-    "Q5_K": PanelFormat(1, has_minima=True, parts=8),
-    "Q6_K": PanelFormat(2, offset=32, parts=8, scales=2),
+    "Q4_K": PanelFormat(0, has_minima=True, parts=8, has_factors=True),
+    "Q5_K": PanelFormat(1, has_minima=True, parts=8, has_factors=True),
+    "Q6_K": PanelFormat(2, offset=32, parts=8, scales=2, has_factors=True),
+    "int4": PanelFormat(0, offset=8, has_minima=True, parts=2, scale_size=FLOAT_SIZE),
+    "int8": PanelFormat(4, offset=128, parts=2, scale_size=FLOAT_SIZE),
 }
 
 

@@ -17,7 +17,16 @@ from hdtool.runtime.kernels.int8.integer_code import (
     IntegerCode,
     best_dot,
 )
-from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART, PLANE, QUAD, QUADS, PanelFormat, panel_format
+from hdtool.runtime.kernels.int8.panel_format import (
+    FLOAT_SIZE,
+    PANEL_ROWS,
+    PART,
+    PLANE,
+    QUAD,
+    QUADS,
+    PanelFormat,
+    panel_format,
+)
 from hdtool.runtime.kernels.int8.quantized_rows import CORRECTIONS, RECORD, SCALE, SCALED_SUM
 from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
@@ -40,17 +49,16 @@ class _Part:
         """``prefetched`` is the distance in bytes to what is prefetched."""
         builder = code.builder
         self._code, self._form = code, form
-        group, place = (
-            (part, INDEX(0)) if form.parts == 1 else (builder.udiv(part, INDEX(8)), builder.urem(part, INDEX(8)))
-        )
+        group, place = builder.udiv(part, INDEX(form.parts)), builder.urem(part, INDEX(form.parts))
         header = code.after(panel, builder.mul(group, INDEX(form.group)))
         octets = code.after(header, builder.add(INDEX(form.header), builder.mul(place, INDEX(form.part))))
         self._levels = code.after(octets, form.octets)
         size = form.group if form.parts == 1 else form.part
         for byte in range(0, size, CACHE_LINE):
             code.prefetch(code.after(self._levels, prefetched + byte))
-        self.scales = [self._half(header)] * form.scales
-        self.minimum = self._half(code.after(header, 2 * PANEL_ROWS)) if form.has_minima else None
+        self.scales = [self._scale(header)] * form.scales
+        self.has_offset = form.offset != 0
+        self.minimum = self._scale(code.after(header, form.scale_size * PANEL_ROWS)) if form.has_minima else None
         if form.octets:
             factors = [self._factor(code.after(octets, PANEL_ROWS * scale)) for scale in range(form.scales)]
             self.scales = [builder.fmul(scale, factor) for scale, factor in zip(self.scales, factors, strict=True)]
@@ -58,7 +66,9 @@ class _Part:
             below = builder.fmul(self.minimum, self._factor(code.after(octets, PANEL_ROWS)))
             self.minimum = builder.fneg(below)
 
-    def _half(self, address: Any) -> Any:
+    def _scale(self, address: Any) -> Any:
+        if self._form.scale_size == FLOAT_SIZE:
+            return self._code.load(address, FLOATS)
         return self._code.builder.fpext(self._code.load(address, ir.VectorType(HALF, PANEL_ROWS)), FLOATS)
 
     def _factor(self, address: Any) -> Any:
@@ -187,7 +197,7 @@ def _added(code: IntegerCode, weights: _Part, row: Any, totals: list[Any], added
     builder = code.builder
     input_scale = code.broadcast(code.after(row, SCALE), FLOAT)
     for place, (total, scale) in enumerate(zip(totals, weights.scales, strict=True)):
-        if weights.minimum is None:
+        if weights.has_offset:
             total = builder.add(total, code.broadcast(code.after(row, CORRECTIONS + 4 * place), WORD))
         added = code.scaled(builder.sitofp(total, FLOATS), builder.fmul(scale, input_scale), added)
     if weights.minimum is not None:

@@ -53,10 +53,10 @@ def _write(rows: Bytes, form: PanelFormat, name: str, written: Bytes) -> None:
     """Write the panels of these rows, which are ``[rows, blocks, bytes of a block]``."""
     panels, blocks = len(rows) // PANEL_ROWS, rows.shape[1]
     groups = written.reshape(panels, blocks, form.group)
-    halves = [208 if name == "Q6_K" else 0, 2][: 1 + form.has_minima]
-    for place, offset in enumerate(halves):
-        width = 2 * PANEL_ROWS
-        groups[:, :, place * width : (place + 1) * width] = _by_panel(rows[..., offset : offset + 2])
+    size = form.scale_size
+    width = size * PANEL_ROWS
+    for place, offset in enumerate([208 if name == "Q6_K" else 0, size][: 1 + form.has_minima]):
+        groups[:, :, place * width : (place + 1) * width] = _by_panel(rows[..., offset : offset + size])
     parts = groups[:, :, form.header :].reshape(panels, blocks, form.parts, form.part)
     for place, factors in enumerate(_factors(rows, name)):
         columns = slice(place * PANEL_ROWS, (place + 1) * PANEL_ROWS)
@@ -94,6 +94,10 @@ def _levels(rows: Bytes, name: str) -> Any:
     """The weights as integers without a sign, ``[rows, blocks, parts, columns]``."""
     if name == "Q8_0":
         return np.bitwise_xor(rows[..., None, 2:], np.uint8(128))
+    if name == "int8":
+        return np.bitwise_xor(rows[..., 4:].reshape(*rows.shape[:2], 2, PART), np.uint8(128))
+    if name == "int4":
+        return _nibbles(rows[..., 8:].reshape(*rows.shape[:2], 2, PART // 2)).reshape(*rows.shape[:2], 2, PART)
     if name in ("Q4_0", "Q4_1"):
         return _nibbles(rows[..., -PART // 2 :][..., None, :]).reshape(*rows.shape[:2], 1, PART)
     if name == "Q6_K":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit, types
 
 from hdtool.runtime.kernels.gemm_tiles import FEW_ROWS, ITEM_SIZE
@@ -34,8 +35,25 @@ def multiply_int8(
 
     The outputs of input rows are ``apart`` numbers from each other.
     """
+    # An argument of the function that uses its address: numba frees an array after the last line that names it.
+    records = np.empty(rows * (columns // PART * RECORD), np.uint8)
+    _multiply_records(panels, kind, outs, columns, inputs, rows, outputs, apart, records)
+
+
+@njit(cache=True, nogil=True)
+def _multiply_records(
+    panels: int,
+    kind: Any,
+    outs: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    apart: int,
+    records: npt.NDArray[np.uint8],
+) -> None:
+    """The same with memory for the rows in 8 bits."""
     width, size = columns // PART * RECORD, panel_bytes(kind, columns)
-    records = np.empty(rows * width, np.uint8)
     quantized = records.ctypes.data
     for row in range(rows):
         quantize_row(inputs + row * columns * ITEM_SIZE, kind, columns, quantized + row * width)

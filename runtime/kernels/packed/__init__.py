@@ -1,4 +1,5 @@
-"""Weights in the blocks of GGUF files: their formats, their expansion to float32, and the matrix that a layer keeps.
+"""Weights in blocks, of GGUF files and of torchao: their formats, their expansion to float32, and the matrix that a
+layer keeps.
 
 Imports `data` and code of `runtime/kernels` that generates vector instructions; it depends on no model and no file.
 """

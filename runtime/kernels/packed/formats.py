@@ -1,4 +1,4 @@
-"""The formats of blocks that are computed with as they are, by the numbers that GGUF files have for them."""
+"""The formats of blocks that are computed with as they are: those of GGUF files, and two for torchao."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class BlockFormat:
     """Some numbers of a matrix row that share their scales."""
 
     name: str
-    number: int
-    """In files."""
+    number: int | None
+    """In GGUF files, if they have it."""
     numbers: int
     """Weights of a block."""
     bytes: int
@@ -37,5 +37,12 @@ FORMATS = {
         BlockFormat("Q6_K", 14, 256, 210, np.uint64(0)),
     )
 }
-OF_TYPE = {typeof(one.kind): one for one in FORMATS.values()}  # type: ignore[no-untyped-call]
+"""Those of GGUF files, by their number there."""
+INT8 = BlockFormat("int8", None, 64, 68, np.float64(0))
+"""A scale in float32, and integers of 8 bits that are multiplied by it."""
+INT4 = BlockFormat("int4", None, 64, 40, np.complex64(0))
+"""A scale and a minimum in float32, and integers of 4 bits: for 32 columns the low halves of 16 bytes, then the high
+ones."""
+ALL_FORMATS = (*FORMATS.values(), INT8, INT4)
+OF_TYPE = {typeof(one.kind): one for one in ALL_FORMATS}  # type: ignore[no-untyped-call]
 """Formats by the type of their argument."""

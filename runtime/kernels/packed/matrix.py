@@ -1,4 +1,4 @@
-"""A matrix in the blocks of a GGUF file, usually mapped from it; it is read-only."""
+"""A matrix in blocks, usually mapped from a GGUF file; it is read-only."""
 
 from __future__ import annotations
 

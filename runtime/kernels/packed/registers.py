@@ -1,7 +1,7 @@
 """Generates code that expands a block to float32 in vector registers, with the roundings of the library ``gguf``.
 
-The layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. A weight is ``d * q``,
-``d * q + m`` or ``d * q - m``: each operation rounds once, and none is fused.
+The layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and two for torchao.
+A weight is ``d * q``, ``d * q + m`` or ``d * q - m``: each operation rounds once, and none is fused.
 """
 
 from __future__ import annotations
@@ -60,8 +60,21 @@ class Blocks:
         return expand
 
     def _q8_0(self, block: Any) -> Expand:
-        scale = self._half(block, 0)
-        return lambda place: self.builder.fmul(self._float(self._bytes(block, 2 + place * LANES, signed=True)), scale)
+        return self._by_signed_byte(block, 2, self._half(block, 0))
+
+    def _int8(self, block: Any) -> Expand:
+        return self._by_signed_byte(block, 4, self._number(block, 0))
+
+    def _int4(self, block: Any) -> Expand:
+        both, signed = (self._number(block, 0), self._number(block, 4)), [level - 8 for level in LEVELS]
+        halves = [self._by_level(block, first, signed, *both) for first in (8, 24)]
+        return lambda place: halves[place * LANES // 32](place % (32 // LANES))
+
+    def _by_signed_byte(self, block: Any, first: int, scale: Any) -> Expand:
+        def expand(place: int) -> Any:
+            return self.builder.fmul(self._float(self._bytes(block, first + place * LANES, signed=True)), scale)
+
+        return expand
 
     def _q4_k(self, block: Any) -> Expand:
         scales = self._scales_and_minima(block)
@@ -141,6 +154,10 @@ class Blocks:
     def _permuted(self, table: Any, indices: Any) -> Any:
         """The numbers of a table at the places that the four lowest bits of indices state."""
         return self.code.call(PERMUTATION, self.code.vector, table, indices)
+
+    def _number(self, block: Any, offset: int) -> Any:
+        """A float32 of a block in all lanes."""
+        return self.code.splat(self.code.load(self.code.after(block, offset), FLOAT))
 
     def _half(self, block: Any, offset: int, lanes: int = LANES) -> Any:
         """A float16 of a block in all lanes, as float32."""

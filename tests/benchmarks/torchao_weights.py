@@ -1,0 +1,91 @@
+"""Passes with int8 weights of torchao: by the products of the library, and by ours on packed weights.
+
+    python -m tests.benchmarks.torchao_weights                      # random weights in the shape of Llama 3.2 1B
+    python -m tests.benchmarks.torchao_weights --model FILE.gguf    # a model, rounded to bfloat16 first
+
+The checkpoint in 16 bits is quantized on loading, for each side alike. All sides are measured in turn, in one process
+with one thread; ratios are medians of those within a repetition. Times are those of the process on the processor; on a
+machine that does nothing else, both clocks agree. Our own product computes up to 64 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import INT8
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.tree import DraftTree
+from tests.benchmarks.cpu_weights import CONTEXT, ROWS, checkpoint
+
+LIBRARY = "torchao"
+SIDES: dict[str, dict[str, Any]] = {
+    LIBRARY: {"dtype": "float32"},
+    "packed, layers of transformers": {"fused_layers": False},
+    "packed, compiled layers": {},
+    "packed, compiled layers, activations in 8 bits": {"activations": INT8},
+}
+
+
+def target_of(folder: str, options: dict[str, Any]) -> Target:
+    config = ModelConfig(folder, device="cpu", quantization="int8", products="own", **options)
+    target = load(config).target
+    target.prefill(some_context(CONTEXT, 4000), 64)
+    target.commit([])
+    return target
+
+
+def times_of(targets: dict[str, Target], rows: int, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of a pass by side, without a first one."""
+    tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
+    taken: dict[str, list[float]] = {name: [] for name in targets}
+    for _ in range(repeats + 1):
+        for name, target in targets.items():
+            started = time.process_time()
+            target.verify(tree)
+            taken[name].append((time.process_time() - started) * 1e3)
+    return {name: times[1:] for name, times in taken.items()}
+
+
+def passes(targets: dict[str, Target], repeats: int) -> None:
+    by_rows = [times_of(targets, rows, repeats) for rows in ROWS]
+    for title, of_side in (("milliseconds of a pass", statistics.median), ("times as fast as torchao", None)):
+        print(f"\n| {title}, rows | {' | '.join(map(str, ROWS))} |\n|---|{'---|' * len(ROWS)}")
+        for name in targets:
+            cells = [
+                f"{of_side(taken[name]):.1f}" if of_side else f"{_ratio(taken[LIBRARY], taken[name]):.2f}"
+                for taken in by_rows
+            ]
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def _ratio(times: list[float], others: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(times, others, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a GGUF file, or another model")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    print(f"{machine(torch.device('cpu'))}; one thread", flush=True)
+    with TemporaryDirectory() as folder:
+        checkpoint(options.model, torch.bfloat16, Path(folder))
+        passes({name: target_of(folder, side) for name, side in SIDES.items()}, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""int8 and int4 weights of torchao that stay packed: the bits, the tokens and the rows of the expanded model."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.nn import Linear, Module, Parameter
+from transformers import AutoTokenizer, TorchAoConfig
+
+from hdtool.cli.app import run as command
+from hdtool.data import demo
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
+from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
+from hdtool.runtime.kernels.int8.int8_linear import Int8Linear
+from hdtool.runtime.kernels.packed.formats import INT8
+from hdtool.runtime.kernels.packed.torchao_weights import packed_int4, packed_int8, packed_weight
+from hdtool.runtime.kernels.small_batch_linear import ProductChoice, own_linear
+from hdtool.runtime.model import compact_layers
+from hdtool.runtime.model.cache.batch_slots import BatchSlots
+from hdtool.runtime.model.fused.layer_stack import stack_of
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.gguf_files import tiny_llama, vocabulary
+from tests.support.trees import LyingDrafter
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of torchao
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZE = len(vocabulary()["model"]["vocab"])
+PROMPT = [token % SIZE for token in range(3, 600, 29)]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture
+def torchao() -> Any:
+    return pytest.importorskip("torchao.quantization")
+
+
+@pytest.fixture
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, the product could be another one for expanded weights, and its bits with it."""
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
+
+
+@st.composite
+def levels_and_scales(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """With a scale for all weights, for each row, or for a group of columns of each row."""
+    outs, groups = draw(st.integers(1, 2 * MOST_OUTS)), draw(st.sampled_from([1, 2, 3]))
+    group = INT8.numbers * draw(st.integers(1, 4))
+    torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
+    levels = torch.randint(-128, 128, (outs, groups * group), dtype=torch.int8)
+    scales = torch.randn(draw(st.sampled_from([1, outs])), groups, dtype=draw(st.sampled_from(DTYPES)))
+    return levels, scales, group
+
+
+@given(levels_and_scales(), st.integers(1, 20))
+@settings(deadline=None)
+def test_products_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tensor, int], rows: int) -> None:
+    levels, scales, group = given
+    matrix = packed_int8(levels, scales, group)
+    assert matrix is not None
+    assert matrix.nbytes == levels.numel() + levels.numel() // INT8.numbers * 4
+    wide = levels.float() * scales.float().repeat_interleave(group, 1)
+    assert torch.equal(matrix.float(), wide)
+    numbers = torch.randn(rows, levels.shape[1])
+    found = own_linear(numbers, matrix)
+    assert torch.equal(found, own_linear(numbers, wide))
+    exact = numbers.double() @ wide.double().T
+    magnitude = numbers.double().abs() @ wide.double().abs().T
+    assert ((found - exact).abs() <= levels.shape[1] * torch.finfo(torch.float32).eps * magnitude).all()
+
+
+@given(levels_and_scales(), st.integers(1, 20))
+@settings(deadline=None)
+def test_products_of_4_bits_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tensor, int], rows: int) -> None:
+    levels, scales, group = given
+    levels, minima = levels >> 4, torch.randn_like(scales)
+    matrix = packed_int4(two_in_a_byte(levels), scales, minima, group)
+    assert matrix is not None
+    scale, minimum = (numbers.float().repeat_interleave(group, 1) for numbers in (scales, minima))
+    wide = levels.float() * scale + minimum
+    assert torch.equal(matrix.float(), wide)
+    numbers = torch.randn(rows, levels.shape[1])
+    found = own_linear(numbers, matrix)
+    assert torch.equal(found, own_linear(numbers, wide))
+    exact, magnitude = numbers.double() @ wide.double().T, numbers.double().abs() @ wide.double().abs().T
+    assert ((found - exact).abs() <= levels.shape[1] * torch.finfo(torch.float32).eps * magnitude).all()
+
+
+def two_in_a_byte(levels: torch.Tensor) -> torch.Tensor:
+    """As the library packs integers of 4 bits: the first of two columns in the lower half."""
+    octets = levels.view(torch.uint8)
+    return octets[:, ::2] & 15 | octets[:, 1::2] << 4
+
+
+@pytest.mark.parametrize(
+    ("levels", "scales", "group"),
+    [
+        ((8, 96), (8, 1), 96),
+        ((8, 128), (8, 4), 32),
+        ((8, 128), (7, 1), 128),
+        ((8, 128), (8,), 128),
+        ((0, 64), (0, 1), 64),
+    ],
+)
+def test_other_shapes_are_not_packed(levels: tuple[int, ...], scales: tuple[int, ...], group: int) -> None:
+    assert packed_int8(torch.ones(levels, dtype=torch.int8), torch.ones(scales), group) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_are_those_of_the_library(torchao: Any, dtype: torch.dtype) -> None:
+    numbers = torch.randn(5, 256)
+    for how in (torchao.PerRow(), torchao.PerTensor(), torchao.PerGroup(64), torchao.PerGroup(32)):
+        layer: Any = Linear(256, 24, bias=False, dtype=dtype)
+        torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(granularity=how))
+        found = packed_weight(layer.weight)
+        if how == torchao.PerGroup(32) or (how == torchao.PerGroup(64) and dtype == torch.bfloat16):
+            assert found is None, "the library rounds these, or they have other groups"
+            continue
+        assert found is not None
+        assert torch.equal(found.float(), layer.weight.dequantize(torch.float32))
+        torch.testing.assert_close(own_linear(numbers, found), layer(numbers), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_other_kinds_are_not_packed(torchao: Any) -> None:
+    layer: Any = torch.nn.Sequential(Linear(128, 32, bias=False))
+    assert packed_weight(layer[0].weight) is None
+    for how in (torchao.Int8DynamicActivationInt8WeightConfig(), torchao.IntxWeightOnlyConfig(torch.int8)):
+        other = copy.deepcopy(layer)
+        torchao.quantize_(other, how)
+        assert type(other[0].weight) is not Parameter
+        assert packed_weight(other[0].weight) is None
+    torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
+    assert packed_weight(layer[0].weight) is not None
+    layer[0].weight.zero_point.fill_(1)
+    assert packed_weight(layer[0].weight) is None
+
+
+def in_int4(torchao: Any, weight: torch.Tensor, group: int, dtype: torch.dtype) -> Any:
+    """As ``Int4WeightOnlyConfig`` quantizes a weight, which needs a GPU: the integers -8 to 7, scaled and shifted."""
+    parts = weight.detach().view(len(weight), -1, group)
+    lowest, highest = parts.amin(-1), parts.amax(-1)
+    scales = ((highest - lowest) / 15).clamp_min(1e-6)
+    levels = ((parts - lowest[..., None]) / scales[..., None]).round().clamp(0, 15).to(torch.int8) - 8
+    columns = two_in_a_byte(levels.view(weight.shape)).view(torch.int8)
+    scales, minima = (one.to(dtype).t().contiguous() for one in (scales, lowest + 8 * scales))
+    return torchao.Int4Tensor(columns, scales, minima, [1, group], weight.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checkpoints_of_4_bits(torchao: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """torchao has no product for them on a CPU."""
+    weight = torch.randn(24, 256)
+    quantized = in_int4(torchao, weight, 128, dtype)
+    found = packed_weight(quantized)
+    assert found is not None and found.nbytes == 24 * 256 // 64 * 40
+    assert (found.float() - weight).abs().max() < 0.5
+    assert packed_weight(in_int4(torchao, weight, 32, dtype)) is None, "the groups are smaller than blocks"
+    quantized.activation_dtype = torch.float8_e4m3fn
+    assert packed_weight(quantized) is None
+    model: Any = tiny_llama(**SHAPE)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, Linear):
+            layer.weight = Parameter(in_int4(torchao, layer.weight, 64, dtype), requires_grad=False)
+    state, metadata = flatten(model.state_dict())
+    model.config.quantization_config = TorchAoConfig(torchao.Int4WeightOnlyConfig(group_size=64))
+    model.config.save_pretrained(tmp_path)
+    save_file(state, tmp_path / "model.safetensors", metadata | {"format": "pt"})
+    AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(tmp_path)
+    for activations in ("float32", "int8"):
+        target = load(ModelConfig(str(tmp_path), device="cpu", activations=activations)).target
+        assert len(packed_layers(target.model)) == 14 and stack_of(target.model)
+        plain = said(run(target, PROMPT, SAMPLINGS["greedy"]))
+        liar = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
+        assert said(run(target, PROMPT, SAMPLINGS["greedy"], drafter=liar)) == plain
+        assert liar.accepted > 0
+
+
+def flatten(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    found: tuple[dict[str, torch.Tensor], dict[str, str]] = support.flatten_tensor_state_dict(state)
+    return found
+
+
+def saved(folder: Path, dtype: torch.dtype = torch.float32, **changed: Any) -> str:
+    """A checkpoint in floating point; it is quantized on loading."""
+    model: Any = tiny_llama(**(SHAPE | changed))
+    model.to(dtype).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(folder)
+    return str(folder)
+
+
+def target_of(folder: str, **options: Any) -> Target:
+    return load(ModelConfig(folder, device="cpu", quantization="int8", **options)).target
+
+
+@cache
+def context_of(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(2, SIZE, (length,), generator=generator).tolist()
+
+
+def all_logits(model: Any, length: int) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([context_of(length)]), use_cache=False).logits
+    return logits
+
+
+def packed_layers(model: Module) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear) and is_packed(module.weight)]
+
+
+@pytest.mark.usefixtures("own_products")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_logits_and_answers_are_those_of_the_expanded_model(
+    torchao: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, dtype)
+    packed, library = target_of(folder), target_of(folder, dtype="float32")
+    assert packed.dtype == library.dtype == torch.float32
+    assert len(packed_layers(packed.model)) == 14 and stack_of(packed.model)
+    assert not any(map(is_compact, library.model.parameters())) and not stack_of(library.model)
+    wide = target_of(folder)
+    for layer in packed_layers(wide.model):
+        layer.weight = Parameter(layer.weight.stored.float(), requires_grad=False)  # type: ignore[attr-defined]
+    for length in (1, 2, 5, 16, 64, 65, 100):
+        found = all_logits(packed.model, length)
+        assert torch.equal(found, all_logits(wide.model, length)), length
+        expected = all_logits(library.model, length)
+        assert (found - expected).norm() < 1e-4 * expected.norm(), "rounded in another order"
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
+        plain = said(run(packed, PROMPT, sampling))
+        assert said(run(wide, PROMPT, sampling)) == plain
+        for activations in ("float32", "int8"):
+            target = target_of(folder, activations=activations)
+            answer = said(run(target, PROMPT, sampling))
+            assert answer == plain or activations == "int8"
+            liar = LyingDrafter(len(PROMPT), answer, SIZE, seed=1)
+            assert said(run(target, PROMPT, sampling, drafter=liar)) == answer
+            assert liar.accepted > 0
+
+
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(torchao: Any, activations: str, tmp_path: Path) -> None:
+    target = target_of(saved(tmp_path), activations=activations, products="own")
+    kinds = [isinstance(layer, Int8Linear) for layer in packed_layers(target.model)]
+    assert kinds == [activations == "int8"] * 14
+    stack = stack_of(target.model)
+    assert stack
+    target.prefill(context_of(30), 80)
+    target.commit([])
+    before = stack.passes
+    alone = target.verify(DraftTree.bare(3))[0].clone()
+    for nodes in (1, 2, 3, 4, 7, 8, 15, 40):
+        found = target.verify(DraftTree.of(3, list(range(5, 5 + nodes)), [-1] * nodes))
+        assert torch.equal(found[0], alone), nodes
+    assert stack.passes == before + 9
+
+
+@pytest.mark.parametrize("products", ["own", "torch"])
+def test_activations_in_8_bits_have_the_same_bits_in_every_pass(torchao: Any, products: str, tmp_path: Path) -> None:
+    """The output layer is not quantized."""
+    target = target_of(saved(tmp_path), activations="int8", products=products)
+    slots = BatchSlots(target, 3)
+    context = context_of(70)
+    whole = target.prefill(context, 60).clone()
+    for slot in range(3):
+        assert torch.equal(slots.prefill(slot, context, 60), whole)
+        slots.commit(slot, [])
+    trees = [DraftTree.of(3, [5, 8], [-1, 0]), DraftTree.bare(3), DraftTree.of(3, list(range(9, 49)), [-1] * 40)]
+    rows = [found.clone() for found in slots.verify(trees)]
+    target.commit([])
+    for tree, found in zip(trees, rows, strict=True):
+        assert torch.equal(target.verify(tree), found)
+
+
+def test_layers_that_no_product_takes_are_those_of_the_library(torchao: Any, tmp_path: Path) -> None:
+    target = target_of(saved(tmp_path, intermediate_size=480))
+    odd = {type(layer.mlp.down_proj.weight).__name__ for layer in target.model.model.layers}
+    assert odd == {"Int8Tensor"} and len(packed_layers(target.model)) == 12
+    plain = said(run(target, PROMPT, SAMPLINGS["greedy"]))
+    liar = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
+    assert said(run(target, PROMPT, SAMPLINGS["greedy"], drafter=liar)) == plain
+
+
+def test_without_linear_layers_nothing_is_packed(torchao: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_llama(**SHAPE)
+    assert not compact_layers.pack_weights(model)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    first = model.model.layers[0].mlp.up_proj
+    first.__class__ = type("Adapted", (Linear,), {})
+    assert compact_layers.pack_weights(model)
+    assert type(first.weight).__name__ == "Int8Tensor"
+    assert len(packed_layers(model)) == 14  # the output layer too
+    model = tiny_llama(**SHAPE)
+    model.to(torch.bfloat16)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    assert not compact_layers.pack_weights(model), "it computes in bfloat16"
+
+
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_methods_are_lossless(
+    torchao: Any, activations: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--quantization", "int8", "--num-prompts", "3", "--max-new-tokens", "24", "--activations", activations)
+    assert command(["verify", "--model", saved(tmp_path), *options]) == 0
+    assert "3 of 3" in capfd.readouterr().out
