@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from hdtool.runtime.kernels.memory.raw_memory import BYTES
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.packed.registers import Blocks
+from hdtool.runtime.kernels.tile_choice import Tile
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, LANES, SHORT, VectorCode
 
 ITEM_SIZE = 4
@@ -95,45 +96,40 @@ def outs_beside(rows: int) -> int:
     return max(outs for outs in (1, 2, 4) if outs * rows <= SUMS or outs == 1)
 
 
-def tile(outs: int, rows: int) -> Any:
-    """An intrinsic that multiplies ``outs`` rows of a matrix by ``rows`` input rows."""
+def tile(outs: int, rows: int) -> Tile:
+    """The multiplication of ``outs`` rows of a matrix by ``rows`` input rows."""
 
-    def typed(context: Any, matrix: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> Any:
-        def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            matrix, _, columns, inputs, outputs, apart = arguments
-            code = VectorCode(builder)
-            read = _read(code, kind)
-            first, stride = builder.inttoptr(matrix, BYTES), read.stride(columns)
-            places = [code.after(first, builder.mul(stride, INDEX(out))) for out in range(outs + 1)]
-            numbers = builder.inttoptr(inputs, FLOAT.as_pointer())
-            ahead = places.pop()
+    def generate(builder: Any, kind: Any, matrix: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> None:
+        code = VectorCode(builder)
+        read = _read(code, kind)
+        first, stride = builder.inttoptr(matrix, BYTES), read.stride(columns)
+        places = [code.after(first, builder.mul(stride, INDEX(out))) for out in range(outs + 1)]
+        numbers = builder.inttoptr(inputs, FLOAT.as_pointer())
+        ahead = places.pop()
 
-            def multiply(column: Any, sums: list[Any]) -> list[Any]:
-                offset = read.offset(column)
-                _prefetch(code, code.after(ahead, builder.mul(offset, INDEX(outs))), read, outs)
-                expanders = [read.expander(code.after(out, offset)) for out in places]
-                for place in range(read.vectors):
-                    at = builder.add(column, INDEX(place * LANES))
-                    factors = _factors(code, numbers, at, columns, rows)
-                    for out, expand in enumerate(expanders):
-                        weights = expand(place)
-                        for row, factor in enumerate(factors):
-                            sum_ = out * rows + row
-                            sums[sum_] = code.multiply_add(weights, factor, sums[sum_])
-                return sums
+        def multiply(column: Any, sums: list[Any]) -> list[Any]:
+            offset = read.offset(column)
+            _prefetch(code, code.after(ahead, builder.mul(offset, INDEX(outs))), read, outs)
+            expanders = [read.expander(code.after(out, offset)) for out in places]
+            for place in range(read.vectors):
+                at = builder.add(column, INDEX(place * LANES))
+                factors = _factors(code, numbers, at, columns, rows)
+                for out, expand in enumerate(expanders):
+                    weights = expand(place)
+                    for row, factor in enumerate(factors):
+                        sum_ = out * rows + row
+                        sums[sum_] = code.multiply_add(weights, factor, sums[sum_])
+            return sums
 
-            zero = ir.Constant(code.vector, [0.0] * LANES)
-            sums = code.loop(columns, [zero] * (outs * rows), multiply, read.step)
-            written = builder.inttoptr(outputs, FLOAT.as_pointer())
-            for out in range(outs):
-                for row in range(rows):
-                    where = builder.add(builder.mul(apart, INDEX(row)), INDEX(out))
-                    builder.store(code.total(sums[out * rows + row]), code.after(written, where))
-            return target.get_dummy_value()
+        zero = ir.Constant(code.vector, [0.0] * LANES)
+        sums = code.loop(columns, [zero] * (outs * rows), multiply, read.step)
+        written = builder.inttoptr(outputs, FLOAT.as_pointer())
+        for out in range(outs):
+            for row in range(rows):
+                where = builder.add(builder.mul(apart, INDEX(row)), INDEX(out))
+                builder.store(code.total(sums[out * rows + row]), code.after(written, where))
 
-        return types.void(types.int64, kind, *[types.int64] * 4), generate
-
-    return intrinsic(typed)
+    return generate
 
 
 def _factors(code: VectorCode, inputs: Any, at: Any, columns: Any, rows: int) -> list[Any]:

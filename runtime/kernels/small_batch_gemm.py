@@ -26,6 +26,7 @@ from hdtool.runtime.kernels.gemm_tiles import FLOAT16 as FLOAT16
 from hdtool.runtime.kernels.gemm_tiles import FLOAT32 as FLOAT32
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE as ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.tile_choice import by_rows
 from hdtool.runtime.kernels.vector_code import LANES
 
 COLUMN_MULTIPLE = 64
@@ -36,9 +37,10 @@ once."""
 LARGE_BLOCK = 256
 """Numbers of a block that takes longer to unpack than to write and read again."""
 
-_single = tile(1, 1)
 _OUTS = (0, *(outs_beside(rows) for rows in range(1, MOST_ROWS + 1)))
-_one, _two, _three, _four, _five, _six, _seven, _eight = (tile(_OUTS[rows], rows) for rows in range(1, MOST_ROWS + 1))
+_single = by_rows({1: tile(1, 1)})
+_few = by_rows({rows: tile(_OUTS[rows], rows) for rows in range(1, FEW_ROWS + 1)})
+_many = by_rows({rows: tile(_OUTS[rows], rows) for rows in range(FEW_ROWS + 1, MOST_ROWS + 1)})
 
 
 @njit(cache=True, nogil=True)
@@ -74,7 +76,7 @@ def multiply(
     for out in range(whole, outs):
         for row in range(rows):
             read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * apart + out) * ITEM_SIZE
-            _single(matrix + out * stride, kind, columns, read, written, apart)
+            _single(matrix + out * stride, kind, columns, read, written, apart, 1)
 
 
 @njit(cache=True, nogil=True)
@@ -87,15 +89,7 @@ def _multiply_few(
         some = min(rows - row, FEW_ROWS)
         read, written = inputs + row * columns * ITEM_SIZE, outputs + row * apart * ITEM_SIZE
         for out in range(0, MOST_OUTS, _OUTS[some]):
-            first, to = matrix + out * stride, written + out * ITEM_SIZE
-            if some == 1:
-                _one(first, kind, columns, read, to, apart)
-            elif some == 2:
-                _two(first, kind, columns, read, to, apart)
-            elif some == 3:
-                _three(first, kind, columns, read, to, apart)
-            else:
-                _four(first, kind, columns, read, to, apart)
+            _few(matrix + out * stride, kind, columns, read, written + out * ITEM_SIZE, apart, some)
         row += some
 
 
@@ -130,27 +124,12 @@ def _multiply_interleaved(
             tile_rows, written = matrix + out * stride, outputs + (row * apart + out) * ITEM_SIZE
             if some > FEW_ROWS:
                 read = interleaved.ctypes.data + first
-                _multiply_many(tile_rows, kind, stride, columns, read, some, written, apart)
+                for place in range(0, MOST_OUTS, _OUTS[some]):
+                    to = written + place * ITEM_SIZE
+                    _many(tile_rows + place * stride, kind, columns, read, to, apart, some)
             else:  # nine rows are five and four
                 _multiply_few(tile_rows, kind, stride, columns, inputs + first, some, written, apart)
             row += some
-
-
-@njit(cache=True, nogil=True)
-def _multiply_many(
-    matrix: int, kind: Any, stride: int, columns: int, read: int, rows: int, written: int, apart: int
-) -> None:
-    """Multiply ``MOST_OUTS`` matrix rows by 5 to 8 interleaved input rows."""
-    for out in range(0, MOST_OUTS, _OUTS[rows]):
-        first, to = matrix + out * stride, written + out * ITEM_SIZE
-        if rows == 5:
-            _five(first, kind, columns, read, to, apart)
-        elif rows == 6:
-            _six(first, kind, columns, read, to, apart)
-        elif rows == 7:
-            _seven(first, kind, columns, read, to, apart)
-        else:
-            _eight(first, kind, columns, read, to, apart)
 
 
 @njit(cache=True, nogil=True)

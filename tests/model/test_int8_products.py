@@ -20,6 +20,7 @@ from hdtool.runtime.kernels.int8.panels import TOGETHER, Panels
 from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.tile_choice import by_rows
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_scales, some_matrix
 from tests.support.project import ROOT
@@ -127,12 +128,12 @@ def test_no_memory_is_used_that_was_freed() -> None:
 
 
 def _tile(dot: str | None) -> object:
-    tile = panel_tile(1, dot)
+    tile = by_rows({1: panel_tile(1, dot)})
 
     @njit(nogil=True)
     def multiply(panel: int, kind: object, columns: int, inputs: int, records: int, outputs: int) -> None:
         quantize_row(inputs, kind, columns, records)
-        tile(panel, kind, columns, records, outputs, 0)
+        tile(panel, kind, columns, records, outputs, 0, 1)
 
     return multiply
 

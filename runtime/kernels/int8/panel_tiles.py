@@ -30,6 +30,7 @@ from hdtool.runtime.kernels.int8.panel_format import (
 from hdtool.runtime.kernels.int8.quantized_rows import CORRECTIONS, RECORD, SCALE, SCALED_SUM
 from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
+from hdtool.runtime.kernels.tile_choice import Tile
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, OCTET, SHORT
 
 LOW_BITS = 4
@@ -124,36 +125,31 @@ class _Part:
         return builder.bitcast((builder.shl if left > 0 else builder.lshr)(pairs, count), OCTETS)
 
 
-def panel_tile(rows: int, dot: str | None = None) -> Any:
-    """An intrinsic that multiplies a panel by this number of quantized rows."""
+def panel_tile(rows: int, dot: str | None = None) -> Tile:
+    """The multiplication of a panel by this number of quantized rows."""
     used = dot or best_dot()
     prefetched = PREFETCHED if rows >= FEWEST_ROWS_AHEAD else PREFETCHED_BY_FEW_ROWS
 
-    def typed(context: Any, panel: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> Any:
-        def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            panel, _, columns, inputs, outputs, apart = arguments
-            code = IntegerCode(builder, used)
-            form = panel_format(OF_TYPE[kind])
-            first, records = builder.inttoptr(panel, BYTES), builder.inttoptr(inputs, BYTES)
-            count = builder.udiv(columns, INDEX(PART))
+    def generate(builder: Any, kind: Any, panel: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> None:
+        code = IntegerCode(builder, used)
+        form = panel_format(OF_TYPE[kind])
+        first, records = builder.inttoptr(panel, BYTES), builder.inttoptr(inputs, BYTES)
+        count = builder.udiv(columns, INDEX(PART))
 
-            def multiply(part: Any, sums: list[Any]) -> list[Any]:
-                weights = _Part(code, form, first, part, prefetched)
-                places = [builder.add(builder.mul(count, INDEX(row)), part) for row in range(rows)]
-                read = [code.after(records, builder.mul(place, INDEX(RECORD))) for place in places]
-                totals = _totals(code, form, weights, read)
-                return [_added(code, weights, row, *of_row) for row, *of_row in zip(read, totals, sums, strict=True)]
+        def multiply(part: Any, sums: list[Any]) -> list[Any]:
+            weights = _Part(code, form, first, part, prefetched)
+            places = [builder.add(builder.mul(count, INDEX(row)), part) for row in range(rows)]
+            read = [code.after(records, builder.mul(place, INDEX(RECORD))) for place in places]
+            totals = _totals(code, form, weights, read)
+            return [_added(code, weights, row, *of_row) for row, *of_row in zip(read, totals, sums, strict=True)]
 
-            sums = code.loop(count, [ir.Constant(FLOATS, [0.0] * PANEL_ROWS)] * rows, multiply, 1)
-            written = builder.inttoptr(outputs, FLOAT.as_pointer())
-            for row, found in enumerate(sums):
-                where = code.after(written, builder.mul(apart, INDEX(row)))
-                builder.store(found, builder.bitcast(where, FLOATS.as_pointer())).align = 4
-            return target.get_dummy_value()
+        sums = code.loop(count, [ir.Constant(FLOATS, [0.0] * PANEL_ROWS)] * rows, multiply, 1)
+        written = builder.inttoptr(outputs, FLOAT.as_pointer())
+        for row, found in enumerate(sums):
+            where = code.after(written, builder.mul(apart, INDEX(row)))
+            builder.store(found, builder.bitcast(where, FLOATS.as_pointer())).align = 4
 
-        return types.void(types.int64, kind, *[types.int64] * 4), generate
-
-    return intrinsic(typed)
+    return generate
 
 
 def _panel_bytes(context: Any, kind: Any, columns: Any) -> Any:

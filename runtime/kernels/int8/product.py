@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, types
 
-from hdtool.runtime.kernels.gemm_tiles import FEW_ROWS, ITEM_SIZE
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART
 from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_bytes, panel_tile
 from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
 from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.tile_choice import by_rows
 
-_one, _two, _three, _four, _five, _six, _seven, _eight = (panel_tile(rows) for rows in range(1, 9))
+_tile = by_rows({rows: panel_tile(rows) for rows in range(1, MOST_ROWS + 1)})
 
 
 @njit(cache=True, nogil=True)
@@ -77,35 +78,5 @@ def _multiply_panel(
     row = 0
     while row < rows:
         some = min(rows - row, MOST_ROWS)
-        read, written = inputs + row * width, outputs + row * apart * ITEM_SIZE
-        if some <= FEW_ROWS:
-            _multiply_few(panel, kind, columns, read, some, written, apart)
-        else:
-            _multiply_many(panel, kind, columns, read, some, written, apart)
+        _tile(panel, kind, columns, inputs + row * width, outputs + row * apart * ITEM_SIZE, apart, some)
         row += some
-
-
-@njit(cache=True, nogil=True)
-def _multiply_few(panel: int, kind: Any, columns: int, read: int, rows: int, written: int, apart: int) -> None:
-    """Multiply a panel by up to 4 rows."""
-    if rows == 1:
-        _one(panel, kind, columns, read, written, apart)
-    elif rows == 2:
-        _two(panel, kind, columns, read, written, apart)
-    elif rows == 3:
-        _three(panel, kind, columns, read, written, apart)
-    else:
-        _four(panel, kind, columns, read, written, apart)
-
-
-@njit(cache=True, nogil=True)
-def _multiply_many(panel: int, kind: Any, columns: int, read: int, rows: int, written: int, apart: int) -> None:
-    """Multiply a panel by 5 to 8 rows."""
-    if rows == 5:
-        _five(panel, kind, columns, read, written, apart)
-    elif rows == 6:
-        _six(panel, kind, columns, read, written, apart)
-    elif rows == 7:
-        _seven(panel, kind, columns, read, written, apart)
-    else:
-        _eight(panel, kind, columns, read, written, apart)
