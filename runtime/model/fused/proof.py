@@ -23,6 +23,8 @@ in float32 gives about a millionth."""
 TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 LENGTHS = (0, 37, 150)
 """Of contexts, for the layers at both ends; a tree follows the second one."""
+SHORT = 5
+"""Tokens of a context or a piece for the whole model: a large one takes a second for 40 on one core."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
 Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask]
 """A cache, the positions of a pass, and its mask."""
@@ -182,10 +184,10 @@ def _use_whole_passes(target: Target, stack: LayerStack) -> None:
 
 def _logits_of_passes(target: Target) -> list[torch.Tensor]:
     """After a tree, after one of its nodes, and after the rest of a prompt."""
-    context = some_context(LENGTHS[1], target.vocabulary)
+    context = some_context(SHORT, target.vocabulary)
     target.prefill(context)
     target.commit([])
     of_tree = target.verify(TREE).clone()
     target.commit([0, 1])
     bare = target.verify(DraftTree.bare(1)).clone()
-    return [of_tree, bare, target.read_piece(context[10:20], 10, target.new_cache(20)).clone()]
+    return [of_tree, bare, target.read_piece(context, LENGTHS[1], target.new_cache(LENGTHS[1] + SHORT)).clone()]
