@@ -4,7 +4,7 @@
     python -m tests.benchmarks.packed_weights passes --formats Q4_K,Q6_K   # random blocks, the shape of Llama 3.2 1B
     python -m tests.benchmarks.packed_weights answers --model FILE.gguf    # beside llama-cpp-python if it is installed
     python -m tests.benchmarks.packed_weights activations --model FILE.gguf --threads 1,2    # in 8 bits too
-    python -m tests.benchmarks.packed_weights activations --formats Q4_0,Q8_0    # random files, the shape of a 1B Llama
+    python -m tests.benchmarks.packed_weights activations --formats Q4_0,Q8_0,BF16    # random, the shape of a 1B Llama
     python -m tests.benchmarks.packed_weights loading --model FILE.gguf    # or --formats Q4_K: a random file
 
 Passes and answers of all sides are measured in turn, in one process with one thread. Times are those of the process on
@@ -45,6 +45,7 @@ from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice, use_small_batch_products
 from hdtool.runtime.model.compact_layers import Place, compact_places, replace_parameter, weight_places
+from hdtool.runtime.model.gguf.converted import stays_packed
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
@@ -159,7 +160,8 @@ class LlamaCppPasses:
 def activations(file: str, repeats: int, threads: list[int]) -> None:
     """Passes and prompts with activations in float32 and in 8 bits, by the clock on the wall."""
     peer = LlamaCppPasses(file) if find_spec("llama_cpp") else None
-    targets = {name: load(ModelConfig(file, device="cpu", activations=name, products="own")) for name in ACTIVATIONS}
+    names = ACTIVATIONS if stays_packed(Path(file)) else ACTIVATIONS[:1]  # weights in 16 bits have no panels
+    targets = {name: load(ModelConfig(file, device="cpu", activations=name, products="own")) for name in names}
     trees = {rows: DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1)) for rows in ROWS}
     contexts = {length: some_context(length, 4000) for length in PROMPTS}
     for title, runs, times in (
@@ -298,7 +300,7 @@ def main() -> None:
         shape = LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0)
         for kind in options.formats.split(","):
             file = Path(folder) / "random.gguf"
-            write_random_gguf(file, shape, kind, "Q6_K" if "_K" in kind else "Q8_0")
+            write_random_gguf(file, shape, kind, "Q6_K" if "_K" in kind else kind if kind == "BF16" else "Q8_0")
             print(f"\n{kind}")
             if options.part == "loading":
                 loading(str(file))

@@ -149,12 +149,19 @@ def write_random_gguf(path: Path, settings: LlamaConfig, kind: str, embedding: s
     tensors = {f"blk.{n}.{name}": shape for n in range(settings.num_hidden_layers) for name, shape in shapes.items()}
     for seed, (name, shape) in enumerate({"token_embd": (settings.vocab_size, width), **tensors}.items()):
         stored = embedding if name == "token_embd" else kind
-        blocks = some_matrix(NAMES[stored], *shape, seed).blocks.numpy()
-        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=GGMLQuantizationType[stored])
+        writer.add_tensor(f"{name}.weight", _random(stored, shape, seed), raw_dtype=GGMLQuantizationType[stored])
     norms = [f"blk.{n}.{name}" for n in range(settings.num_hidden_layers) for name in ("attn_norm", "ffn_norm")]
     for name in ("output_norm", *norms):
         writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
     return _written(writer, path)
+
+
+def _random(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray[Any, Any]:
+    """The bytes of a matrix in the format of a tensor."""
+    if kind == "BF16":
+        numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[1] ** 0.5
+        return np.asarray(numbers.bfloat16().view(torch.uint8))
+    return np.asarray(some_matrix(NAMES[kind], *shape, seed).blocks)
 
 
 def _written(writer: GGUFWriter, path: Path) -> Path:
