@@ -8,33 +8,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import core_model_loading
-from transformers import modeling_gguf_pytorch_utils as unpacking
 
 Take = Callable[[str, torch.Tensor], bool]
 """Called with the name and the value of a weight; whether the model can do without it."""
+Function = Callable[..., Any]
+PUTTING = "core_model_loading", "set_param_for_module"
+READING = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
+"""Functions of transformers. Without them, as in a later version, weights are in memory all at once."""
 
 
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
     """Call ``take`` for each weight that transformers reads meanwhile."""
-    with (
-        patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),  # else threads read ahead without a limit
-        patch.object(core_model_loading, "set_param_for_module", _putting(take)),
-        patch.object(unpacking, "load_gguf_checkpoint", _reading(take)),
-    ):
+    with ExitStack() as patches:
+        # Else threads read ahead without a limit.
+        patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
+        for (module, name), wrapped in ((PUTTING, _putting), (READING, _reading)):
+            with suppress(ImportError):
+                found = import_module(f"transformers.{module}")
+                if hasattr(found, name):
+                    patches.enter_context(patch.object(found, name, wrapped(getattr(found, name), take)))
         yield
 
 
-def _putting(take: Take) -> Callable[..., None]:
+def _putting(put: Function, take: Take) -> Function:
     """Put a weight into the model, then hand it over."""
-    put = core_model_loading.set_param_for_module
 
     def put_in_turn(model: Any, name: str, *arguments: Any, **options: Any) -> None:
         put(model, name, *arguments, **options)
@@ -46,16 +51,16 @@ def _putting(take: Take) -> Callable[..., None]:
     return put_in_turn
 
 
-def _reading(take: Take) -> Callable[..., dict[str, Any]]:
+def _reading(read: Function, take: Take) -> Function:
     """Unpack a file without the weights that are handed over."""
-    read: Callable[..., dict[str, Any]] = unpacking.load_gguf_checkpoint
+    unpacking: Any = import_module(f"transformers.{READING[0]}")
 
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
         taken: dict[str, tuple[int, ...]] = {}
         processors = {name: _processor(kind, take, taken) for name, kind in unpacking.TENSOR_PROCESSORS.items()}
         other = _processor(unpacking.TensorProcessor, take, taken)
         with patch.dict(unpacking.TENSOR_PROCESSORS, processors), patch.object(unpacking, "TensorProcessor", other):
-            found = read(*arguments, **options)
+            found: dict[str, Any] = read(*arguments, **options)
         found.get("tensors", {}).update((name, _zeros(shape)) for name, shape in taken.items())
         return found
 
