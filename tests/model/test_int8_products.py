@@ -119,6 +119,7 @@ int8_linear(torch.randn(400, 512), Panels(matrix.blocks, matrix.format))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the setting is one of glibc")
 def test_no_memory_is_used_that_was_freed() -> None:
     """Large parts of memory are unmapped as soon as they are freed: whatever reads one ends the process."""
