@@ -186,6 +186,33 @@ def test_weights_are_unpacked_one_by_one(
     assert {name for name, size in held.items() if size == 4} == stay
 
 
+@pytest.mark.parametrize("changed", ["renamed", "computed with", None])
+def test_weights_that_change_on_their_way_are_read_again(
+    changed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros stand for weights that were taken: nothing that is made from zeros may be in the model."""
+    file, name = file_of(tmp_path, "Q8_0"), "model.layers.0.mlp.gate_proj.weight"
+    folder, read, reads = converted(file), Conversion._model, []
+
+    def model_of(conversion: Conversion, *places: Path) -> Any:
+        model = read(conversion, *places)
+        reads.append(model)
+        layer = model.model.layers[0].mlp
+        if len(reads) == 1 and changed == "computed with":
+            layer.gate_proj.weight.data = layer.gate_proj.weight.data + 0
+        if len(reads) == 1 and changed == "renamed":
+            layer.other = layer.gate_proj
+            del layer.gate_proj
+        return model
+
+    monkeypatch.setattr(Conversion, "_model", model_of)
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    plan, rest = Conversion.of(file).write_packed(folder, packed)
+    assert len(reads) == (2 if changed else 1)
+    assert name in json.loads(plan.read_text())["tensors"] and not any("other" in one for one in load_file(rest))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_blocks_are_mapped_and_not_copied(tmp_path: Path) -> None:
     file = file_of(tmp_path)

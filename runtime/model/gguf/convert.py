@@ -106,12 +106,11 @@ class Conversion:
         """Write which weights stay in the file, and the others; expanded weights that are there are not read again."""
         plan, there = PackingPlan(self.file, self.header), configuration / WEIGHTS
         if there.is_file():
-            weights = load_file(there)
-            for name, weight in weights.items():
-                plan.take(name, weight)
-            return plan.write(weights.items(), folder)
+            return plan.write(load_file(there).items(), folder)
         with weights_in_turn(plan.take):
             model = self._model(configuration, folder)
+        if not plan.is_of(model.state_dict()):
+            plan, model = PackingPlan(self.file, self.header), self._model(configuration, folder)
         return plan.write(_weights_once(model), folder)
 
     def _model(self, configuration: Path, folder: Path) -> Any:

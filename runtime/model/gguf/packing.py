@@ -7,7 +7,7 @@ its rows in float32, as transformers reads the file, has the bits of a row of on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -72,28 +72,44 @@ def _fits(tensor: GGUFTensor) -> bool:
     return outs > 0 and columns > 0 and columns % max(COLUMN_MULTIPLE, FORMATS[tensor.kind].numbers) == 0
 
 
+Place = tuple[PackedTensor, torch.Tensor | None]
+"""A tensor that has the rows of a weight, and their order if it is another one."""
+
+
 class PackingPlan:
     """The places in a file of the weights that stay packed."""
 
     def __init__(self, file: Path, header: GGUFHeader) -> None:
         content = mapped(file)
         self._tensors = [_HashedTensor(tensor, _rows(tensor.of(content))) for tensor in packable(header)]
-        self._found: dict[str, tuple[PackedTensor, torch.Tensor | None]] = {}
+        self._found: dict[str, Place | None] = {}
 
     def take(self, name: str, weight: torch.Tensor) -> bool:
         """Look for a weight of the model in the file; whether it is there."""
-        if name not in self._found and (found := _place_of(weight, self._tensors)):
-            self._found[name] = found
-        return name in self._found
+        return self._place(name, weight) is not None
+
+    def _place(self, name: str, weight: torch.Tensor) -> Place | None:
+        """Where the file has a weight, which is looked for once."""
+        if name not in self._found:
+            self._found[name] = _place_of(weight, self._tensors)
+        return self._found[name]
+
+    def is_of(self, model: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a model has all weights that were taken as the zeros that stand for them.
+
+        If it has not, it was filled with what was made from zeros, as of weights that are renamed or joined on the way.
+        """
+        taken = [model.get(name) for name, found in self._found.items() if found]
+        return all(one is not None and one.untyped_storage().nbytes() == one.itemsize for one in taken)
 
     def write(self, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> tuple[Path, Path]:
         """Write the places and, in float32, the weights that the file does not have; ``weights`` are the model's."""
         rest, plan = {}, {}
         for name, weight in weights:
-            if name not in self._found:
+            if (found := self._place(name, weight)) is None:
                 rest[name] = weight.contiguous()
                 continue
-            tensor, order = self._found[name]
+            tensor, order = found
             plan[name] = asdict(tensor)
             if order is not None:
                 rest[name + ORDER] = order
@@ -148,8 +164,7 @@ def _rows(matrix: PackedMatrix | torch.Tensor) -> list[bytes]:
     return [blake2b(row, digest_size=DIGEST).digest() for part in parts for row in part.contiguous().numpy()]
 
 
-def _place_of(weight: torch.Tensor, tensors: list[_HashedTensor]) -> tuple[PackedTensor, torch.Tensor | None] | None:
-    """The tensor that has the rows of a weight, and their order if it is another one."""
+def _place_of(weight: torch.Tensor, tensors: list[_HashedTensor]) -> Place | None:
     if weight.dtype != torch.float32 or weight.dim() != 2:
         return None
     alike = [one for one in tensors if (one.tensor.outs, one.tensor.columns) == tuple(weight.shape)]
