@@ -91,6 +91,8 @@ class SmallBatchLinear(Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
+        # The last rows of several prompts are a slice; copying them is nothing beside expanding a packed weight.
+        input = input.contiguous()
         if self.takes(input):
             stored = weight.stored if is_compact(weight) else weight
             if self.choice.own(input.numel() // self.in_features):
@@ -117,7 +119,6 @@ class SmallBatchLinear(Linear):
             input.dtype == weight.dtype == torch.float32
             and input.is_cpu
             and weight.is_cpu
-            and input.is_contiguous()
             and weight.is_contiguous()
             and input.shape[-1] == self.in_features
             and not torch.is_grad_enabled()

@@ -147,6 +147,10 @@ class Target:
         self._tree = DraftTree.bare(context[-1])
         return logits
 
+    def forget(self) -> None:
+        """Read the next context from its start, whatever it shares with the last one."""
+        self._kept.restart(None)
+
     def _is_reusable(self, limit: int | None) -> bool:
         """Whether a context may be read in several passes: not where a pass determines how its rows are computed.
 
@@ -392,9 +396,11 @@ class Target:
         used = DynamicCache(config=self.config)
         whole = torch.tensor([[*context, *path] for path in paths], device=self.device)
         try:
-            plain = self.model(input_ids=whole, past_key_values=used, use_cache=True).logits
+            is_quantized = bool(quantized_layers(self.model))
+            options = {} if is_quantized else self._prefill_options
+            plain = self.model(input_ids=whole, past_key_values=used, use_cache=True, **options).logits
             self._shapes = layer_shapes(used)
-            if quantized_layers(self.model):
+            if is_quantized:
                 with self._row_by_row.on():
                     refuse_dependent_rows(self.model, self.device)
                     self._rounding = measure_rounding(self.model, whole, plain)
@@ -413,7 +419,7 @@ class Target:
         last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]
         if self._rounding is None and is_low_precision(plain) and deviation(last_of_path, plain[:, -1]):
             # Some models round more than their dtype suggests, even without quantized layers.
-            self._rounding = measure_rounding(self.model, whole, plain)
+            self._rounding = measure_rounding(self.model, whole, self.model(input_ids=whole).logits)
         refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1], self._rounding)
 
     @torch.inference_mode()

@@ -33,6 +33,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_embedded_model_shows_several_kinds(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", "--model", "embedded", "--num-prompts", "3", "--max-new-tokens", "8"]) == 0
     shown = capfd.readouterr().out

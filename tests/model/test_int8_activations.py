@@ -97,6 +97,14 @@ def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> N
         assert torch.equal(target.verify(tree), found)
 
 
+def test_rows_with_gaps_between_them_are_copied(tmp_path: Path) -> None:
+    """The last rows of several prompts are a slice of all rows."""
+    layers = [module for module in target_of(file_of(tmp_path)).model.modules() if isinstance(module, Int8Linear)]
+    numbers = torch.randn(3, 4, layers[0].in_features)[:, -1:]
+    with torch.no_grad():
+        assert torch.equal(layers[0](numbers), layers[0](numbers.contiguous()))
+
+
 def test_a_replaced_weight_is_used(tmp_path: Path) -> None:
     """Adapters that are merged change weights after panels were made of them."""
     target = target_of(file_of(tmp_path, "Q8_0"))

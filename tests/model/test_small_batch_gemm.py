@@ -123,14 +123,23 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, own_rows: list[
     assert len(own_rows) == 1
 
 
-@pytest.mark.parametrize(
-    "numbers", [torch.randn(MOST + 1, COLUMN_MULTIPLE), torch.randn(COLUMN_MULTIPLE, 3).t()], ids=["many", "gaps"]
-)
-def test_other_inputs_use_the_product_of_torch(numbers: torch.Tensor, own_rows: list[int]) -> None:
-    layer = layer_of()
+def test_many_rows_use_the_product_of_torch(own_rows: list[int]) -> None:
+    layer, numbers = layer_of(), torch.randn(MOST + 1, COLUMN_MULTIPLE)
     with torch.inference_mode():
         assert torch.equal(layer(numbers), linear(numbers, layer.weight, layer.bias))
     assert own_rows == []
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [torch.randn(COLUMN_MULTIPLE, 3).t(), torch.randn(2, 5, COLUMN_MULTIPLE)[:, -1:]],
+    ids=["transposed", "last rows"],
+)
+def test_rows_with_gaps_between_numbers_are_copied(numbers: torch.Tensor, own_rows: list[int]) -> None:
+    layer = layer_of()
+    with torch.inference_mode():
+        assert torch.equal(layer(numbers), layer(numbers.clone(memory_format=torch.contiguous_format)))
+    assert len(own_rows) == 2
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.float16])

@@ -10,10 +10,10 @@ import torch
 from torch.nn import Parameter
 
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
-from hdtool.runtime.model.fused import whole_pass
+from hdtool.runtime.model.fused import proof, whole_pass
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.target import Target, some_context
 from tests.support import families
 from tests.support.fused import KINDS, TREE, both, logits_of, model_of, stack, widen
 from tests.support.oracle import assert_same_logits, prompt_of
@@ -126,6 +126,14 @@ def test_positions_that_depend_on_the_length_are_those_of_the_model() -> None:
     use_small_batch_products(model)
     target = Target(model)
     assert fuse_layers(target) and target.whole_pass is None
+
+
+def test_a_context_of_the_proof_is_not_used_again() -> None:
+    """The proof leaves layers out, so the keys and values of its contexts are incomplete."""
+    usual, fused = both()
+    context = some_context(proof.SHORT + 3, fused.vocabulary)
+    assert not fused._kept.shared_with(context, fused.context_limit(len(context)))
+    assert_same_logits(fused.prefill(context, reuse=True), usual.prefill(context))
 
 
 def test_passes_are_counted_once() -> None:

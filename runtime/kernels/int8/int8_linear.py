@@ -33,6 +33,7 @@ class Int8Linear(SmallBatchLinear):
     """What the panels were made from; a layer with another weight does not use them."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        input = input.contiguous()
         if not self._uses_panels() or not self.takes(input):
             return super().forward(input)
         return int8_linear(input, self.panels, self.bias, self.memory)

@@ -7,6 +7,8 @@ layers at once, or calls them one by one as the loop would.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -59,12 +61,22 @@ class LayerStack:
         """The cache of the last pass, and the table with its addresses."""
         self._scratch: list[torch.Tensor] = []
         self._scale, self._epsilon = np.float32(self._first.scale), np.float32(self._first.epsilon)
+        self._used = len(parts)
         self.takes_all_rows = False
         self.passes = 0
         """Passes that were computed in compiled code."""
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    @contextmanager
+    def first_layer_alone(self) -> Iterator[None]:
+        """Leave the other layers out meanwhile: one is enough to compare what a model computes around its layers."""
+        self._used = 1
+        try:
+            yield
+        finally:
+            self._used = len(self._parts)
 
     def take_all_rows(self) -> None:
         """Compute passes of any number of rows, with the products that the layers have now for the same weights."""
@@ -81,7 +93,7 @@ class LayerStack:
     def __call__(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
         if self.takes(hidden_states, given):
             return self.compute(hidden_states, given)
-        for part in self._parts:
+        for part in self._parts[: self._used]:
             hidden_states = part.layer(hidden_states, **given)
         return hidden_states
 
@@ -144,6 +156,7 @@ class LayerStack:
         self, hidden: torch.Tensor, given: dict[str, Any], first: int = 0, end: int | None = None
     ) -> torch.Tensor:
         """The layers from ``first`` to ``end`` in compiled code; it writes to the KV cache that is given."""
+        end = self._used if end is None else end
         storage, starts = given["past_key_values"].room_for(hidden.shape[1])
         table = self._with_cache(storage)
         shape = self._shape_of(hidden, given, storage)

@@ -45,9 +45,13 @@ def fuse_layers(target: Target) -> bool:
         return False
     compile_layers()
     stack = LayerStack(parts, target.config)
-    if not _Proof(target, stack, parts, rotary).holds() or not _is_called(target, layers, stack):
+    if not _Proof(target, stack, parts, rotary).holds():
         return False
-    _use_whole_passes(target, stack)
+    with stack.first_layer_alone():
+        if not _is_called(target, layers, stack):
+            return False
+        _use_whole_passes(target, stack)
+    target.forget()
     return True
 
 
