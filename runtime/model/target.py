@@ -392,11 +392,14 @@ class Target:
 
         The plain pass for comparison also gives the shapes of the KV cache.
         """
-        context, tree, paths = _small_tree(self.config.vocab_size)
+        is_quantized = bool(quantized_layers(self.model))
+        # The median of the paths decides. In low precision some may differ in experts; in float32 few are enough, and
+        # a row of a large model takes up to 20 ms on a CPU.
+        is_rounded = is_quantized or self.dtype not in (torch.float32, torch.float64)
+        context, tree, paths = _small_tree(self.config.vocab_size, *((5, 3) if is_rounded else (3, 2)))
         used = DynamicCache(config=self.config)
         whole = torch.tensor([[*context, *path] for path in paths], device=self.device)
         try:
-            is_quantized = bool(quantized_layers(self.model))
             options = {} if is_quantized else self._prefill_options
             plain = self.model(input_ids=whole, past_key_values=used, use_cache=True, **options).logits
             self._shapes = layer_shapes(used)
@@ -473,10 +476,10 @@ def some_context(length: int, vocabulary: int) -> list[int]:
     return [(7 * place + 3) % vocabulary for place in range(length)]
 
 
-def _small_tree(vocabulary: int) -> tuple[list[int], DraftTree, list[list[int]]]:
-    """A context and a tree of five paths of three tokens; wrong masks or positions change the logits of four."""
+def _small_tree(vocabulary: int, number: int = 5, depth: int = 3) -> tuple[list[int], DraftTree, list[list[int]]]:
+    """A context and a tree of equal paths; wrong masks or positions change the logits of all paths but one."""
     context = some_context(4, vocabulary)
-    paths = [[(31 * path + 11 * depth + 5) % vocabulary for depth in range(3)] for path in range(5)]
+    paths = [[(31 * path + 11 * place + 5) % vocabulary for place in range(depth)] for path in range(number)]
     tokens = [token for path in paths for token in path]
-    parents = [node - 1 if node % 3 else -1 for node in range(len(tokens))]
+    parents = [node - 1 if node % depth else -1 for node in range(len(tokens))]
     return context, DraftTree.of(context[-1], tokens, parents), paths
