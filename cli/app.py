@@ -222,7 +222,8 @@ def run(arguments: list[str]) -> int:
         message, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
         if message is None or not isinstance(code, int):
             raise
-        return _report(f"{message()} (see hdtool --help)", code)
+        command = getattr(getattr(error, "ctx", None), "command_path", "hdtool")
+        return _report(f"{message()} (see {command} --help)", code)
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hdtool.cli.output.tables import counted
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import BUILD, INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import without
@@ -109,7 +110,8 @@ def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
     openings = stages.openings()
     chosen = held_out(openings, plan.config.held_out)
     count = sum(opening in chosen for opening in openings)
-    print(f"logs      {len(openings):,} conversations in {len(plan.logs)} files, {count:,} held out")
+    read = f"{counted(len(openings), 'conversation')} in {counted(len(plan.logs), 'file')}"
+    print(f"logs      {read}, {count:,} held out")
     for kind, place in stages.planned_folders().items():
         state = "replaces the store in" if place and (place / MANIFEST).exists() else "goes to"
         print(f"{kind:<9} {state} {place or UNKNOWN_PLACE}")

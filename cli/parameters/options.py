@@ -77,7 +77,7 @@ Quiet = Annotated[bool, option(OUTPUT, "Show no progress bar.", "--quiet")]
 Tokenizer = Annotated[
     ModelConfig,
     only("model", "gguf_file", "trust_remote_code").described(
-        model="Model that the store is for; only --rankings loads it. Default: the demo model."
+        model="Model that the store is for; often its tokenizer alone is read. Default: the demo model."
     ),
 ]
 THAT_ANSWERED = "Model that answered; only its tokenizer is read. Default: the demo model."

@@ -35,7 +35,7 @@ def inspect(
     verify: Annotated[bool, option(OUTPUT, "Read every file and compare its checksum.", "--verify")] = False,
     *,
     config: options.Tokenizer,
-    as_json: options.Json = False,
+    as_json: options.JsonObject = False,
 ) -> None:
     """Show what a store holds and what it would draft."""
     from hdtool.cli.output.show_history import history_in_words

@@ -268,7 +268,8 @@ def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFin
         raise StoreError(
             f"{folder} was built with another tokenizer ({printable(manifest.tokenizer.fingerprint)[:40]}, "
             f"{manifest.tokenizer.vocab_size:,} tokens; the model has {tokenizer.fingerprint}, "
-            f"{tokenizer.vocab_size:,}): build it again with {BUILD_COMMANDS[kind]} --model MODEL"
+            f"{tokenizer.vocab_size:,}): give the model that it was built for with --model, or build it again with "
+            f"{BUILD_COMMANDS[kind]} --model MODEL"
         )
 
 

@@ -22,7 +22,7 @@ class SetupConfig(Settings):
     )
     limit: int | None = setting(
         None,
-        "Held-out prompts that the model answers. Default: as many as take about a minute, 8 at most.",
+        "Held-out prompts that the model answers. Default: as many as take about 40 seconds without drafts, 3 to 24.",
         option="num_prompts",
         least=1,
     )

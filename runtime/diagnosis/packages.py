@@ -16,7 +16,9 @@ EXTRAS = {
     "gguf": "models in GGUF files",
     "gpus": "a model over several GPUs",
     "quantized": "quantized weights",
-    "vllm": "hdtool serve",
+    "server": "hdtool serve",
+    "structured": "answers that match a schema",
+    "vllm": "hdtool serve --engine vllm",
     "ray": "builds on a cluster",
 }
 STATED = ("torch", "transformers", "numba")

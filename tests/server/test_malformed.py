@@ -160,6 +160,7 @@ def test_paths_and_methods(server: RunningServer) -> None:
     assert_refused(*server.ask("/v1/nothing"), 404)
     assert_refused(*server.ask("/"), 404)
     assert_refused(*server.ask(CHAT), 405)
+    assert "does not take GET: use POST" in server.ask(CHAT)[1]["error"]["message"]
     assert_refused(*server.ask("/v1/models", {}), 405)
     assert_refused(*server.ask("/v1/models/" + "a" * 5000), 404)
 

@@ -168,7 +168,11 @@ class Server:
     async def _http_error(self, request: Request, error: HTTPException) -> Response:
         status = error.status_code
         known = ", ".join(PATHS)
-        message = f"there is no {request.method} {request.url.path[:200]} here: the paths are {known}"
+        place = request.url.path[:200]
+        if allowed := (error.headers or {}).get("Allow"):
+            message = f"{place} does not take {request.method}: use {allowed}"
+        else:
+            message = f"there is no {place} here: the paths are {known}"
         self._metrics.request("other", status)
         return _refused(RequestError(message, status=status))
 
