@@ -325,7 +325,7 @@ class TestCommand:
     def test_a_dry_run_changes_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run([*COMMAND, "--dry-run"]) == 0
         shown = capsys.readouterr().out
-        assert "32 conversations in 1 files, 4 held out" in shown and "5/5" in shown
+        assert "32 conversations in 1 file, 4 held out" in shown and "5/5" in shown
         assert not (tmp_path / "home").exists()
 
 
