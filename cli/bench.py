@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -67,6 +68,8 @@ def bench(
     for one in plans:
         with bar(len(asked), "questions", quiet=quiet) as shown:
             measured.append(one.results(shown.to))
+    for one in plans:
+        print(f"the results are in {one.bench.out}", file=sys.stderr)
     results, *others = measured
     scores = scores_of(results, settings.baseline)
     print(json.dumps(record(results, scores), ensure_ascii=False) if as_json else table(results, scores))

@@ -67,6 +67,8 @@ def generate(
     quiet_libraries()
     answerer = Answerer(loading, decoding, sampling, chat, store_set)
     answerer.check(asked)
+    if loading.model is None:
+        print("answering with the embedded toy model: --model names another", file=sys.stderr)
     print_sources(answerer.store_set)
     color = color and colors_shown()
     if color:
