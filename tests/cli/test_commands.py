@@ -53,7 +53,8 @@ def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str], code: int
 
 
 def test_an_answer_streams_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "--prompt", "What does `len` do?", *SHORT, "--stats", "--method", "ar"]) == 0
+    asked = ["generate", "--model", "embedded", "--prompt", "What does `len` do?", *SHORT, "--stats", "--method", "ar"]
+    assert run(asked) == 0
     printed = capfd.readouterr()
     assert printed.out.strip()
     assert printed.err.startswith("8 tokens in ")
@@ -153,7 +154,7 @@ def test_a_method_opens_the_stores_that_it_draws_on(
 
         monkeypatch.setattr(store, "__init__", note)
     stores = {"model": f"{demo.MODEL_STORE} (", "corpus": f"{demo.CORPUS_INDEX} ("}
-    assert run(["generate", "--prompt", "What?", *SHORT, "--method", *options]) == 0
+    assert run(["generate", "--model", "embedded", "--prompt", "What?", *SHORT, "--method", *options]) == 0
     told = re.sub(r"\([\d,]+ tokens\)", "(", capfd.readouterr().err)
     assert told == said.format(**stores)
     assert opened == [kind for kind in stores if f"{{{kind}}}" in said]
@@ -212,7 +213,7 @@ def test_sampling_is_repeatable_and_seeds_differ(capfd: pytest.CaptureFixture[st
 
 def test_a_prompt_comes_through_a_pipe(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"What is a list?\n")))
-    assert run(["generate", *SHORT, "--json"]) == 0
+    assert run(["generate", "--model", "embedded", *SHORT, "--json"]) == 0
     printed = capfd.readouterr()
     assert json.loads(printed.out)["prompt"] == "What is a list?"
     assert printed.err.startswith("drafting from ")
