@@ -421,7 +421,8 @@ def test_a_pipe_without_a_prompt(sent: bytes, said: bytes) -> None:
 
 @pytest.mark.long
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = [*HDTOOL, "generate", "--prompt", "Explain `list`.", "--temperature", "1", "--method", "pld"]
+    asked = ["--prompt", "Explain `list`.", "--temperature", "1", "--method", "pld"]
+    command = [*HDTOOL, "generate", "--model", "embedded", *asked]
     with start(command) as process:
         assert process.stdout and process.stderr
         process.stdout.read(1)
