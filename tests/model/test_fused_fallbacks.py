@@ -168,7 +168,7 @@ def test_layers_of_other_numbers_are_refused_at_loading(monkeypatch: pytest.Monk
     usual_unit: Any = LlamaMLP.forward
     for kind, other in (
         (LlamaRMSNorm, lambda norm, x: usual_norm(norm, x) * 1.001),
-        (LlamaMLP, lambda unit, x: usual_unit(unit, x) + 0.01 * x),
+        (LlamaMLP, lambda unit, x: usual_unit(unit, x) + 0.001 * x),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(kind, "forward", other)

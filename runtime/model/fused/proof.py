@@ -20,7 +20,7 @@ from hdtool.runtime.tree import DraftTree
 TOLERANCE = 1e-4
 """The largest distance of a row from that of the library's layer, relative to what the layer adds to the row. Rounding
 in float32 gives about a millionth."""
-TREE = DraftTree.of(7, [11, 23, 5, 41], [-1, 0, -1, 0])
+TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 LENGTHS = (0, 37, 150)
 """Of contexts, for the layers at both ends; a tree follows the second one."""
 SHORT = 5
