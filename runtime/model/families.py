@@ -67,14 +67,14 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, rounding: float | Non
     still be correct, but a model that ignores masks is wrong at nearly all nodes.
     """
     measured = rounding is not None
-    tolerance = LOW_PRECISION_TOLERANCE if measured or is_low_precision(expected) else HIGH_PRECISION_TOLERANCE
+    tolerance = LOW_PRECISION_TOLERANCE if measured or is_low_precision(expected.dtype) else HIGH_PRECISION_TOLERANCE
     distance = distances(found, expected).median().item()
     # Both may be off by as much, in opposite directions.
     return "" if distance <= max(tolerance, 2 * (rounding or 0)) else f"{distance:.2g} sigma"
 
 
-def is_low_precision(logits: torch.Tensor) -> bool:
-    return logits.dtype not in (torch.float32, torch.float64)
+def is_low_precision(dtype: torch.dtype) -> bool:
+    return dtype not in (torch.float32, torch.float64)
 
 
 def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -395,7 +395,7 @@ class Target:
         is_quantized = bool(quantized_layers(self.model))
         # The median of the paths decides. In low precision some may differ in experts; in float32 few are enough, and
         # a row of a large model takes up to 20 ms on a CPU.
-        is_rounded = is_quantized or self.dtype not in (torch.float32, torch.float64)
+        is_rounded = is_quantized or is_low_precision(self.dtype)
         context, tree, paths = _small_tree(self.config.vocab_size, *((5, 3) if is_rounded else (3, 2)))
         used = DynamicCache(config=self.config)
         whole = torch.tensor([[*context, *path] for path in paths], device=self.device)
@@ -420,7 +420,7 @@ class Target:
             ) from error
         depth = len(paths[0])
         last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]
-        if self._rounding is None and is_low_precision(plain) and deviation(last_of_path, plain[:, -1]):
+        if self._rounding is None and is_low_precision(plain.dtype) and deviation(last_of_path, plain[:, -1]):
             # Some models round more than their dtype suggests, even without quantized layers.
             self._rounding = measure_rounding(self.model, whole, self.model(input_ids=whole).logits)
         refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1], self._rounding)

@@ -108,7 +108,7 @@ class KeptContext:
 def _differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
     """Whether keys and values of one position, computed twice, differ by more than rounding in any layer."""
     for old, new in zip(before, after, strict=True):
-        tolerance = LOW_PRECISION_TOLERANCE if is_low_precision(old) else HIGH_PRECISION_TOLERANCE
+        tolerance = LOW_PRECISION_TOLERANCE if is_low_precision(old.dtype) else HIGH_PRECISION_TOLERANCE
         rows = old.float().flatten(1)
         distance = (new.float().flatten(1) - rows).abs().mean(1) / rows.std(1).clamp_min(1e-12)
         if not bool((distance <= tolerance).all()):  # NaN differs
