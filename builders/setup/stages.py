@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 Result = dict[str, Any]
 STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
 MEASUREMENTS = ("passes", "replay", "answers")
-"""Stages whose results depend on the weights, the machine and the versions."""
+"""Stages whose results depend on how the model is loaded, the stores, the machine and the versions."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,14 @@ class SetupPlan:
 
     @property
     def identity(self) -> list[str]:
-        """All that the results depend on; a set-up with another identity starts anew."""
-        logs, corpus = map(_state_of, (self.logs, self.corpus))
-        return [repr(part) for part in (self.model, self.config, self.chat, logs, corpus)]
+        """All that the parts of the logs depend on; a set-up with another identity starts anew."""
+        return [repr(part) for part in (_state_of(self.logs), self.config.held_out, self.config.max_bad_fraction)]
+
+    def conditions(self) -> dict[str, list[str]]:
+        """What measurements depend on, by stage, beside the weights, the machine and the versions."""
+        all_depend_on = [repr(part) for part in (self.model, self.chat, _state_of(self.corpus), self.config.rankings)]
+        answers = [repr(part) for part in (self.config.limit, self.config.max_new_tokens)]
+        return {stage: [*all_depend_on, *(answers if stage == "answers" else ())] for stage in MEASUREMENTS}
 
 
 def _state_of(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
@@ -109,18 +114,29 @@ class Stages:
     def run(self, on_stage: Callable[[str], None]) -> None:
         """Run all stages that are not done; ``on_stage`` is called with the name of each stage before it."""
         self._stores.check()
-        self._folder.keep_measurements_of(
-            [self._checkpoint.fingerprint, self._fingerprint.fingerprint, machine(), version("hdtool")], MEASUREMENTS
-        )
-        if not (self._folder.learned.exists() and self._folder.held_out.exists()):
-            self._folder.forget("read")
-        for kind in self._stores.folders:
-            if not self._stores.built(kind):
-                self._folder.forget(STAGE_OF[kind])
+        self._forget_outdated()
         for name, (_, run) in self._stages.items():
             on_stage(name)
             if name not in self._folder.stages:
                 self._folder.finish(name, run())
+
+    def _forget_outdated(self) -> None:
+        """Have stages run again whose results are not of this command, this machine or these stores."""
+        versions = [self._checkpoint.fingerprint, self._fingerprint.fingerprint, machine(), version("hdtool")]
+        self._folder.keep_measurements(
+            {stage: [*versions, *conditions] for stage, conditions in self._plan.conditions().items()}
+        )
+        if not (self._folder.learned.exists() and self._folder.held_out.exists()):
+            self._folder.forget("read")
+        for kind, stage in STAGE_OF.items():
+            if kind not in self._stores.folders or not self._stores.built(kind):
+                self._folder.forget(stage)
+        if self._plan.config.rankings and not self._has_rankings():
+            self._folder.forget(STAGE_OF[MODEL])
+
+    def _has_rankings(self) -> bool:
+        folder = self._stores.folders[MODEL]
+        return holds_manifest(folder) and "rankings" in read_manifest(folder).files
 
     @cached_property
     def _stores(self) -> OwnStores:
@@ -219,7 +235,7 @@ class Stages:
         if known is None and self._plan.config.rankings:
             known = vocabulary_rankings(self._loaded, self._fingerprint.vocab_size, quiet=self._plan.quiet)
         described = self._built(MODEL, reading, partial(build_model_store, model=self._checkpoint, rankings=known))
-        if known is not None and "rankings" not in read_manifest(folder).files:  # the store was built before
+        if known is not None and not self._has_rankings():  # the store was built before
             add(folder, (), (), self._fingerprint, MODEL, known)
         return described
 

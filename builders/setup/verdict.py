@@ -9,6 +9,8 @@ from typing import Any
 
 PAYS_FROM = 1.05
 """Speed-up over plain decoding; what is smaller may be noise of the measurement."""
+ENOUGH = 12
+"""Answers; fewer may differ much from the others in how well they are drafted."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,16 @@ class Verdict:
     def _judged(self) -> str:
         if not self.lossless:
             return f"NOT lossless: run hdtool verify --model {shlex.quote(self.model)} and report what it prints"
+        return self._paying() + self._doubt()
+
+    def _doubt(self) -> str:
+        prompts = self.stages["answers"]["prompts"]
+        if prompts >= ENOUGH or self.pays == (self.expected >= PAYS_FROM):
+            return ""
+        few = "1 answer is" if prompts == 1 else f"{prompts} answers are"
+        return f"; the prediction differs, and {few} few: try --num-prompts {ENOUGH}"
+
+    def _paying(self) -> str:
         if self.pays:
             return f"drafting pays: {self.measured:.2f} times as fast, with the same answers"
         steps, nodes = self.stages["answers"]["tokens_per_step"], self.stages["replay"]["draft_tokens_per_step"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ class WorkFolder:
     """The files of one set-up: finished stages, both parts of the logs, and the cost of forward passes."""
 
     def __init__(self, model: str, identity: Sequence[str]) -> None:
-        """``identity`` is all that results depend on; a set-up with another one has another folder."""
+        """``identity`` is all that the parts of the logs depend on; a set-up with another one has another folder."""
         digest = hashlib.sha256("\n".join(identity).encode("utf-8", "surrogatepass")).hexdigest()[:16]
         self.path = setups(model) / digest
         self.learned, self.held_out, self.cost = (self.path / part for part in (LEARNED, HELD_OUT, COST))
@@ -32,8 +32,8 @@ class WorkFolder:
             self.path / RESULTS, "the results of a set-up", json_with(("stages",), FORMAT), ResultError, ADVICE
         )
         self.stages: dict[str, dict[str, Any]] = {}
-        self._measured: list[str] = []
-        """The weights, the machine and the versions that the stages were run with."""
+        self._conditions: dict[str, list[str]] = {}
+        """What each measurement was made of and with."""
 
     @contextmanager
     def opened(self) -> Iterator[WorkFolder]:
@@ -46,7 +46,7 @@ class WorkFolder:
         with lock:
             if self._file.exists():
                 kept = json_object(self._file.path)
-                self.stages, self._measured = kept["stages"], kept.get("measured", [])
+                self.stages, self._conditions = kept["stages"], kept.get("conditions", {})
             yield self
 
     def finish(self, stage: str, result: dict[str, Any]) -> None:
@@ -60,12 +60,12 @@ class WorkFolder:
             self.stages = {name: result for name, result in self.stages.items() if name not in stages}
             self._write()
 
-    def keep_measurements_of(self, measured: Sequence[str], stages: Sequence[str]) -> None:
-        """Forget the stages that measure, if they measured something else before."""
-        if self._measured != list(measured):
-            self._measured = list(measured)
-            self.forget(*stages)
+    def keep_measurements(self, conditions: Mapping[str, Sequence[str]]) -> None:
+        """Forget the measurements that were made under other conditions; these hold for those that follow."""
+        changed = [stage for stage, now in conditions.items() if self._conditions.get(stage) != list(now)]
+        self._conditions = {stage: list(now) for stage, now in conditions.items()}
+        self.forget(*changed)
 
     def _write(self) -> None:
-        row = {"format": FORMAT, "measured": self._measured, "stages": self.stages}
+        row = {"format": FORMAT, "conditions": self._conditions, "stages": self.stages}
         self._file.write(json.dumps(row, indent=1, ensure_ascii=False) + "\n")

@@ -158,6 +158,13 @@ class TestVerdict:
         assert "does not pay here: a step yields 1.90 tokens, and its 6.0 draft tokens" in verdict.lines()[3]
         assert "--method ar" in verdict.next_command
 
+    def test_few_answers_that_contradict_the_prediction_are_called_few(self) -> None:
+        slower = {"generate": 15.0, "ar": 20.0, "hd": 19.0}
+        few = self.verdict(tokens_per_second=slower, prompts=2, identical=2).lines()[3]
+        assert few.endswith("the prediction differs, and 2 answers are few: try --num-prompts 12")
+        assert "--num-prompts" not in self.verdict(tokens_per_second=slower, prompts=12, identical=12).lines()[3]
+        assert "--num-prompts" not in self.verdict(prompts=2, identical=2).lines()[3]
+
     def test_near_ties_are_lossless_and_other_differences_are_not(self) -> None:
         assert self.verdict(identical=3, near_ties=1).pays
         assert "3 of 4 answers identical, 1 differ at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
@@ -305,6 +312,28 @@ class TestCommand:
         assert run(command) == 0
         assert measured == 2 * list(ALL_STAGES[2:])
         assert len(list((tmp_path / "home" / "stores").rglob(MANIFEST))) == 2, "each model has a store of its own"
+
+    def test_other_measurements_need_no_other_stores(
+        self, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Options of the model, of the answers and a corpus that is named later measure again what depends on them."""
+        assert run(COMMAND) == 0
+        corpus = tmp_path / "corpus"
+        corpus.mkdir()
+        (corpus / "text.txt").write_text("A text of a corpus, which is short.\n" * 40)
+        for options, expected in (
+            (["--num-prompts", "2"], ["answers"]),
+            (["--max-new-tokens", "8"], ["answers"]),
+            (["--dtype", "bfloat16"], list(ALL_STAGES[2:])),
+            (["--corpus", str(corpus)], list(ALL_STAGES[2:])),
+            ([], list(ALL_STAGES[2:])),
+        ):
+            measured.clear()
+            assert run([*COMMAND, *options]) == 0, capsys.readouterr().err
+            assert measured == expected, options
+            capsys.readouterr()
+        assert run([*COMMAND, "--json"]) == 0
+        assert "corpus_index" not in json.loads(capsys.readouterr().out)["stores"]
 
     def test_a_store_that_came_meanwhile_is_not_replaced(
         self, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
