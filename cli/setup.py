@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli.output.tables import counted
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import BUILD, INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import OptionError
 from hdtool.data.stores.store import MANIFEST
+from hdtool.data.tally import counted
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.setting import option_of
 from hdtool.runtime.config.setup import SetupConfig
@@ -56,18 +56,21 @@ def setup(
         raise OptionError(
             f"{more_logs[0]} could belong to --logs or to --corpus: put quotes around patterns, as in --logs 'logs/*'"
         )
+    from hdtool.data.inputs import find_inputs
+
+    found, texts = find_inputs([*logs, *(more_logs or ())]), find_inputs(corpus or ())
+
     from hdtool.builders.setup.stages import SetupPlan, Stages
     from hdtool.builders.setup.verdict import Verdict
     from hdtool.builders.setup.work_folder import WorkFolder
     from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.data.inputs import find_inputs
     from hdtool.runtime.model.checkpoint.identity import name_in_words
 
     quiet_libraries(quiet=quiet)
     named = replace(loading, model=model)
     plan = SetupPlan(
-        find_inputs([*logs, *(more_logs or ())]),
-        find_inputs(corpus or ()),
+        found,
+        texts,
         named,
         settings,
         chat,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, option
 from hdtool.cli.parameters.settings import only, without
+from hdtool.data import demo
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig, VerifyConfig
@@ -49,15 +50,14 @@ def verify(
     error there is a near tie. A history store is read and not written. Exit code 0 if all answers are identical or
     differ at near ties only, else 1.
     """
+    asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
     from hdtool.cli.output.show_answers import print_sources, quiet_libraries
-    from hdtool.data import demo
     from hdtool.runtime.drafters.methods import drafter_for, history_for
     from hdtool.runtime.evaluation.verify import Verifier
     from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
     from hdtool.runtime.stores.store_set import StoreSet
 
-    asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
     quiet_libraries(quiet=quiet)
     loaded = load(loading)
     choose_threads(loaded.target, loading.threads)

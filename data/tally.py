@@ -11,6 +11,11 @@ TOLERANCE = 0.05
 """The share of records that may be unusable, where no option sets it."""
 
 
+def counted(number: int, noun: str) -> str:
+    """One of a thing, or several."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 @dataclass
 class Tally:
     """The counts of usable and unusable records of one or more inputs."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hdtool.cli.output.show_answers import colors_shown
-from hdtool.cli.output.tables import counted
+from hdtool.data.tally import counted
 
 if TYPE_CHECKING:
     from hdtool.runtime.diagnosis.finding import Finding

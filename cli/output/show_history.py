@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.store_files import printable
+from hdtool.data.tally import counted
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.history.history_store import HistoryStore
@@ -36,5 +37,5 @@ def history_in_words(shown: dict[str, Any]) -> list[str]:
         spoken = f"{row['records']:,} conversations, {row['tokens']:,} tokens, {row['oldest']} to {row['newest']}"
         lines.append(f"source     {printable(row['name'])}: {spoken}")
     if "verified" in shown:
-        lines.append(f"verified   all {shown['verified']:,} conversations are as they were written")
+        lines.append(f"verified   {counted(shown['verified'], 'conversation')}, as written")
     return lines

@@ -11,11 +11,6 @@ def rounded(source: object, **digits: int) -> dict[str, float]:
     return {name: round(getattr(source, name), places) for name, places in digits.items()}
 
 
-def counted(number: int, noun: str) -> str:
-    """One of a thing, or several."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def table(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence[int] = (), gap: int = 2) -> str:
     """Rows in columns, the first ``left`` of them aligned to the left; ``widths`` are the least ones,
     ``gap`` is the space between columns."""

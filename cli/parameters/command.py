@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from hdtool.cli.parameters.early_checks import refuse_model_option, require_stores
 from hdtool.cli.parameters.unused_options import refuse_unused
 
 INPUT, MODEL, DRAFTING, SAMPLING, OUTPUT = "Input", "Model", "Drafting", "Sampling", "Output"
@@ -48,9 +49,14 @@ class Command(TyperCommand):
         if self.epilog:
             formatter.write(f"\nExamples:\n{self.epilog}\n")
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        refuse_model_option(ctx.command_path, self.get_params(ctx), args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         typed = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
         refuse_unused(typed, ctx.params)
+        require_stores(ctx.params)
         return super().invoke(ctx)
 
 

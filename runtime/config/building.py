@@ -21,7 +21,7 @@ class BuildConfig(Settings):
     workers: int | None = setting(
         None, "Shards sorted in parallel, and local workers of Ray. Default: one per core.", least=1
     )
-    top_k: int = setting(100_000, "Most frequent sequences kept of each length.", least=1)
+    top_k: int = setting(100_000, "Number of sequences kept of each length, the most frequent ones.", least=1)
     per_key: int = setting(12, "Continuations kept for each prefix.", least=1)
     engine: str = setting("local", f"Build backend: {', '.join(ENGINES)}. The store is the same.", values=ENGINES)
     address: str | None = setting(None, "HOST:PORT of a Ray cluster. Default: Ray starts workers on this machine.")

@@ -39,9 +39,10 @@ class DecodeConfig(Settings):
         "Drafting method: " + "; ".join(f"{name}, {method.description}" for name, method in METHODS.items()) + ".",
         values=METHODS,
     )
-    max_new_tokens: int = setting(256, "Most tokens of an answer.", least=1)
+    max_new_tokens: int = setting(256, "Maximum number of tokens in an answer.", least=1)
     draft_tokens: int | None = setting(
-        None, f"Most draft tokens per step, 0 to {LARGEST_BUDGET}. Default: by the measured time of passes."
+        None,
+        f"Maximum number of draft tokens per step, 0 to {LARGEST_BUDGET}. Default: by the measured time of passes.",
     )
     sources: str = setting(
         ALL_LETTERS,
@@ -152,7 +153,7 @@ class VerifyConfig(Settings):
     limit: int = setting(
         20, "Number of prompts, from the start of the file.", option="num_prompts", alias="limit", least=1
     )
-    max_new_tokens: int = setting(128, "Most tokens of each answer.", least=1)
+    max_new_tokens: int = setting(128, "Maximum number of tokens in each answer.", least=1)
 
 
 REPLAYED = tuple(method for method in METHODS if method not in NEED_MODEL)
@@ -167,7 +168,8 @@ class ReplayConfig(Settings):
     )
     draft_tokens: int | None = setting(
         None,
-        f"Most draft tokens per step, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by --cost.",
+        f"Maximum number of draft tokens per step, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by "
+        "--cost.",
     )
     sources: str = setting(
         STORE_LETTERS,

@@ -49,7 +49,7 @@ class TrainConfig(Settings):
     micro_batch_size: int | None = setting(
         None, "Texts per forward pass; gradients accumulate. Default: the batch size.", least=1
     )
-    window: int = setting(2048, "Most tokens of a text; longer texts are split.", least=8)
+    window: int = setting(2048, "Maximum number of tokens in a text; longer texts are split.", least=8)
     learning_rate: float = setting(1e-3, "Peak learning rate.")
     warm_up: float = setting(0.05, "Share of the steps in which the learning rate rises.")
     lm_weight: float = setting(0.1, "Weight of the text's tokens in the loss; distillation has weight 1.")

@@ -34,7 +34,7 @@ class ModelConfig(Settings):
         "or embedded, a toy, which is the default.",
     )
     revision: str | None = setting(None, "Branch, tag or commit of the model on the hub. Default: its main branch.")
-    gguf_file: str | None = setting(None, "GGUF file in the folder or the hub's repository that --model names.")
+    gguf_file: str | None = setting(None, "GGUF file in the model's folder or in its repository on the hub.")
     device: str = setting("auto", f"Device: {', '.join(DEVICES)} or cuda:N.", values=DEVICES)
     dtype: str = setting(
         "auto",
@@ -56,8 +56,8 @@ class ModelConfig(Settings):
     threads: int | None = setting(None, "CPU threads of torch. Default: the fastest number, as measured.", least=1)
     products: str = setting(
         MEASURED,
-        f"Matrix products on a CPU: {', '.join(PRODUCTS)}. measured: the faster one, as measured once; the others make "
-        "two machines compute alike.",
+        f"Matrix products of linear layers on a CPU: {', '.join(PRODUCTS)}, which are torch's and hdtool's. measured: "
+        "the faster one for each layer, as measured once. Fix one where two machines must compute alike.",
         values=PRODUCTS,
     )
     activations: str = setting(

@@ -12,7 +12,7 @@ from hdtool.runtime.config.setting import Settings, require, setting
 class VllmConfig(Settings):
     """How hdtool drafts inside vLLM."""
 
-    draft_tokens: int = setting(8, "Most draft tokens per request and step.")
+    draft_tokens: int = setting(8, "Maximum number of draft tokens per request and step.")
     min_draft_prob: float | None = setting(
         None, "Minimum probability of a draft token, 0 to 1. Default: by the measured time of passes."
     )
@@ -40,7 +40,9 @@ class ServerConfig(Settings):
         "environment, else none.",
     )
     served_model_name: str | None = setting(None, "Name of the model in requests. Default: MODEL.")
-    max_waiting: int = setting(256, "Most answers that wait for a place; more are refused with status 503.", least=1)
+    max_waiting: int = setting(
+        256, "Maximum number of answers that wait for a place; more are refused with status 503.", least=1
+    )
     max_body_mib: int = setting(8, "Largest body of a request, in MiB.", least=1)
     body_seconds: float = setting(10.0, "Longest time for the body of a request to arrive.")
     prefix_cache_mib: int = setting(

@@ -26,7 +26,7 @@ class SetupConfig(Settings):
         option="num_prompts",
         least=1,
     )
-    max_new_tokens: int = setting(128, "Most tokens of each of these answers.", least=1)
+    max_new_tokens: int = setting(128, "Maximum number of tokens in each of these answers.", least=1)
     max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION)
     rankings: bool = setting(
         False,

@@ -10,6 +10,7 @@ from pathlib import Path
 import hdtool
 from hdtool.data.stores.home import home
 from hdtool.data.stores.inventory import StoredItem, stored_items
+from hdtool.data.tally import counted
 from hdtool.runtime.diagnosis.finding import MEND, NOTE, OK, Finding
 
 LITTLE = 2 * 10**9
@@ -62,7 +63,7 @@ def _hub() -> Iterator[Finding]:
     cache = Path(constants.HF_HUB_CACHE)
     models = sum(1 for _ in cache.glob("models--*"))
     found = _writable("hub cache", cache, "HF_HOME")
-    yield Finding(found.name, f"{found.found}, {models} models", found.state, found.advice)
+    yield Finding(found.name, f"{found.found}, {counted(models, 'model')}", found.state, found.advice)
     if constants.HF_HUB_OFFLINE:
         yield Finding("hub", "HF_HUB_OFFLINE is set: nothing is downloaded", NOTE, "unset HF_HUB_OFFLINE to download")
     elif get_token() is None:

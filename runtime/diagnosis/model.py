@@ -10,6 +10,7 @@ from typing import Any
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
+from hdtool.data.tally import counted
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.diagnosis.finding import MEND, NOTE, Finding
 from hdtool.runtime.diagnosis.machine import available_memory
@@ -56,7 +57,7 @@ def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:
         yield _no_weights(config)
         return
     size = sum(file.stat().st_size for file in files)
-    found = f"{size / 1e9:.2f} GB in {len(files)} files"
+    found = f"{size / 1e9:.2f} GB in {counted(len(files), 'file')}"
     needed, available = size * BYTES_IN_FLOAT32, available_memory()
     if pick_device("auto").type == "cpu" and available and needed > available:
         advice = "take --dtype bfloat16, --quantization int8, or a smaller model"

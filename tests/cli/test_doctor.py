@@ -103,7 +103,7 @@ def test_a_model_that_would_load_and_draft(capfd: pytest.CaptureFixture[str]) ->
     assert found["family"]["found"].startswith("llama")
     assert str(demo.MODEL_STORE) in found["model store"]["found"]
     assert str(demo.CORPUS_INDEX) in found["corpus index"]["found"]
-    assert "4,096 tokens" in found["tokenizer"]["found"] and "GB in 1 files" in found["weights"]["found"]
+    assert "4,096 tokens" in found["tokenizer"]["found"] and "GB in 1 file" in found["weights"]["found"]
 
 
 def test_a_model_that_is_not_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
