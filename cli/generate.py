@@ -90,6 +90,8 @@ def generate(
 
 
 def _asked(text: str | None, prompt: str | None, prompts: Path | None) -> Sequence[Prompt]:
+    if text == "-" and prompt is None and prompts is None:  # the usual name of standard input
+        text = None
     given = {"a prompt": text, "--prompt": prompt, "--prompts": prompts}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
