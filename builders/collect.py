@@ -16,6 +16,7 @@ from typing import Any
 from hdtool.data.errors import PromptError, worded
 from hdtool.data.files.json_lines import append, cut, is_torn, lines_of, may_be_torn_from
 from hdtool.data.files.locking import exclusive
+from hdtool.data.grammar import GrammarKind
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answer import Answer
 from hdtool.runtime.answerer import Answerer
@@ -66,7 +67,7 @@ class GenerationFile:
         append(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
 
     def _asked(self, prompt: Prompt) -> dict[str, Any]:
-        return {"id": prompt.id, "category": prompt.category, **self._settings}
+        return {"id": prompt.id, "category": prompt.category, **self._settings, **_grammar(prompt)}
 
     def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
         """The number of answered prompts, and the torn last line, if any."""
@@ -104,9 +105,19 @@ class GenerationFile:
             raise PromptError(
                 f"{where} answers a different prompt than the file of prompts has there: choose another --out"
             )
+        if {kind.value: row[kind.value] for kind in GrammarKind if kind.value in row} != _grammar(prompts[number]):
+            raise PromptError(f"{where} was answered under another grammar: choose another --out")
         for name, wanted in self._settings.items():
             if known[name] != wanted:
                 raise PromptError(f"{where} was answered with {name} {known[name]}, not {wanted}: choose another --out")
+
+
+def _grammar(prompt: Prompt) -> dict[str, Any]:
+    """The grammar of a prompt as a prompts file has it; a schema that is an object stays readable."""
+    if prompt.grammar is None:
+        return {}
+    kind, text = prompt.grammar.kind, prompt.grammar.text
+    return {kind.value: json.loads(text) if kind is GrammarKind.JSON_SCHEMA else text}
 
 
 def _recorded(answer: Answer) -> dict[str, Any]:

@@ -11,10 +11,20 @@ from typing import Annotated
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import numbers, only, without
+from hdtool.cli.parameters.structure import structured
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
 from hdtool.data.tasks import of_each_task
-from hdtool.runtime.config import METHODS, PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config import (
+    METHODS,
+    PEERS,
+    BenchConfig,
+    DecodeConfig,
+    GrammarConfig,
+    ModelConfig,
+    SamplingConfig,
+    StoresConfig,
+)
 
 
 def bench(
@@ -28,6 +38,8 @@ def bench(
     decoding: Annotated[DecodeConfig, only("draft_tokens", "heads", "tree", "max_new_tokens")],
     stores: Annotated[StoresConfig, without("namespace")],
     sampling: Annotated[SamplingConfig, without("stop")],
+    structure: GrammarConfig,
+    tools: options.Tools = None,
     loading: Annotated[ModelConfig, without("device_map", "threads")],
     out: Annotated[Path, option(OUTPUT, "Folder of the results; the same command resumes an interrupted run.")] = Path(
         BenchConfig.out
@@ -44,7 +56,7 @@ def bench(
     number of identical answers for each task, and writes a file of answers per method in Spec-Bench's format.
     """
     more_temperatures = _temperatures(temperatures, sampling)
-    asked, spare = _sample(read_prompts(questions or demo.PROMPTS), settings)
+    asked, spare = _sample(structured(read_prompts(questions or demo.PROMPTS), structure, tools), settings)
 
     from hdtool.cli.output.bench_table import record, table
     from hdtool.cli.output.show_answers import quiet_libraries

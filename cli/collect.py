@@ -8,9 +8,10 @@ from typing import Annotated
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import only, without
+from hdtool.cli.parameters.structure import structured
 from hdtool.data.prompts import read_prompts
 from hdtool.data.tally import Tally
-from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, RecordingConfig, SamplingConfig
+from hdtool.runtime.config import BuildConfig, DecodeConfig, GrammarConfig, ModelConfig, RecordingConfig, SamplingConfig
 
 
 def collect(
@@ -23,6 +24,8 @@ def collect(
     loading: Annotated[ModelConfig, without("device_map")],
     decoding: Annotated[DecodeConfig, only("max_new_tokens", "batch_size", max_new_tokens=1024)],
     sampling: Annotated[SamplingConfig, without("stop")],
+    structure: GrammarConfig,
+    tools: options.Tools = None,
     recording: RecordingConfig,
     reading: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
@@ -30,10 +33,10 @@ def collect(
     """Collect a model's answers for a model store.
 
     Writes one JSON line for each prompt: id, category, model, settings, messages, answers (ids, how each ended, and
-    rankings if asked for).
+    rankings if asked for), and the grammar if there is one.
     """
     tally = Tally()
-    asked = read_prompts(prompts, tolerance=reading.max_bad_fraction, tally=tally)
+    asked = structured(read_prompts(prompts, tolerance=reading.max_bad_fraction, tally=tally), structure, tools)
 
     from hdtool.builders.collect import GenerationFile
     from hdtool.builders.collect import collect as collected

@@ -13,11 +13,11 @@ from typing import Annotated
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import without
+from hdtool.cli.parameters.structure import structured
 from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.predictions import read_prediction
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.data.tools import read_tools
 from hdtool.runtime.config import DecodeConfig, GrammarConfig, ModelConfig, SamplingConfig, StoresConfig
 
 
@@ -46,8 +46,7 @@ def generate(
     """
     predicted = read_prediction(prediction) if prediction is not None else ""
     asked = [replace(one, prediction=one.prediction or predicted) for one in _asked(text, prompt, prompts)]
-    required, offered = structure.read(), read_tools(tools) if tools is not None else ()
-    asked = [replace(one, grammar=one.grammar or required, tools=one.tools or offered) for one in asked]
+    asked = structured(asked, structure, tools)
     if system is not None:
         asked = [with_system(one, system) for one in asked]
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, option
 from hdtool.cli.parameters.settings import only, without
+from hdtool.cli.parameters.structure import structured
 from hdtool.data import demo
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig, VerifyConfig
+from hdtool.runtime.config import DecodeConfig, GrammarConfig, ModelConfig, SamplingConfig, StoresConfig, VerifyConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,8 @@ def verify(
     ],
     stores: Annotated[StoresConfig, without("namespace")],
     sampling: Annotated[SamplingConfig, without("stop")],
+    structure: GrammarConfig,
+    tools: options.Tools = None,
     loading: Annotated[ModelConfig, without("device_map")],
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
@@ -50,7 +53,7 @@ def verify(
     error there is a near tie. A history store is read and not written. Exit code 0 if all answers are identical or
     differ at near ties only, else 1.
     """
-    asked = read_prompts(prompts or demo.PROMPTS)[: size.limit]
+    asked = structured(read_prompts(prompts or demo.PROMPTS)[: size.limit], structure, tools)
     from hdtool.cli.output.show_answers import print_sources, quiet_libraries
     from hdtool.runtime.drafters.methods import drafter_for, history_for
     from hdtool.runtime.evaluation.verify import Verifier
@@ -71,7 +74,7 @@ def verify(
     # The answers of a check are no history of the user's.
     history = history_for(decoding, loaded.target, store_set, read_only=True)
     drafter = drafter_for(decoding, loaded.target, replace(store_set, history=history))
-    verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens)
+    verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens, decoding.draft_tokens)
     print_sources(store_set)
     checks = _checked(verifier, loaded, asked, chat, quiet)
     explained = verifier.explain([difference for check in checks for difference in check.differences])
@@ -86,9 +89,9 @@ def _checked(verifier: Verifier, loaded: Loaded, asked: list[Prompt], chat: bool
 
     checks = []
     for prompt in over(asked, "prompts", quiet=quiet):
-        ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat)
         try:
-            checks.append(verifier.check(prompt.id, ids))
+            ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
+            checks.append(verifier.check(prompt.id, ids, prompt.grammar))
         except PromptError as error:
             raise PromptError(f"prompt {prompt.id}: {error}") from None
     return checks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hdtool.data.chat import encode_answer, encode_conversation
@@ -18,14 +17,12 @@ from hdtool.runtime.drafter import Drafter, HistoryDrafter
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.drafters.ranking_recorder import RankingRecorder
 from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.grammar.guided_drafter import guided
-from hdtool.runtime.grammar.processor import GrammarProcessor
+from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.tensor_parallel import check_decoding
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import LARGEST_TREE
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -124,19 +121,9 @@ class Answerer:
 
     def _guided(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
         """The drafter of an answer, and the mask of the grammar that the answer must match, if there is one."""
-        drafter, masks = self._masked(drafter, prompt)
-        return (RankingRecorder(drafter, self._rankings) if self._rankings else drafter), masks
-
-    def _masked(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
-        if prompt.grammar is None:
-            return drafter, ()
-        guide = self._compiler.guide(prompt.grammar)
-        limit = self._decoding.draft_tokens
-        return guided(drafter, guide, LARGEST_TREE if limit is None else limit), [GrammarProcessor(guide)]
-
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self.loaded.tokenizer, self.loaded.stops, self.loaded.target.vocabulary)
+        guide = self.loaded.guide(prompt.grammar)
+        drafter = guided(drafter, guide, self._decoding.draft_tokens)
+        return (RankingRecorder(drafter, self._rankings) if self._rankings else drafter), masks_of(guide)
 
     def _ids(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         """Encode messages; raise PromptError if the model cannot answer them."""

@@ -100,7 +100,8 @@ def _is_near_tie(
 ) -> bool:
     """Whether rounding explains every difference between the methods."""
     verifier = Verifier(loaded, SamplingConfig(), drafting.new_drafter(), max_new_tokens)
-    check = verifier.check(prompt.id, encode_conversation(loaded.tokenizer, prompt.messages, chat=chat))
+    ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
+    check = verifier.check(prompt.id, ids, prompt.grammar)
     return all(explanation.near_tie for explanation in verifier.explain(check.differences))
 
 

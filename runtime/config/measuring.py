@@ -18,6 +18,8 @@ PEERS = {
 }
 """What users have without hdtool, on the same model and device."""
 LLAMA_CPP = ("llama.cpp", "llama.cpp-pld")
+WITHOUT_GRAMMARS = ("generate-pld", "generate-assisted", *LLAMA_CPP)
+"""Peers that cannot follow a grammar of hdtool: their drafts would have to, or they have grammars of their own."""
 SHAPE_PEERS = {
     "generate": PEERS["generate"],
     "generate-static": "model.generate with a static cache, which it compiles on GPUs",
@@ -100,11 +102,15 @@ class BenchConfig(Settings):
         fits = self.baseline is None or self.baseline in chosen
         require(fits, "baseline", self.baseline, f"one of {', '.join(dict.fromkeys(chosen))}")
 
-    def chosen(self, *, has_corpus: bool, heads: Collection[str] = (), llama_cpp: bool = False) -> tuple[str, ...]:
+    def chosen(
+        self, *, has_corpus: bool, heads: Collection[str] = (), llama_cpp: bool = False, grammars: bool = False
+    ) -> tuple[str, ...]:
         """The methods to measure; ``heads`` are those that there are trained heads for."""
         lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
         lacking |= {method: method not in heads for method in NEED_HEADS}
         lacking |= dict.fromkeys(LLAMA_CPP, not llama_cpp)
+        if grammars:
+            lacking |= dict.fromkeys(WITHOUT_GRAMMARS, True)
         peers = tuple(peer for peer in PEERS if not lacking.get(peer))
         if self.methods is None:
             return (*peers, *(method for method in METHODS if not lacking.get(method)))

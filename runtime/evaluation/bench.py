@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
@@ -74,9 +75,10 @@ class Bench:
         return {name: contender.fresh() for name, contender in self.contenders.items()}
 
     def _check_room(self, question: Prompt) -> None:
-        room_for(self.loaded.target, self._encode(question.messages), self.max_new_tokens)
+        room_for(self.loaded.target, self._encode(question, question.messages), self.max_new_tokens)
+        self.loaded.guide(question.grammar)
         if question.later_turns:
-            self._encode(question.conversation([""] * len(question.later_turns)))
+            self._encode(question, question.conversation([""] * len(question.later_turns)))
 
     def _refuse_repeated(self, questions: Sequence[Prompt]) -> None:
         """Refuse equal questions for warm drafters, which would draft the answer from the history."""
@@ -93,14 +95,14 @@ class Bench:
     def _answered(self, question: Prompt, contender: Contender) -> AnsweredQuestion:
         turns: list[AnsweredTurn] = []
         for _ in range(1 + len(question.later_turns)):
-            ids = self._encode(question.conversation([turn.text for turn in turns]))
+            ids = self._encode(question, question.conversation([turn.text for turn in turns]))
             limit = self.loaded.target.context_limit(len(ids))
             has_room = not turns or limit is None or len(ids) < limit
-            turns.append(contender.answer(ids) if has_room else OUT_OF_CONTEXT)
+            turns.append(contender.answer(ids, self.loaded.guide(question.grammar)) if has_room else OUT_OF_CONTEXT)
         return AnsweredQuestion(question_id(question.id), question.category, tuple(turns))
 
-    def _encode(self, messages: Sequence[Message]) -> list[int]:
-        return encode_conversation(self.loaded.tokenizer, messages, chat=self.chat)
+    def _encode(self, question: Prompt, messages: Sequence[Message]) -> list[int]:
+        return encode_conversation(self.loaded.tokenizer, messages, chat=self.chat, tools=question.tools)
 
 
 OUT_OF_CONTEXT = AnsweredTurn("", [], [], 0.0, finish=str(Finish.CONTEXT))
@@ -115,8 +117,17 @@ def in_turn(names: Sequence[str], turn: int) -> list[str]:
 
 def hash_of(questions: Sequence[Prompt]) -> str:
     """A hash of a list of questions."""
-    rows = [[question.id, question.category, question.messages, question.later_turns] for question in questions]
+    rows = [
+        [question.id, question.category, question.messages, question.later_turns, *_structure_of(question)]
+        for question in questions
+    ]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _structure_of(question: Prompt) -> list[Any]:
+    """The grammar and tools of a question; nothing for free text, whose hash stays as it was."""
+    grammar = [question.grammar.kind.value, question.grammar.text] if question.grammar else None
+    return [grammar, list(question.tools)] if grammar or question.tools else []
 
 
 def _of_median_speed(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:

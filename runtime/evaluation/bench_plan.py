@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.bench_results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
-from hdtool.data.errors import ModelError
+from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.prompts import Prompt
 from hdtool.data.spec_bench import question_id
 from hdtool.runtime.config import (
     LLAMA_CPP,
     METHODS,
+    WITHOUT_GRAMMARS,
     BenchConfig,
     DecodeConfig,
     ModelConfig,
@@ -87,13 +88,16 @@ class Plan:
         no_llama_cpp = why_not(self.model, self.sampling)
         if no_llama_cpp and (named := [name for name in self.bench.methods or () if name in LLAMA_CPP]):
             raise ModelError(f"{named[0]} {no_llama_cpp}")
+        grammars = any(question.grammar for question in self.questions)
+        if grammars and (named := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
+            raise OptionError(f"{named[0]} cannot be measured on answers that follow a grammar: leave it out")
         compute_with(self.bench.threads)
         loaded = load(self.model)
         letters = {one for name in self.bench.methods or METHODS if name in METHODS for one in METHODS[name].databases}
         store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, "".join(letters), model=loaded.checkpoint)
         heads = methods_with_heads(self.decoding.heads, loaded.target.model)
         has_corpus = store_set.corpus is not None
-        methods = self.bench.chosen(has_corpus=has_corpus, heads=heads, llama_cpp=not no_llama_cpp)
+        methods = self.bench.chosen(has_corpus=has_corpus, heads=heads, llama_cpp=not no_llama_cpp, grammars=grammars)
         baseline_of(methods, self.bench.baseline)
         run = Run(
             self.options(),

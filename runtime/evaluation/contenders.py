@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+from transformers import LogitsProcessorList
 
 from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish, Step, decode, room_for
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.generate_settings import generate_options, refuse_settings
+from hdtool.runtime.grammar.guided_drafter import guided
+from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.text_stream import text_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import LogitsProcessor, PreTrainedModel
+
+    from hdtool.runtime.grammar.guide import Guide
 
 T = TypeVar("T")
 
@@ -30,7 +35,9 @@ T = TypeVar("T")
 class Contender(Protocol):
     """Answers a prompt and measures the answer."""
 
-    def answer(self, prompt: list[int]) -> AnsweredTurn: ...
+    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
+        """The answer to a prompt, held to the grammar of ``guide``, which is for this answer alone."""
+        ...
 
     def fresh(self) -> Contender:
         """The same contender, without anything that it learned from the prompts before."""
@@ -46,14 +53,16 @@ class DraftingContender:
     sampling: SamplingConfig
     max_new_tokens: int
     new_drafter: Callable[[], Drafter]
+    draft_tokens: int | None = None
 
     def fresh(self) -> DraftingContender:
         return replace(self, drafter=self.new_drafter())
 
-    def answer(self, prompt: list[int]) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
         stats = Stats()
-        decoding = steps_of(self.loaded, self.drafter, self.sampling, self.max_new_tokens, prompt)
-        counted = stats.counted(decoding, self.drafter)
+        drafter = guided(self.drafter, guide, self.draft_tokens)
+        decoding = steps_of(self.loaded, drafter, self.sampling, self.max_new_tokens, prompt, masks_of(guide))
+        counted = stats.counted(decoding, drafter)
         steps, seconds = timed(self.loaded.target.device, lambda: list(counted))
         output_ids = [token for step in steps for token in step.tokens]
         return AnsweredTurn(
@@ -71,13 +80,18 @@ class DraftingContender:
 
 
 def steps_of(
-    loaded: Loaded, drafter: Drafter, sampling: SamplingConfig, most: int, prompt: list[int]
+    loaded: Loaded,
+    drafter: Drafter,
+    sampling: SamplingConfig,
+    most: int,
+    prompt: list[int],
+    masks: Sequence[LogitsProcessor] = (),
 ) -> Iterator[Step]:
-    """The steps of an answer of at most so many tokens.
+    """The steps of an answer of at most so many tokens; ``masks`` are those of a grammar.
 
     Without prefix caching: one contender would profit from a prompt that another one read before it.
     """
-    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=most)
+    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=most, first=masks)
     return decode(
         loaded.target,
         prompt,
@@ -116,14 +130,21 @@ class GenerateContender:
         other._learned = copy.deepcopy(self._begun)
         return other
 
-    def answer(self, prompt: list[int]) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
         if self._assistant:
             self._assistant.generation_config = self._learned
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)
         torch.manual_seed(self._seed % 2**63)
         passes = Passes(len(prompt))
         generated = partial(
-            generate_ids, self._loaded, self._sampling, prompt, room, model=self._model, **self._drafting
+            generate_ids,
+            self._loaded,
+            self._sampling,
+            prompt,
+            room,
+            model=self._model,
+            masks=masks_of(guide),
+            **self._drafting,
         )
         # Without drafts every pass brings one token, and the hook that counts passes is left out of the timing.
         with passes.counted(self._model, wanted=bool(self._drafting)):
@@ -146,6 +167,7 @@ def generate_ids(
     max_new_tokens: int,
     *,
     model: PreTrainedModel | None = None,
+    masks: Sequence[LogitsProcessor] = (),
     **options: Any,
 ) -> list[int]:
     """The answer of ``model.generate``, without the prompt; ``model`` replaces the target of ``loaded``."""
@@ -153,6 +175,8 @@ def generate_ids(
     ids = torch.tensor([prompt], device=generator.device)
     if generator.generation_config.stop_strings:
         options = {"tokenizer": loaded.tokenizer, **options}
+    if masks:
+        options = {"logits_processor": LogitsProcessorList(masks), **options}
     options |= generate_options(sampling, generator.generation_config, loaded.stops, max_new_tokens)
     output = generator.generate(ids, attention_mask=torch.ones_like(ids), **options)
     answer: list[int] = output[0, len(prompt) :].tolist()

@@ -61,7 +61,9 @@ class Lineup:
             else:
                 new = partial(self._new_drafter, replace(self._decoding, method=name))
                 most = self._decoding.max_new_tokens
-                found[name] = DraftingContender(self._loaded, new(), self._sampling, most, new)
+                found[name] = DraftingContender(
+                    self._loaded, new(), self._sampling, most, new, self._decoding.draft_tokens
+                )
         return found
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from hdtool.runtime.evaluation.contenders import Passes, timed
 from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.text_stream import text_of
+
+if TYPE_CHECKING:
+    from hdtool.runtime.grammar.guide import Guide
 
 PACKAGE = "llama-cpp-python"
 DRAFTED_ON_CPU, DRAFTED_ON_GPU = 2, 10
@@ -61,7 +64,8 @@ class LlamaCppContender:
     def fresh(self) -> LlamaCppContender:
         return self  # each answer begins with an empty KV cache, and nothing else is kept
 
-    def answer(self, prompt: list[int]) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
+        assert guide is None, "its grammars are its own, so the answers could not be compared"
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)
         self._provide(len(prompt) + room)
         # Without this, it would keep the part of the KV cache that the prompt shares with the one before.

@@ -9,11 +9,14 @@ from enum import StrEnum
 import torch
 
 from hdtool.data.errors import HdtoolError, reason_of
+from hdtool.data.grammar import Grammar
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import room_for
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.evaluation.contenders import generate_ids, steps_of
 from hdtool.runtime.generate_settings import refuse_settings
+from hdtool.runtime.grammar.guided_drafter import guided
+from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.precision import HIGHER, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantized_layers import quantized_layers
@@ -41,6 +44,8 @@ class Difference:
     expected: int | None
     found: int | None
     """The token of each side; None where an answer has ended."""
+    grammar: Grammar | None = None
+    """What the answers must match."""
 
     @property
     def position(self) -> int:
@@ -92,28 +97,38 @@ class Explanation:
 class Verifier:
     """Checks the answers of a loaded model with one drafter and one sampling configuration."""
 
-    def __init__(self, loaded: Loaded, sampling: SamplingConfig, drafter: Drafter, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        sampling: SamplingConfig,
+        drafter: Drafter,
+        max_new_tokens: int,
+        draft_tokens: int | None = None,
+    ) -> None:
+        """``draft_tokens`` bounds the trees that follow a grammar; the drafter bounds its own."""
         refuse_settings(loaded.target.model.generation_config)
         self._loaded = loaded
         self._model = loaded.target.model
         self._sampling = sampling
         self._drafter = drafter
-        self._most = max_new_tokens
+        self._most, self._draft_tokens = max_new_tokens, draft_tokens
 
     @property
     def oracles(self) -> list[Oracle]:
         """``generate`` samples in another way, so it is an oracle of greedy decoding only."""
         return [Oracle.PLAIN, Oracle.GENERATE] if self._sampling.is_greedy else [Oracle.PLAIN]
 
-    def check(self, prompt: str, ids: list[int]) -> Check:
-        """Answer a prompt with and without drafts and compare token for token."""
-        plain, _ = self._decoded(ids, NoDraft())
-        drafted, steps = self._decoded(ids, self._drafter)
+    def check(self, prompt: str, ids: list[int], grammar: Grammar | None = None) -> Check:
+        """Answer a prompt with and without drafts and compare token for token; answers match the grammar."""
+        plain, _ = self._decoded(ids, NoDraft(), grammar)
+        drafted, steps = self._decoded(ids, self._drafter, grammar)
         pairs = [(Oracle.PLAIN, plain, drafted)]
         if Oracle.GENERATE in self.oracles:
             room, _ = room_for(self._loaded.target, ids, self._most)
-            pairs.append((Oracle.GENERATE, generate_ids(self._loaded, self._sampling, ids, room), plain))
-        found = [_difference(prompt, oracle, ids, expected, answer) for oracle, expected, answer in pairs]
+            masks = masks_of(self._loaded.guide(grammar))
+            expected = generate_ids(self._loaded, self._sampling, ids, room, masks=masks)
+            pairs.append((Oracle.GENERATE, expected, plain))
+        found = [_difference(prompt, oracle, ids, grammar, expected, answer) for oracle, expected, answer in pairs]
         return Check(prompt, len(plain), steps, [difference for difference in found if difference])
 
     def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
@@ -134,8 +149,10 @@ class Verifier:
             return [Explanation(difference, reason=reason) for difference in differences]
         return [self._explained(*case, names) for case in zip(differences, working, again, strict=True)]
 
-    def _decoded(self, ids: list[int], drafter: Drafter) -> tuple[list[int], int]:
-        steps = list(steps_of(self._loaded, drafter, self._sampling, self._most, ids))
+    def _decoded(self, ids: list[int], drafter: Drafter, grammar: Grammar | None) -> tuple[list[int], int]:
+        guide = self._loaded.guide(grammar)
+        drafter = guided(drafter, guide, self._draft_tokens)
+        steps = list(steps_of(self._loaded, drafter, self._sampling, self._most, ids, masks_of(guide)))
         return [token for step in steps for token in step.tokens], len(steps)
 
     def _precisely(self, places: Sequence[list[int]]) -> list[torch.Tensor]:
@@ -150,7 +167,12 @@ class Verifier:
     def _explained(
         self, difference: Difference, working: torch.Tensor, precise: torch.Tensor, names: list[str]
     ) -> Explanation:
-        sampler, _ = self._loaded.sampler(self._sampling, difference.asked, max_new_tokens=self._most)
+        guide = self._loaded.guide(difference.grammar)
+        if guide:
+            guide.follow(difference.before)
+        sampler, _ = self._loaded.sampler(
+            self._sampling, difference.asked, max_new_tokens=self._most, first=masks_of(guide)
+        )
         sampler.context += difference.before
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
         if difference.expected is None or difference.found is None:
@@ -172,15 +194,15 @@ class Verifier:
 
 
 def _difference(
-    prompt: str, oracle: Oracle, asked: list[int], expected: list[int], found: list[int]
+    prompt: str, oracle: Oracle, asked: list[int], grammar: Grammar | None, expected: list[int], found: list[int]
 ) -> Difference | None:
     if expected == found:
         return None
     shared = 0
     while shared < min(len(expected), len(found)) and expected[shared] == found[shared]:
         shared += 1
-    sides = (answer[shared] if shared < len(answer) else None for answer in (expected, found))
-    return Difference(prompt, oracle, asked, found[:shared], *sides)
+    wanted, chosen = (answer[shared] if shared < len(answer) else None for answer in (expected, found))
+    return Difference(prompt, oracle, asked, found[:shared], wanted, chosen, grammar)
 
 
 def _measure(dtype: str, scores: torch.Tensor, pair: tuple[int, int], sampler: Sampler) -> Measure:

@@ -27,9 +27,14 @@ class ExpectingDrafter(Protocol):
         ...
 
 
-def guided(drafter: Drafter, guide: Guide, most: int) -> Drafter:
-    """The drafter of an answer that must match a grammar; plain decoding stays plain."""
-    return drafter if isinstance(drafter, NoDraft) or not most else GuidedDrafter(drafter, guide, most)
+def guided(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
+    """The drafter of an answer that must match a grammar, if there is one; plain decoding stays plain.
+
+    ``draft_tokens`` bounds the nodes of a tree.
+    """
+    if guide is None or isinstance(drafter, NoDraft) or draft_tokens == 0:
+        return drafter
+    return GuidedDrafter(drafter, guide, LARGEST_TREE if draft_tokens is None else draft_tokens)
 
 
 class GuidedDrafter(WrappedDrafter):

@@ -10,6 +10,11 @@ from transformers import LogitsProcessor
 from hdtool.runtime.grammar.guide import Guide
 
 
+def masks_of(guide: Guide | None) -> list[LogitsProcessor]:
+    """The processors of an answer: the mask of its grammar, if there is one."""
+    return [GrammarProcessor(guide)] if guide else []
+
+
 class GrammarProcessor(LogitsProcessor):
     """Gives the tokens that a grammar forbids the score of minus infinity; for one answer."""
 

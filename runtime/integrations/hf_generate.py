@@ -38,7 +38,6 @@ from hdtool.runtime.model.target import Target, embedded_tokens, use_masked_atte
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import NONE, StoreSet
-from hdtool.runtime.tree import LARGEST_TREE
 
 if TYPE_CHECKING:
     from transformers import (
@@ -184,7 +183,7 @@ class Generator:
         self.stats = Stats()
         if prediction and not isinstance(self._drafter, HistoryDrafter):
             raise OptionError(NO_PREDICTION)
-        drafter = guided(self._drafter, guide, LARGEST_TREE) if guide else self._drafter
+        drafter = guided(self._drafter, guide)
         steps = decode(
             target,
             request.prompt,

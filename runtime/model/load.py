@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import INT8, OWN, TORCH
 from hdtool.runtime.decode import room_for
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
+from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.kernels.int8.int8_linear import use_int8_activations
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
@@ -38,6 +40,9 @@ from hdtool.runtime.stop_text import StopTexts
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+    from hdtool.data.grammar import Grammar
+    from hdtool.runtime.grammar.guide import Guide
 
 T = TypeVar("T")
 
@@ -62,6 +67,14 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Checkpoint | None = None
     """The files that the model was loaded from; model stores at home are found by it."""
+
+    def guide(self, grammar: Grammar | None) -> Guide | None:
+        """The state of a new answer that must match a grammar; None for free text."""
+        return self._compiler.guide(grammar) if grammar else None
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.stops, self.target.vocabulary)
 
     def sampler(
         self,

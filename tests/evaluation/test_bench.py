@@ -30,6 +30,7 @@ from hdtool.runtime.evaluation.bench_plan import Plan
 from hdtool.runtime.evaluation.contenders import GenerateContender
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.evaluation.warm_up import OWN, questions_to_warm_up
+from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
@@ -73,7 +74,7 @@ class Scripted:
     def fresh(self) -> Scripted:
         return self
 
-    def answer(self, prompt: list[int]) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
         self._log.append((self._name, str(self._tokenizer.decode(prompt))))
         said = turn_of([2, 1], next(self._seconds, 1.0))
         return replace(said, text=f"{self._name} says {len(self._log)}")
@@ -200,7 +201,7 @@ class Learner:
     def fresh(self) -> Learner:
         return Learner(self._every, self._loaded)
 
-    def answer(self, prompt: list[int]) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
         self._asked.append(str(self._loaded.tokenizer.decode(prompt)).split("question ")[1].split("<")[0].strip())
         return turn_of([2, 1], 1.0)
 

@@ -145,9 +145,7 @@ def test_plain_decoding_that_is_not_generates_is_found(small: Loaded, monkeypatc
     """A loop that ignores a setting of the model."""
     model: Any = small.target.model
     model.generation_config.suppress_tokens = [said(small)[5]]
-    monkeypatch.setattr(
-        Loaded, "sampler", lambda self, config, prompt, *, max_new_tokens: (Sampler(config, prompt), frozenset())
-    )
+    monkeypatch.setattr(Loaded, "sampler", lambda self, config, prompt, **_: (Sampler(config, prompt), frozenset()))
     check, (explanation,) = verified(small)
     assert check.equals(Oracle.PLAIN)
     assert not check.equals(Oracle.GENERATE)
@@ -157,7 +155,7 @@ def test_plain_decoding_that_is_not_generates_is_found(small: Loaded, monkeypatc
 
 
 def test_an_answer_that_ends_early_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "generate_ids", lambda *arguments: generate_ids(*arguments)[:7])
+    monkeypatch.setattr(verify, "generate_ids", lambda *given, **options: generate_ids(*given, **options)[:7])
     _, (explanation,) = verified(small)
     assert (explanation.difference.position, explanation.difference.expected) == (7, None)
     assert explanation.reason == "one of the answers ends here"

@@ -6,10 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
-
-from transformers import LogitsProcessor
 
 from hdtool.data.chat import conversation_text, encode_answer, encode_conversation, encode_text
 from hdtool.data.grammar import Grammar, grammar_of
@@ -20,10 +17,9 @@ from hdtool.runtime.batch import Request
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import Step, room_for
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import guided
-from hdtool.runtime.grammar.processor import GrammarProcessor
+from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.integrations.server.engine.job import Job
 from hdtool.runtime.integrations.server.engine.logprobs import LogprobRecorder, TokenLogprobs
 from hdtool.runtime.integrations.server.engine.penalties import AnswerPenalty, LogitBias
@@ -161,8 +157,8 @@ class Preparer:
         }
         set_here = {name: value for name, value in given.items() if value is not None}
         config = replace(self._defaults, seed=seed, stop=asked.stops, **set_here)
-        guide = self._guide(one.grammar) if one.grammar else None
-        first: list[LogitsProcessor] = [GrammarProcessor(guide)] if guide else []
+        guide = self._guide(one.grammar)
+        first = masks_of(guide)
         if asked.presence_penalty or asked.frequency_penalty:
             first.append(AnswerPenalty(len(one.prompt), asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0))
         if biases:
@@ -171,13 +167,13 @@ class Preparer:
         recorded: list[TokenLogprobs] | None = [] if one.logprobs is not None else None
         return Choice(one, sampler, stops, config.stop, guide, recorded)
 
-    def _guide(self, grammar: Grammar) -> Guide:
-        if len(grammar.text) > MOST_GRAMMAR:
+    def _guide(self, grammar: Grammar | None) -> Guide | None:
+        if grammar and len(grammar.text) > MOST_GRAMMAR:
             raise RequestError(
                 f"the {grammar.kind.label} has {len(grammar.text):,} characters, and at most {MOST_GRAMMAR:,} are "
                 "accepted"
             )
-        return self._compiler.guide(grammar)
+        return self._loaded.guide(grammar)
 
     def _limit(self, ids: Sequence[int], asked: int | None) -> int:
         """The limit of tokens of an answer; raises if the prompt leaves no room in the context."""
@@ -200,7 +196,3 @@ class Preparer:
                 f"logit_bias names token {wrong[:40]!r}: its keys are token ids below {vocabulary}", param="logit_bias"
             )
         return {int(key): bias for key, bias in given.items()}
-
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self._loaded.tokenizer, self._loaded.stops, self._loaded.target.vocabulary)
