@@ -34,10 +34,10 @@ from hdtool.runtime.kernels.tile_choice import Tile
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, OCTET, SHORT
 
 LOW_BITS = 4
-PREFETCHED_BY_FEW_ROWS, PREFETCHED = 1024, 8192
-"""Bytes from what is read to what is prefetched. Few input rows read as fast as memory allows, which is what the
+PREFETCHED_BY_ONE_ROW, PREFETCHED = 1024, 8192
+"""Bytes from what is read to what is prefetched. A single input row reads as fast as memory allows, which is what the
 processor prefetches by itself; more of them compute meanwhile, and it stops too early."""
-FEWEST_ROWS_AHEAD = 4
+FEWEST_ROWS_AHEAD = 2
 """Input rows from which on the longer distance is used."""
 MOST_ROWS = 8 if PANEL_ROWS == 16 else 4
 """Input rows of a tile: their sums must fit beside the levels into registers, of which AVX-512 has 32 and AVX2 16."""
@@ -54,8 +54,8 @@ class _Part:
         header = code.after(panel, builder.mul(group, INDEX(form.group)))
         octets = code.after(header, builder.add(INDEX(form.header), builder.mul(place, INDEX(form.part))))
         self._levels = code.after(octets, form.octets)
-        size = form.group if form.parts == 1 else form.part
-        for byte in range(0, size, CACHE_LINE):
+        # A header lies between the parts of two groups: without it, each group would wait for memory once.
+        for byte in range(0, form.part + form.header, CACHE_LINE):
             code.prefetch(code.after(self._levels, prefetched + byte))
         self.scales = [self._scale(header)] * form.scales
         self.has_offset = form.offset != 0
@@ -128,7 +128,7 @@ class _Part:
 def panel_tile(rows: int, dot: str | None = None) -> Tile:
     """The multiplication of a panel by this number of quantized rows."""
     used = dot or best_dot()
-    prefetched = PREFETCHED if rows >= FEWEST_ROWS_AHEAD else PREFETCHED_BY_FEW_ROWS
+    prefetched = PREFETCHED if rows >= FEWEST_ROWS_AHEAD else PREFETCHED_BY_ONE_ROW
 
     def generate(builder: Any, kind: Any, panel: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> None:
         code = IntegerCode(builder, used)
