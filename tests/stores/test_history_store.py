@@ -428,6 +428,26 @@ def test_nothing_is_lost_while_another_process_drops(tmp_path: Path) -> None:
     assert drops > 3
 
 
+def test_nothing_is_lost_if_the_store_is_replaced_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest that was read and the stamp that tells whether it is current must not be of two stores."""
+    mixed_store(tmp_path)
+    read = history_files.read_history_manifest
+
+    def then_dropped(folder: Path) -> Any:
+        manifest = read(folder)
+        monkeypatch.setattr(history_files, "read_history_manifest", read)
+        monkeypatch.setattr(history_files, "sweep_history", lambda *_: None)  # the old files are still there
+        drop_conversations(folder, source="secret")
+        return manifest
+
+    monkeypatch.setattr(history_store, "sweep_if_killed", lambda folder: None)
+    monkeypatch.setattr(history_files, "read_history_manifest", then_dropped)
+    assert HistoryStore(tmp_path).append([7, 8, 9], [], "public")
+    assert held(opened(tmp_path))[-1] == [7, 8, 9]
+
+
 def test_files_of_a_killed_command_go_when_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drop that was killed after the manifest was replaced leaves the old files."""
     mixed_store(tmp_path)

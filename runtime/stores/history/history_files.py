@@ -112,10 +112,12 @@ def sweep_if_killed(folder: Path) -> None:
 def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
     """The files that the manifest names; opened again if it is replaced meanwhile."""
     for _ in range(OPENINGS):
+        # Before the manifest is read: if it is replaced in between, the files are opened again at the next append.
+        # The other way round, what is appended would go into files that nobody reads any more.
+        stamp = _stamp(folder)
         manifest = read_history_manifest(folder)
         try:
             with worded(folder):
-                stamp = stamp_of(folder / MANIFEST)
                 ring = HistoryRing(folder, manifest, writable=writable)
                 records = Records.of(manifest.path(folder, "conversations"), most_places(manifest.most_bytes))
                 return OpenFiles(manifest, stamp, ring, records)
@@ -124,6 +126,13 @@ def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
                 known = str(error).startswith(f"{folder} ")
                 raise error if known else StoreError(f"{error}: {advice(folder)}") from None
     raise StoreError(f"{folder} was replaced {OPENINGS} times while it was opened: wait for the commands to end")
+
+
+def _stamp(folder: Path) -> tuple[int, int]:
+    try:
+        return stamp_of(folder / MANIFEST)
+    except OSError:
+        return 0, 0  # reading the manifest says what is wrong
 
 
 def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
