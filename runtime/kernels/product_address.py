@@ -78,18 +78,18 @@ def _add_bias(bias: int, outs: int, rows: int, outputs: int, first: int, end: in
 
 def _call(
     context: Any,
-    product: Any,
-    matrix: Any,
-    outs: Any,
-    columns: Any,
-    inputs: Any,
-    rows: Any,
-    outputs: Any,
-    bias: Any,
+    function: Any,
+    one: Any,
+    two: Any,
+    three: Any,
+    four: Any,
+    five: Any,
+    six: Any,
+    seven: Any,
     first: Any,
     end: Any,
 ) -> Any:
-    """Call the product at an address."""
+    """Call the function at an address."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [INDEX] * ARGUMENTS)
@@ -99,4 +99,4 @@ def _call(
     return types.void(types.int64, *[types.int64] * ARGUMENTS), generate
 
 
-call_product: Any = intrinsic(_call)
+call_at: Any = intrinsic(_call)

@@ -1,7 +1,7 @@
-"""Threads that compute the parts of a product together while a pass runs in compiled code.
+"""Threads that compute the parts of a product or of attention together while a pass runs in compiled code.
 
-A thread that waits for work between two products does so in compiled code, by reading a word of memory: a pass has
-hundreds of products, each of which takes less time than it takes to wake a thread.
+A thread that waits for work between two of these does so in compiled code, by reading a word of memory: a pass has
+hundreds of them, each of which takes less time than it takes to wake a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
-from hdtool.runtime.kernels.product_address import ARGUMENTS, call_product
+from hdtool.runtime.kernels.product_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, PAUSE, VectorCode
 
 WORD_SIZE = 8
@@ -28,12 +28,13 @@ WORK = 0
 COMPLETED = CACHE_LINE // WORD_SIZE
 """Parts of the job that are computed, in a cache line of its own."""
 JOB = 2 * CACHE_LINE // WORD_SIZE
-"""The address of the product and its arguments but for the matrix rows of a part; then the number of parts."""
-FIELDS = JOB + ARGUMENTS
+"""The address of the function and its arguments but for the units of a part, which come last; then the number of units,
+what the first unit of a part is a multiple of, and the number of parts."""
+FIELDS = JOB + ARGUMENTS + 2
 MOST_PARTS = 1 << 16
 CLOSED = -1
 PARTS_OF_A_THREAD = 2
-"""Of a product: more of them balance threads of which one was interrupted, and take longer to give out."""
+"""More of them balance threads of which one was interrupted, and take longer to give out."""
 LEAST_NUMBERS = 1 << 16
 """Weights of a product from which on it is shared."""
 MULTIPLE = 16
@@ -107,19 +108,62 @@ def _take_part(control: int) -> bool:
         return False
     # The job stays as it is until this part is completed.
     job = array_at(control + JOB * WORD_SIZE, (FIELDS - JOB,), types.int64)
-    product, matrix, outs, columns, inputs, rows, outputs, bias = job[:-1]
-    part, parts = word % MOST_PARTS - 1, job[-1]
-    first = outs * part // parts // MULTIPLE * MULTIPLE
-    last = outs if part == parts - 1 else outs * (part + 1) // parts // MULTIPLE * MULTIPLE
-    call_product(product, matrix, outs, columns, inputs, rows, outputs, bias, first, last)
+    function, one, two, three, four, five, six, seven, units, multiple, parts = job
+    part = word % MOST_PARTS - 1
+    first = units * part // parts // multiple * multiple
+    end = units if part == parts - 1 else units * (part + 1) // parts // multiple * multiple
+    call_at(function, one, two, three, four, five, six, seven, first, end)
     increase(control + COMPLETED * WORD_SIZE)
     return True
 
 
 @compiled
 def _work(control: int) -> None:
-    """Compute parts of products until the team is closed."""
+    """Compute parts of jobs until the team is closed."""
     while load(control + WORK * WORD_SIZE) != CLOSED:
+        if not _take_part(control):
+            pause()
+
+
+@compiled
+def parts_of(threads: int, units: int, multiple: int) -> int:
+    """The parts of a job; without an open team, it is one."""
+    return min(threads * PARTS_OF_A_THREAD, units // multiple)
+
+
+@compiled
+def compute_together(
+    control: int,
+    threads: int,
+    function: int,
+    one: int,
+    two: int,
+    three: int,
+    four: int,
+    five: int,
+    six: int,
+    seven: int,
+    units: int,
+    multiple: int,
+) -> None:
+    """Compute all units of a job with the other threads of an open team; address 0 is no team.
+
+    The function at an address gets seven arguments, the first unit to compute, a multiple of ``multiple``, and the end.
+    """
+    parts = parts_of(threads, units, multiple)
+    if control == 0 or parts < 2:
+        if units:
+            call_at(function, one, two, three, four, five, six, seven, 0, units)
+        return
+    job = array_at(control + JOB * WORD_SIZE, (FIELDS - JOB,), types.int64)
+    job[0], job[1], job[2], job[3], job[4] = function, one, two, three, four
+    job[5], job[6], job[7], job[8], job[9], job[10] = five, six, seven, units, multiple, parts
+    store(control + COMPLETED * WORD_SIZE, 0)
+    job_before = load(control + WORK * WORD_SIZE) // MOST_PARTS
+    store(control + WORK * WORD_SIZE, (job_before + 1) * MOST_PARTS + parts)
+    while _take_part(control):
+        pass
+    while load(control + COMPLETED * WORD_SIZE) < parts:
         if not _take_part(control):
             pause()
 
@@ -137,22 +181,9 @@ def multiply_together(
     outputs: int,
     bias: int,
 ) -> None:
-    """Compute a product with the other threads of an open team; address 0 is no team."""
-    if control == 0 or outs * columns < LEAST_NUMBERS:
-        call_product(product, matrix, outs, columns, inputs, rows, outputs, bias, 0, outs)
-        return
-    parts = min(threads * PARTS_OF_A_THREAD, outs // MULTIPLE)
-    job = array_at(control + JOB * WORD_SIZE, (FIELDS - JOB,), types.int64)
-    job[0], job[1], job[2], job[3], job[4] = product, matrix, outs, columns, inputs
-    job[5], job[6], job[7], job[8] = rows, outputs, bias, parts
-    store(control + COMPLETED * WORD_SIZE, 0)
-    job_before = load(control + WORK * WORD_SIZE) // MOST_PARTS
-    store(control + WORK * WORD_SIZE, (job_before + 1) * MOST_PARTS + parts)
-    while _take_part(control):
-        pass
-    while load(control + COMPLETED * WORD_SIZE) < parts:
-        if not _take_part(control):
-            pause()
+    """Compute a product together."""
+    team = control if outs * columns >= LEAST_NUMBERS else 0
+    compute_together(team, threads, product, matrix, outs, columns, inputs, rows, outputs, bias, outs, MULTIPLE)
 
 
 @compiled

@@ -157,7 +157,7 @@ class LlamaCppPasses:
         self._llama.eval(some_context(rows, 4000))
 
 
-def activations(file: str, repeats: int, threads: list[int]) -> None:
+def activations(file: str, repeats: int, threads: list[int], context: int) -> None:
     """Passes and prompts with activations in float32 and in 8 bits, by the clock on the wall."""
     peer = LlamaCppPasses(file) if find_spec("llama_cpp") else None
     names = ACTIVATIONS if stays_packed(Path(file)) else ACTIVATIONS[:1]  # weights in 16 bits have no panels
@@ -173,7 +173,7 @@ def activations(file: str, repeats: int, threads: list[int]) -> None:
         for size, run in runs.items():
             taken: dict[str, list[float]] = {}
             for loaded in targets.values():
-                loaded.target.prefill(some_context(CONTEXT, 4000), 64)
+                loaded.target.prefill(some_context(context, 4000), 64)
                 loaded.target.commit([])
             for _ in range(times + 1):
                 for name, loaded in targets.items():
@@ -184,7 +184,7 @@ def activations(file: str, repeats: int, threads: list[int]) -> None:
                         taken.setdefault(f"{name}, threads: {count}", []).append(time.perf_counter() - started)
                 if peer:
                     started = time.perf_counter()
-                    peer.compute(size, CONTEXT if runs.keys() == trees.keys() else 0)
+                    peer.compute(size, context if runs.keys() == trees.keys() else 0)
                     taken.setdefault("llama.cpp, threads: 1", []).append(time.perf_counter() - started)
             for name, seconds in taken.items():
                 medians.setdefault(name, []).append(1e3 * statistics.median(seconds[1:]))
@@ -271,6 +271,7 @@ def main() -> None:
     parser.add_argument("--model", help="a GGUF file")
     parser.add_argument("--formats", default="float32,bfloat16,Q8_0,Q4_1,Q4_0")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--context", type=int, default=CONTEXT, help="of activations: tokens before a pass")
     parser.add_argument("--threads", default="1", help="of activations: numbers of threads, by commas")
     parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
@@ -288,7 +289,7 @@ def main() -> None:
         return answers(options.model, options.questions, options.tokens)
     threads = [int(count) for count in options.threads.split(",")]
     if options.part == "activations" and options.model:
-        return activations(options.model, options.repeats, threads)
+        return activations(options.model, options.repeats, threads, options.context)
     if options.part == "passes":
         setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)  # noqa: B010
         with torch.inference_mode(False), torch.no_grad():
@@ -305,7 +306,7 @@ def main() -> None:
             if options.part == "loading":
                 loading(str(file))
             else:
-                activations(str(file), options.repeats, threads)
+                activations(str(file), options.repeats, threads, options.context)
 
 
 if __name__ == "__main__":

@@ -188,13 +188,15 @@ def test_a_model_that_takes_its_layers_one_by_one_keeps_them(monkeypatch: pytest
     assert type(model.model.layers) is torch.nn.ModuleList
 
 
-def test_several_threads_take_the_attention_of_the_library_where_it_has_much_to_do(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("own", [False, True])
+def test_several_threads_take_the_attention_of_the_library_where_it_has_much_to_do_beside_its_products(
+    own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused = both()[1]
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: own)
     monkeypatch.setattr(layer_stack, "MOST_WORK", 7 * 40 * 64)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for length, expected in ((40, 1), (41, 0)):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: layer_stack.FEW_THREADS + 1)
+    for length, expected in ((40, 1), (41, int(own))):
         fused.prefill(prompt_of(length))
         fused.commit([])
         before = stack(fused).passes

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.kernels.fused.attention import QUERIES, attend, attention_numbers
+from hdtool.runtime.kernels.fused.attention import QUERIES, attend, attention_numbers, query_blocks
 from hdtool.runtime.kernels.fused.elementwise import norm_rows
 from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, gate_rows
 from hdtool.runtime.kernels.vector_code import LANES
@@ -40,6 +40,8 @@ def attended(
         np.float32(width**-0.5),
         scratch.data_ptr(),
         found.data_ptr(),
+        0,
+        heads * query_blocks(rows, query_heads // heads),
     )
     return found
 

@@ -102,6 +102,28 @@ def test_a_row_has_the_same_bits_beside_any_other_rows() -> None:
         assert torch.equal(alone[0], whole[node + 1]), "one token in each pass"
 
 
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.usefixtures("own_products")
+def test_several_threads_share_attention_and_give_the_same_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fused = both("qwen3")
+    large = DraftTree.of(4, list(range(40)), [-1] * 40)
+    cases = [(length, tree) for length in (9, 130) for tree in (TREE, large)]
+    expected, batch = [logits_of(fused, prompt_of(length), tree) for length, tree in cases], batch_logits(fused)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for (length, tree), one in zip(cases, expected, strict=True):
+        assert torch.equal(logits_of(fused, prompt_of(length), tree), one)
+    assert all(torch.equal(*pair) for pair in zip(batch_logits(fused), batch, strict=True))
+
+
+def batch_logits(target: Target) -> list[torch.Tensor]:
+    """Of two sequences of different lengths."""
+    slots = BatchSlots(target, 2)
+    for slot, length in enumerate((20, 90)):
+        slots.prefill(slot, prompt_of(length), room=9)
+        slots.commit(slot, [])
+    return [logits.clone() for logits in slots.verify([TREE, DraftTree.bare(7)])]
+
+
 @pytest.mark.usefixtures("own_products")
 def test_the_capacity_of_the_cache_changes_no_bit() -> None:
     _, fused = both()

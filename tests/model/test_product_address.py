@@ -9,7 +9,7 @@ from numba import njit
 from hdtool.runtime.kernels.int8.int8_linear import int8_linear
 from hdtool.runtime.kernels.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
-from hdtool.runtime.kernels.product_address import call_product, int8_product_of, product_of
+from hdtool.runtime.kernels.product_address import call_at, int8_product_of, product_of
 from hdtool.runtime.kernels.small_batch_linear import own_linear
 from hdtool.runtime.kernels.team import MULTIPLE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
@@ -21,7 +21,7 @@ OUTS, ROWS = MULTIPLE + 3, 7
 
 @njit(nogil=True)
 def called(product: int, matrix: int, inputs: int, outputs: int, bias: int, first: int, end: int) -> None:
-    call_product(product, matrix, OUTS, LONGEST_BLOCK, inputs, ROWS, outputs, bias, first, end)
+    call_at(product, matrix, OUTS, LONGEST_BLOCK, inputs, ROWS, outputs, bias, first, end)
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(OUTS)], ids=["without bias", "bias"])

@@ -433,11 +433,10 @@ def test_nothing_is_lost_if_the_store_is_replaced_while_it_is_opened(
 ) -> None:
     """The manifest that was read and the stamp that tells whether it is current must not be of two stores."""
     mixed_store(tmp_path)
-    read = history_files.read_history_manifest
 
     def then_dropped(folder: Path) -> Any:
-        manifest = read(folder)
-        monkeypatch.setattr(history_files, "read_history_manifest", read)
+        manifest = read_history_manifest(folder)
+        monkeypatch.setattr(history_files, "read_history_manifest", read_history_manifest)
         monkeypatch.setattr(history_files, "sweep_history", lambda *_: None)  # the old files are still there
         drop_conversations(folder, source="secret")
         return manifest

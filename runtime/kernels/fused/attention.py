@@ -162,6 +162,12 @@ assert VECTOR.count == LANES
 
 
 @compiled
+def query_blocks(rows: int, groups: int) -> int:
+    """The blocks of queries of each head."""
+    return (rows * groups + QUERIES - 1) // QUERIES
+
+
+@compiled
 def attention_numbers(positions: int, width: int) -> int:
     """The float32 numbers of scratch memory that ``attend`` needs."""
     padded = (positions + LANES - 1) // LANES * LANES
@@ -184,12 +190,15 @@ def attend(
     scale: Any,
     scratch: int,
     written: int,
+    first: int,
+    end: int,
 ) -> None:
     """Attention of one sequence, given by addresses of float32 numbers.
 
     ``queries`` and ``written`` are ``[rows, heads * groups, width]``; ``keys`` and ``values`` of each of the ``heads``
     are ``head_apart`` numbers apart; rows of ``mask`` are ``mask_apart`` numbers apart, and address 0 means no mask.
-    ``scratch`` has room for ``attention_numbers``.
+    ``scratch`` has room for ``attention_numbers``. Blocks of queries from ``first`` to ``end`` are computed, of
+    ``heads * query_blocks(rows, groups)`` that are numbered head by head.
     """
     padded = (positions + LANES - 1) // LANES * LANES
     mask_row = scratch + QUERIES * padded * ITEM_SIZE
@@ -201,30 +210,31 @@ def attend(
         hidden[column] = 0.0
     for column in range(positions, padded):
         hidden[column] = -3e38
-    for head in range(heads):
+    blocks = query_blocks(rows, groups)
+    for block in range(first, end):
+        head, start = block // blocks, block % blocks * QUERIES
         key, value = keys + head * head_apart * ITEM_SIZE, values + head * head_apart * ITEM_SIZE
-        for first in range(0, number, QUERIES):
-            count = min(QUERIES, number - first)
-            for column in range(0, padded, LANES):
-                for query in range(count):
-                    place = first + query
-                    at = place // groups * row_size + (head * groups + place % groups) * width
-                    into = scratch + (query * padded + column) * ITEM_SIZE
-                    _score(key + column * width * ITEM_SIZE, width, queries + at * ITEM_SIZE, into)
-            shown = -1
+        count = min(QUERIES, number - start)
+        for column in range(0, padded, LANES):
             for query in range(count):
-                row = (first + query) // groups
-                if mask != 0 and row != shown:
-                    shown = row
-                    copy_numbers(mask + row * mask_apart * ITEM_SIZE, positions, mask_row)
-                scores = scratch + query * padded * ITEM_SIZE
-                _exponentiate(scores, padded, _mask(scores, padded, scale, mask_row))
-            _weigh(value, width, scratch, padded, positions, count, sums, totals)
-            for query in range(count):
-                place = first + query
+                place = start + query
                 at = place // groups * row_size + (head * groups + place % groups) * width
-                total = array_at(totals + query * ITEM_SIZE, (1,), types.float32)[0]
-                _divide(sums + query * width * ITEM_SIZE, width, total, written + at * ITEM_SIZE)
+                into = scratch + (query * padded + column) * ITEM_SIZE
+                _score(key + column * width * ITEM_SIZE, width, queries + at * ITEM_SIZE, into)
+        shown = -1
+        for query in range(count):
+            row = (start + query) // groups
+            if mask != 0 and row != shown:
+                shown = row
+                copy_numbers(mask + row * mask_apart * ITEM_SIZE, positions, mask_row)
+            scores = scratch + query * padded * ITEM_SIZE
+            _exponentiate(scores, padded, _mask(scores, padded, scale, mask_row))
+        _weigh(value, width, scratch, padded, positions, count, sums, totals)
+        for query in range(count):
+            place = start + query
+            at = place // groups * row_size + (head * groups + place % groups) * width
+            total = array_at(totals + query * ITEM_SIZE, (1,), types.float32)[0]
+            _divide(sums + query * width * ITEM_SIZE, width, total, written + at * ITEM_SIZE)
 
 
 @compiled

@@ -5,13 +5,15 @@ Both ways compute with the same compiled parts, so their results differ only if 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import cfunc, types
 
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.fused.attention import attend, attention_numbers
+from hdtool.runtime.kernels.fused.attention import attend, attention_numbers, query_blocks
 from hdtool.runtime.kernels.fused.elementwise import (
     add_in_place,
     copy_numbers,
@@ -21,7 +23,9 @@ from hdtool.runtime.kernels.fused.elementwise import (
     rotate_head,
 )
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
-from hdtool.runtime.kernels.team import multiply_together
+from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.product_address import ARGUMENTS
+from hdtool.runtime.kernels.team import LEAST_NUMBERS, WORD_SIZE, compute_together, multiply_together, parts_of
 
 TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
 """The products of a layer."""
@@ -32,10 +36,11 @@ NORM_BEFORE, NORM_AFTER, NORM_Q, NORM_K, KEYS, VALUES = range(7 * PRODUCT_FIELDS
 FIELDS = VALUES + 1
 
 SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER, COS, SIN, SLOT_APART, HEAD_APART, MASK, MASK_SLOT, MASK_ROW = range(14)
-TEAM, THREADS = 14, 15
+TEAM, THREADS, ATTENTION, SCALE = range(14, 18)
 """Of a pass: sequences and new rows of each; shapes; addresses of the rotary positions; and numbers from one sequence,
-head or row of the mask to the next; then the open team of threads, 0 for none, and their number."""
-PASS_FIELDS = THREADS + 1
+head or row of the mask to the next; then the open team of threads, 0 for none, and their number; the address of
+``attention_function``; and the bits of the factor of scores."""
+PASS_FIELDS = SCALE + 1
 
 Numbers = npt.NDArray[np.int64]
 
@@ -52,13 +57,67 @@ def norm_before(shape: Numbers, layer: Numbers, epsilon: Any, hidden: int, writt
     norm_rows(hidden, shape[SLOTS] * shape[NEW], shape[HIDDEN], layer[NORM_BEFORE], epsilon, written)
 
 
+@cache
+def attention_function() -> Any:
+    """The attention of a layer as a C function, whose units are blocks of queries, sequence by sequence."""
+
+    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    def attend_blocks(
+        of_pass: int,
+        of_layer: int,
+        of_starts: int,
+        queries: int,
+        scratch: int,
+        memory: int,
+        written: int,
+        first: int,
+        end: int,
+    ) -> None:
+        shape, layer = array_at(of_pass, (PASS_FIELDS,), types.int64), array_at(of_layer, (FIELDS,), types.int64)
+        starts = array_at(of_starts, (shape[SLOTS],), types.int64)
+        new, heads, groups, width = shape[NEW], shape[HEADS], shape[GROUPS], shape[WIDTH]
+        scale = array_at(of_pass + SCALE * WORD_SIZE, (1,), types.float32)[0]
+        blocks = heads * query_blocks(new, groups)
+        # Rounded up, this is the number of the part: each of them has memory of its own.
+        own = scratch + -(-first * _attention_parts(shape) // (shape[SLOTS] * blocks)) * memory * ITEM_SIZE
+        for slot in range(first // blocks, (end + blocks - 1) // blocks):
+            at = slot * new * heads * groups * width * ITEM_SIZE
+            kept = slot * shape[SLOT_APART] * ITEM_SIZE
+            mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] else 0
+            attend(
+                queries + at,
+                new,
+                heads,
+                groups,
+                width,
+                layer[KEYS] + kept,
+                layer[VALUES] + kept,
+                shape[HEAD_APART],
+                starts[slot] + new,
+                mask,
+                shape[MASK_ROW],
+                scale,
+                own,
+                written + at,
+                max(first - slot * blocks, 0),
+                min(end - slot * blocks, blocks),
+            )
+
+    return attend_blocks
+
+
+@compiled
+def _attention_parts(shape: Numbers) -> int:
+    """The parts into which the attention of a layer is divided for several threads."""
+    return parts_of(shape[THREADS], shape[SLOTS] * shape[HEADS] * query_blocks(shape[NEW], shape[GROUPS]), 1)
+
+
 @compiled
 def attend_layer(
     shape: Numbers,
     layer: Numbers,
     starts: Numbers,
     epsilon: Any,
-    scale: Any,
     queries: int,
     keys: int,
     values: int,
@@ -90,24 +149,22 @@ def attend_layer(
                     norm_row(keys + at, layer[NORM_K], width, epsilon, keys + at)
                 rotate_head(keys + at, cos, sin, width, own_keys + kept)
                 copy_numbers(values + at, width, own_values + kept)
-        first = slot * new * query_heads * size
-        mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] else 0
-        attend(
-            queries + first,
-            new,
-            heads,
-            shape[GROUPS],
-            width,
-            own_keys,
-            own_values,
-            shape[HEAD_APART],
-            starts[slot] + new,
-            mask,
-            shape[MASK_ROW],
-            scale,
-            scratch,
-            written + first,
-        )
+    positions = starts.max() + new
+    work = shape[SLOTS] * new * query_heads * width * positions
+    compute_together(
+        shape[TEAM] if work >= LEAST_NUMBERS else 0,
+        shape[THREADS],
+        shape[ATTENTION],
+        shape.ctypes.data,
+        layer.ctypes.data,
+        starts.ctypes.data,
+        queries,
+        scratch,
+        attention_numbers(positions, width),
+        written,
+        shape[SLOTS] * heads * query_blocks(new, shape[GROUPS]),
+        1,
+    )
 
 
 @compiled
@@ -133,12 +190,12 @@ def scratch_numbers(shape: Numbers, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_layers`` needs."""
     rows, width = shape[SLOTS] * shape[NEW], shape[WIDTH]
     outs = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
-    return rows * outs + attention_numbers(positions, width)  # type: ignore[no-any-return]
+    return rows * outs + _attention_parts(shape) * attention_numbers(positions, width)  # type: ignore[no-any-return]
 
 
 @compiled
 def compute_layers(
-    shape: Numbers, layers: npt.NDArray[np.int64], starts: Numbers, epsilon: Any, scale: Any, hidden: int, scratch: int
+    shape: Numbers, layers: npt.NDArray[np.int64], starts: Numbers, epsilon: Any, hidden: int, scratch: int
 ) -> None:
     """All layers with compiled products; ``hidden`` is changed in place."""
     rows, heads, width = shape[SLOTS] * shape[NEW], shape[HEADS], shape[WIDTH]
@@ -156,7 +213,7 @@ def compute_layers(
         product(shape, layer, TO_QUERIES, normed, rows, queries)
         product(shape, layer, TO_KEYS, normed, rows, keys)
         product(shape, layer, TO_VALUES, normed, rows, values)
-        attend_layer(shape, layer, starts, epsilon, scale, queries, keys, values, rest, attended)
+        attend_layer(shape, layer, starts, epsilon, queries, keys, values, rest, attended)
         product(shape, layer, TO_OUTPUT, attended, rows, normed)
         norm_after(shape, layer, epsilon, hidden, normed, normed)
         product(shape, layer, TO_GATE, normed, rows, gate)
@@ -168,12 +225,13 @@ def compute_layers(
 
 def compile_layers() -> None:
     """Compile all of this ahead, for no rows and no layers: a first pass would wait for it."""
-    shape, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 0))
+    shape, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1))
+    shape[ATTENTION] = attention_function().address
     one = np.float32(1)
     scratch_numbers(shape, 0)
-    compute_layers(shape, layer.reshape(1, -1)[:0], starts, one, one, 0, 0)
+    compute_layers(shape, layer.reshape(1, -1)[:0], starts, one, 0, 0)
     norm_before(shape, layer, one, 0, 0)
-    attend_layer(shape, layer, starts, one, one, 0, 0, 0, 0, 0)
+    attend_layer(shape, layer, starts, one, 0, 0, 0, 0, 0)
     norm_after(shape, layer, one, 0, 0, 0)
     gate_rows(shape, 0, 0)
     add_rows(shape, 0, 0)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module, ModuleList
 
 from hdtool.runtime.kernels.fused import layers as compiled
-from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, TEAM, Numbers
+from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, TEAM, THREADS, Numbers
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice
 from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
@@ -27,8 +27,11 @@ from hdtool.runtime.model.fused.weight_table import table_of
 MOST_ROWS = 64
 """Larger passes, such as prefills, are bound by multiplications: the library's layers compute them."""
 MOST_WORK = 1 << 23
-"""With several threads: numbers of rows, positions and queries' widths, multiplied, from which on the attention of the
-library, which uses them all, is the faster one. Compiled layers use one thread."""
+"""Where products are those of torch: numbers of rows, positions and queries' widths, multiplied, above which attention is
+the library's, which uses all threads. Compiled attention has one there, because torch's threads keep their cores busy for
+a while after each product: sharing it with a team gained nothing."""
+FEW_THREADS = 2
+"""With so many, compiled attention by one thread was faster than the library's by all of them, however large."""
 KNOWN = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "use_cache"}
 """What a pass of ours gives to a layer; a pass with other arguments is the library's."""
 
@@ -60,7 +63,8 @@ class LayerStack:
         self._last: tuple[weakref.ref[KVTensors], Numbers] | None = None
         """The cache of the last pass, and the table with its addresses."""
         self._scratch: list[torch.Tensor] = []
-        self._scale, self._epsilon = np.float32(self._first.scale), np.float32(self._first.epsilon)
+        self._epsilon = np.float32(self._first.epsilon)
+        self._scale = int(np.float32(self._first.scale).view(np.int32))
         self._used = len(parts)
         self.takes_all_rows = False
         self.passes = 0
@@ -150,7 +154,10 @@ class LayerStack:
 
     def _pays(self, rows: int, positions: int) -> bool:
         work = rows * positions * self._first.groups * self._first.heads * self._first.width
-        return self.takes_all_rows or work <= MOST_WORK or torch.get_num_threads() == 1
+        return work <= MOST_WORK or torch.get_num_threads() <= FEW_THREADS or self._has_own_products(rows)
+
+    def _has_own_products(self, rows: int) -> bool:
+        return self.takes_all_rows or all(choice.own(rows) for choice in self._choices)
 
     def compute(
         self, hidden: torch.Tensor, given: dict[str, Any], first: int = 0, end: int | None = None
@@ -165,9 +172,9 @@ class LayerStack:
         scratch = self._memory(compiled.scratch_numbers(shape, positions), hidden)
         places = np.array(starts, np.int64)
         rows = hidden.shape[0] * hidden.shape[1]
-        if self.takes_all_rows or all(choice.own(rows) for choice in self._choices):
-            own = shape, table[first:end], places, self._epsilon, self._scale
-            with team_of(torch.get_num_threads()).open() as shape[TEAM]:
+        if self._has_own_products(rows):
+            own = shape, table[first:end], places, self._epsilon
+            with team_of(int(shape[THREADS])).open() as shape[TEAM]:
                 compiled.compute_layers(*own, hidden.data_ptr(), scratch.data_ptr())
         else:
             for part, layer in zip(self._parts[first:end], table[first:end], strict=True):
@@ -193,7 +200,7 @@ class LayerStack:
         queries, keys, values = to_queries(normed), to_keys(normed), to_values(normed)
         attended = torch.empty_like(queries)
         made = (one.data_ptr() for one in (queries, keys, values, scratch, attended))
-        compiled.attend_layer(shape, layer, starts, epsilon, self._scale, *made)
+        compiled.attend_layer(shape, layer, starts, epsilon, *made)
         added = to_output(attended)
         compiled.norm_after(shape, layer, epsilon, hidden.data_ptr(), added.data_ptr(), normed.data_ptr())
         gate, up = to_gate(normed), to_up(normed)
@@ -208,7 +215,8 @@ class LayerStack:
         own = (*hidden.shape[:2], part.heads, part.groups, part.width, part.hidden, part.inner)
         read = cos.data_ptr(), sin.data_ptr(), keys.stride(0), keys.stride(1)
         of_mask = (0, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2))
-        made = np.array((*own, *read, *of_mask, 0, torch.get_num_threads()), np.int64)
+        of_team = 0, torch.get_num_threads(), compiled.attention_function().address
+        made = np.array((*own, *read, *of_mask, *of_team, self._scale), np.int64)
         assert len(made) == PASS_FIELDS
         return made
 
