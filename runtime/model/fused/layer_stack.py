@@ -28,8 +28,8 @@ MOST_ROWS = 64
 """Larger passes, such as prefills, are bound by multiplications: the library's layers compute them."""
 MOST_WORK = 1 << 23
 """Where products are those of torch: numbers of rows, positions and queries' widths, multiplied, above which attention
-is the library's, which uses all threads. Compiled attention has one there, because torch's threads keep their cores busy
-for a while after each product: sharing it with a team gained nothing."""
+is the library's, which uses all threads. Compiled attention has one there: a team gained nothing, because the threads
+of torch keep their cores busy for a while after each product."""
 FEW_THREADS = 2
 """With so many, compiled attention by one thread was faster than the library's by all of them, however large."""
 KNOWN = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "use_cache"}
