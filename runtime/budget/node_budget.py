@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 PASS_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, LARGEST_BUDGET + 1)
-"""Sizes of forward passes that are timed, the root included. Other sizes cost as much as the next larger one."""
+"""Sizes of forward passes that are timed, the root included. Captured steps have these sizes, so others cost as much as
+the next larger one; otherwise they cost what lies between."""
 LEARNING_RATE, LEARNING_RATE_OTHERS = 0.05, 0.01
 """Learning rates of the estimated cost after a step: for passes of its size, and for passes of other sizes."""
 SLOWEST, FASTEST = 2.0, 0.5
@@ -33,17 +34,21 @@ SAVED_LEARNING_RATE = 0.1
 RETRY_SHARE = 0.01
 """Share of the time that may be spent on trying drafts again."""
 
-SIZE_OF = np.searchsorted(PASS_SIZES, np.arange(PASS_SIZES[-1]) + 1)
-"""For each number of nodes, the index of the pass size that it costs."""
-
 EACH = np.arange(LARGEST_BUDGET + 1)
-"""The same where each number of nodes has a cost of its own."""
+"""Where each number of nodes has a cost of its own, that number."""
+ABOVE = np.searchsorted(PASS_SIZES, EACH + 1)
+"""For each number of nodes, the index of the next larger timed size, or its own."""
+ALL = np.ones(LARGEST_BUDGET + 1)
+"""The share of the next larger size in the cost where that is the whole."""
+PART = np.interp(EACH + 1, PASS_SIZES, np.arange(len(PASS_SIZES))) - ABOVE + 1
+"""The same where costs lie between those of the sizes."""
 EXACT = np.ones(LARGEST_BUDGET + 1)
 """The correction of costs that are not corrected."""
 
 Probs = npt.NDArray[np.floating[Any]]
 Costs = npt.NDArray[np.float64]
 Sizes = npt.NDArray[np.int64]
+Shares = npt.NDArray[np.float64]
 
 
 class Budget(Protocol):
@@ -85,7 +90,9 @@ class _ChosenSize:
     def __init__(self, overhead: float, step: Callable[[], int]) -> None:
         """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step."""
         self._overhead, self._step = overhead, step
-        best_size(gains(np.empty(0)), EXACT, EXACT, EACH, overhead)  # compiles it, or loads it, before the first step
+        best_size(
+            gains(np.empty(0)), EXACT, EXACT, EACH, ALL, overhead
+        )  # compiles it, or loads it, before the first step
         self._most = LARGEST_BUDGET
         self._pause = 0
         self._paused_until = 0
@@ -101,12 +108,13 @@ class _ChosenSize:
     def set_draft_seconds(self, seconds: float) -> None:
         self._drafting = seconds
 
-    def _best(self, gain: Probs, costs: Costs, correction: Costs, sizes: Sizes) -> int:
+    def _best(self, gain: Probs, costs: Costs, correction: Costs, sizes: Sizes, shares: Shares) -> int:
         """The best number of nodes, by the expected tokens of trees with 0, 1, 2 … of them.
 
-        A pass with so many nodes costs the seconds at its place in ``sizes``, times their correction.
+        A pass with so many nodes costs the seconds at its place in ``sizes``, times their correction, by its share, and
+        those before them for the rest.
         """
-        best, cost, plain = best_size(gain, costs, correction, sizes, self._overhead)
+        best, cost, plain = best_size(gain, costs, correction, sizes, shares, self._overhead)
         # In a batch a plain pass, too, yields a token for each slot.
         self._decide(best > 0, float(gain[best]) / float(gain[0]), cost, plain)
         # Nodes that will not be verified need not be drafted.
@@ -146,7 +154,7 @@ class CostBudget(_ChosenSize):
             self._costs = self._curve.of_all_sizes(LARGEST_BUDGET, context)
 
     def nodes(self, probs: Probs) -> int:
-        return self._best(gains(probs), self._costs, EXACT, EACH)
+        return self._best(gains(probs), self._costs, EXACT, EACH, ALL)
 
 
 class MeasuredBudget(_ChosenSize):
@@ -158,7 +166,7 @@ class MeasuredBudget(_ChosenSize):
         self._curve = curve
         self._correction = np.ones(len(PASS_SIZES))
         """Measured seconds of each pass size, relative to the curve."""
-        self._sent = 0
+        self._shares = shares_of(target)
         self._seen = (target.passes, target.seconds_in_model)
         self._set_context(0)
 
@@ -166,8 +174,7 @@ class MeasuredBudget(_ChosenSize):
         self._learn()
         if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= CONTEXT_STEP:
             self._set_context(self._target.length)
-        self._sent = self._best(gains(probs), self._costs, self._correction, SIZE_OF)
-        return self._sent
+        return self._best(gains(probs), self._costs, self._correction, ABOVE, self._shares)
 
     def _set_context(self, context: int) -> None:
         self._context = context
@@ -175,14 +182,17 @@ class MeasuredBudget(_ChosenSize):
 
     def _learn(self) -> None:
         """Correct the estimated costs by the last pass, if it was the only one since the last call."""
-        passes, seconds = self._target.passes, self._target.seconds_in_model
-        if passes == self._seen[0] + 1 and self.most:
-            size = SIZE_OF[self._sent]
-            expected = float(self._costs[size] * self._correction[size])
-            ratio = min(SLOWEST, max(FASTEST, (seconds - self._seen[1]) / expected))
+        passes, seconds, nodes = self._target.passes, self._target.seconds_in_model, self._target.nodes_of_last_pass
+        if passes == self._seen[0] + 1 and self.most and 0 <= nodes <= LARGEST_BUDGET:
+            size, share = ABOVE[nodes], self._shares[nodes]
+            expected = self._costs * self._correction
+            below = max(0, size - 1)
+            ratio = (seconds - self._seen[1]) / float(share * expected[size] + (1 - share) * expected[below])
+            change = min(SLOWEST, max(FASTEST, ratio)) - 1
             # A longer context slows passes of all sizes, but most of an error is specific to one size.
-            self._correction *= 1 + LEARNING_RATE_OTHERS * (ratio - 1)
-            self._correction[size] *= 1 + LEARNING_RATE * (ratio - 1)
+            self._correction *= 1 + LEARNING_RATE_OTHERS * change
+            self._correction[size] *= 1 + LEARNING_RATE * share * change
+            self._correction[below] *= 1 + LEARNING_RATE * (1 - share) * change
         self._seen = (passes, seconds)
 
 
@@ -207,6 +217,7 @@ class SharedBudget(_ChosenSize):
         """
         super().__init__(overhead, lambda: target.passes)
         self._shared, self._rows, self._each = shared, rows, overhead
+        self._shares = shares_of(target)
         sizes = np.array(PASS_SIZES) - 1
         self._costs = {size: curve.of_passes(sizes, np.zeros(len(PASS_SIZES))) for size, curve in curves.items()}
 
@@ -217,11 +228,16 @@ class SharedBudget(_ChosenSize):
         in_all = np.sum(list(self._shared.values())[-rows:], axis=0)
         self._overhead = rows * self._each
         measured = min((size for size in self._costs if size >= rows), default=max(self._costs))
-        return min(len(probs), self._best(in_all, self._costs[measured], EXACT, SIZE_OF))
+        return min(len(probs), self._best(in_all, self._costs[measured], EXACT, ABOVE, self._shares))
 
     def set_draft_seconds(self, seconds: float) -> None:
         # All slots draft before the shared pass.
         super().set_draft_seconds(seconds * max(1, min(self._rows(), len(self._shared))))
+
+
+def shares_of(target: Target) -> Shares:
+    """How much of the cost of a pass is that of the next larger timed size, by its number of nodes."""
+    return ALL if target.captures else PART
 
 
 @compiled
@@ -236,12 +252,15 @@ def gains(probs: Probs) -> Probs:
 
 
 @compiled
-def best_size(gain: Probs, costs: Costs, correction: Costs, sizes: Sizes, overhead: float) -> tuple[int, float, float]:
+def best_size(
+    gain: Probs, costs: Costs, correction: Costs, sizes: Sizes, shares: Shares, overhead: float
+) -> tuple[int, float, float]:
     """The number of nodes with the most expected tokens per second, and the seconds of passes with and without them."""
     plain = costs[sizes[0]] * correction[sizes[0]]
     best, highest, paid = 0, gain[0] / (plain + overhead), plain
     for nodes in range(1, len(gain)):
-        cost = costs[sizes[nodes]] * correction[sizes[nodes]]
+        above, share = sizes[nodes], shares[nodes]
+        cost = share * costs[above] * correction[above] + (1 - share) * costs[above - 1] * correction[above - 1]
         rate = gain[nodes] / (cost + overhead)
         if rate > highest:
             best, highest, paid = nodes, rate, cost

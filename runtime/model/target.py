@@ -67,6 +67,8 @@ class Target:
         """Seconds spent in forward passes of the model since the target was made."""
         self.passes = 0
         """The number of these passes."""
+        self.nodes_of_last_pass = -1
+        """Draft tokens that the last pass verified; -1 if it was that of a prompt or of a batch."""
         self._lock = AnswerLock()
         self._capture = capture
         self.whole_pass: WholePass | None = None
@@ -234,11 +236,14 @@ class Target:
             with self._kept.unfinished_from(self._settled):
                 logits = self._captured(tree)
             if logits is not None:
+                self.nodes_of_last_pass = len(tree)
                 if wait:
                     self.wait()
                 return logits
         mask = tree_mask(tree, self.length, self.windows, self.dtype, self.device, self._mask_buffer)
-        return self.run(*self._tree_input.of(tree, self.length), mask, self._cache)[0]
+        logits = self.run(*self._tree_input.of(tree, self.length), mask, self._cache)[0]
+        self.nodes_of_last_pass = len(tree)
+        return logits
 
     def wait(self) -> None:
         """Wait for the captured step that still runs, if there is one."""
@@ -352,6 +357,7 @@ class Target:
     def run(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache: Cache, **options: int) -> torch.Tensor:
         """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
         with self._row_by_row.on() if self._row_by_row.layers and mask is not None else NOTHING:
+            self.nodes_of_last_pass = -1
             started = time.perf_counter()
             logits = None
             if self.whole_pass:

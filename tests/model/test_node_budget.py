@@ -22,9 +22,11 @@ class Clock:
 
     def __init__(self) -> None:
         self.passes, self.seconds_in_model, self.length = 0, 0.0, 0
+        self.captures, self.nodes_of_last_pass = False, -1
 
-    def step(self, seconds: float) -> None:
+    def step(self, seconds: float, nodes: int = 0) -> None:
         self.passes += 1
+        self.nodes_of_last_pass = nodes
         self.seconds_in_model += seconds
 
 
@@ -78,9 +80,29 @@ def test_estimated_costs_follow_measured_passes() -> None:
     assert budget.nodes(probs) == 7
     sent = 7
     for _ in range(200):
-        clock.step(3.0 if sent else 1.0)
+        clock.step(3.0 if sent else 1.0, sent)
         sent = budget.nodes(probs) if budget.most else 0
     assert sent == 0
+
+
+def test_a_size_that_was_not_timed_costs_what_lies_between_unless_steps_are_captured() -> None:
+    """Captured steps of five and of eight rows cost the same, so three more nodes are verified that gain little."""
+    cheap = [1.0 if rows <= 4 else 1.3 if rows <= 8 else 100.0 for rows in PASS_SIZES]
+    for captures, best in ((False, 4), (True, 7)):
+        clock = Clock()
+        clock.captures = captures
+        budget = MeasuredBudget(clock, curve_of(cheap), overhead=0.0)  # type: ignore[arg-type]
+        assert budget.nodes(np.array([0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1])) == best
+
+
+@pytest.mark.parametrize("verified", [-1, 15])
+def test_a_pass_counts_for_the_nodes_that_it_verified(verified: int) -> None:
+    """A prompt is read in a pass of its own, and a grammar adds nodes: neither is the cost of the chosen size."""
+    budget, clock = budget_of([1.0] * 5 + [1.5] * (len(PASS_SIZES) - 5))
+    assert budget.nodes(np.full(7, 0.2)) == 7
+    for _ in range(20):
+        clock.step(3.0, verified)
+        assert budget.nodes(np.full(7, 0.2)) == 7
 
 
 def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
