@@ -13,7 +13,7 @@ import torch
 from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of, readable
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.topk import known_argmax
-from hdtool.runtime.sampler import NOT_FINITE, Sampler
+from hdtool.runtime.sampler import NOT_FINITE, Mask, Sampler
 from hdtool.runtime.tree import ROOT, DraftTree, child_of
 
 Array = npt.NDArray[Any]
@@ -44,10 +44,20 @@ def accept(
     """
     if sampler.only_argmax:
         return _accept_argmax(tree, logits, sampler, stops, most)
-    choose = sampler.chooser(logits, finite_only=len(tree) > 0)
     path: list[int] = []
     tokens: list[int] = []
     node = ROOT
+    if sampler.mask:
+        # Scores are processed only from the first arg-max on that is not surely allowed.
+        for token, drafted in _allowed_argmax(tree, logits, sampler, sampler.mask, most):
+            tokens.append(token)
+            sampler.context.append(token)
+            stopped = token in stops
+            if stopped or len(tokens) == most or drafted == ROOT:
+                return Accepted(path, tokens, stopped)
+            path.append(drafted)
+            node = drafted
+    choose = sampler.chooser(logits, finite_only=len(tree) > 0)
     while True:
         token = choose(node + 1)
         if token == NOT_FINITE:
@@ -66,13 +76,7 @@ def _accept_argmax(
     tree: DraftTree, logits: torch.Tensor, sampler: Sampler, stops: Container[int], most: int
 ) -> Accepted | None:
     """The same where the arg-max is chosen: one compiled call walks down the tree, and stops are tested afterwards."""
-    known, walked, longest = known_argmax(logits), sampler.walked, min(most, len(tree) + 1)
-    if known is None:
-        rows = readable(logits)
-        found, finite = walk(*bits_of(rows), tree.tokens, tree.parents, longest, walked)
-    else:
-        found, finite = walk_known(*known, tree.tokens, tree.parents, longest, walked)
-    tokens, path = walked[:, :found].tolist()
+    tokens, path, finite = _walk_argmax(tree, logits, sampler, most)
     sampler.overflowed |= not finite and not len(tree)
     for place, token in enumerate(tokens):
         sampler.context.append(token)
@@ -80,6 +84,31 @@ def _accept_argmax(
             return Accepted(path[:place], tokens[: place + 1], stopped=True)
     sampler.overflowed |= not finite
     return Accepted(path[:-1], tokens) if tokens else None
+
+
+def _allowed_argmax(
+    tree: DraftTree, logits: torch.Tensor, sampler: Sampler, mask: Mask, most: int
+) -> list[tuple[int, int]]:
+    """The first tokens of a walk by arg-max, as long as the mask allows them, and the children that have them."""
+    tokens, path, finite = _walk_argmax(tree, logits, sampler, most)
+    if not finite:
+        return []
+    count = mask.allowed(sampler.context, tokens)
+    return list(zip(tokens[:count], path[:count], strict=True))
+
+
+def _walk_argmax(
+    tree: DraftTree, logits: torch.Tensor, sampler: Sampler, most: int
+) -> tuple[list[int], list[int], bool]:
+    """The arg-max at each node of the walk, the child that has it, and whether all of them are finite."""
+    known, walked, longest = known_argmax(logits), sampler.walked, min(most, len(tree) + 1)
+    if known is None:
+        rows = readable(logits)
+        found, finite = walk(*bits_of(rows), tree.tokens, tree.parents, longest, walked)
+    else:
+        found, finite = walk_known(*known, tree.tokens, tree.parents, longest, walked)
+    tokens, path = walked[:, :found].tolist()
+    return tokens, path, finite
 
 
 def compile_acceptance() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,15 @@ from hdtool.runtime.tree import LARGEST_TREE
 
 NOT_FINITE = -1
 """Returned instead of a token if the logits are NaN or infinite."""
+
+
+@runtime_checkable
+class Mask(Protocol):
+    """A processor that forbids tokens and leaves the scores of all others as they are."""
+
+    def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
+        """How many of these tokens are surely allowed after the context, one after another."""
+        ...
 
 
 class Sampler:
@@ -49,6 +58,8 @@ class Sampler:
         self._processors = processors_of(config) if processors is None else processors
         self.only_argmax = self._greedy and not self._processors
         """Whether the arg-max of the logits is all that is needed; ``chooser`` is not called then."""
+        self.mask = self._only_mask(padding)
+        """The only processor, if it forbids tokens and the arg-max is chosen: that of the logits, if it is allowed."""
         self._race = ExponentialRace(config.seed)
         if not self._greedy:
             self._race.sample(0, np.zeros(1, np.float32))  # compiles it, or loads it, before the first step
@@ -58,6 +69,12 @@ class Sampler:
         """Where greedy acceptance writes the tokens and nodes of a step."""
         self.overflowed = False
         """Whether the highest logit of any row used so far was NaN or infinite."""
+
+    def _only_mask(self, padding: Sequence[int]) -> Mask | None:
+        if not self._greedy or len(self._processors) != 1 or padding:
+            return None
+        (only,) = self._processors
+        return only if isinstance(only, Mask) else None
 
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
         """A function from a row of ``logits`` to the token chosen there, given the context so far.

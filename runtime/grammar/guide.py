@@ -46,6 +46,18 @@ class Guide:
             raise PromptError("the grammar leads to a place where no token of this model's vocabulary may follow")
         return torch.from_numpy(found).to(device)
 
+    def allowed(self, tokens: list[int]) -> int:
+        """How many of these tokens may come next, one after another, without the mask of all tokens."""
+        count = 0
+        for token in tokens:
+            # Where the text is dictated, other tokens with its bytes are forbidden.
+            forced = self._matcher.compute_ff_tokens()
+            if (forced and forced[0] != token) or not self._matcher.try_consume_tokens([token]):
+                break
+            count += 1
+        self._matcher.rollback(count)
+        return count
+
     def _stuck(self) -> PromptError:
         reason = self._matcher.get_error().partition("\n")[0]
         return PromptError(f"the grammar cannot be followed further ({reason}): make it simpler")

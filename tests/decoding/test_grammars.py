@@ -29,6 +29,7 @@ from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.grammar.compiler import GrammarCompiler
+from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import GuidedDrafter, guided
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.load import Loaded, load
@@ -104,6 +105,41 @@ def check_valid(answer: Any, schema: Any) -> None:
         for name, part in schema["properties"].items():
             if name in value and "enum" in part:
                 assert value[name] in part["enum"]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_token_that_is_called_allowed_is_one_that_the_mask_allows(
+    name: str, embedded: Loaded, compiler: GrammarCompiler
+) -> None:
+    """At each place of an answer, for all tokens of the vocabulary, end tokens included."""
+    (plain,) = answers("ar", [JSON_SCHEMAS[name]])
+    guide = compiler.guide(Grammar.json_schema(JSON_SCHEMAS[name]))
+    size = embedded.target.vocabulary
+    for token in embedded.tokenizer.encode(plain.text, add_special_tokens=False)[:40]:
+        allowed = ~guide.forbidden(torch.device("cpu"), size)
+        called = torch.tensor([guide.allowed([one]) == 1 for one in range(size)])
+        assert torch.equal(called & ~allowed, torch.zeros(size, dtype=torch.bool))
+        assert called[sorted(embedded.stops)].equal(allowed[sorted(embedded.stops)])
+        assert called.sum() >= allowed.sum() - len(embedded.stops)
+        guide.extend([token])
+
+
+def test_masks_are_computed_only_where_the_grammar_changes_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "nested customer"
+    expected = plain_answers(0.0)[FEW.index(name)].text
+    masks: list[int] = []
+    forbidden = Guide.forbidden
+
+    def counted(guide: Guide, device: torch.device, size: int) -> torch.Tensor:
+        masks.append(guide.length)
+        return forbidden(guide, device, size)
+
+    monkeypatch.setattr(Guide, "forbidden", counted)
+    for method in ("ar", "hd"):
+        masks.clear()
+        found = answers(method, [JSON_SCHEMAS[name]])[0]
+        assert found.text == expected
+        assert 0 < len(masks) < found.stats.tokens
 
 
 def test_the_answer_is_that_of_generate_under_the_mask(embedded: Loaded) -> None:
