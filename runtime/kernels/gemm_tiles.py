@@ -25,8 +25,9 @@ FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.int16(0), np.uint16(0)
 """Arguments whose type states the format of a matrix. Compiled code has no type for 16-bit floats: integers of 16 bits
 stand for them."""
 NUMBERS = {types.float32: (FLOAT, 4), types.int16: (SHORT, 2), types.uint16: (HALF, 2)}
-SUMS = 8 if LANES == 8 else 16
-"""Sums of a tile, which must fit into the registers with what is multiplied: AVX has 16 registers."""
+SUMS = 16 if LANES == 16 else 8
+"""Sums of a tile, which must fit into the registers with what is multiplied: AVX has 16 registers, ARM needs four for
+what AVX-512 has in one."""
 MOST_OUTS, MOST_ROWS = 8, 8
 """Matrix rows and input rows of a tile, at most. One input row has eight sums, so that additions do not wait for each
 other."""
@@ -89,10 +90,10 @@ def _read(code: VectorCode, kind: Any) -> Any:
 def outs_beside(rows: int) -> int:
     """The matrix rows of a tile with this number of input rows; a divisor of ``MOST_OUTS``.
 
-    Eight fit beside one row only: for each, a block's scales and bytes are in registers too.
+    Eight fit beside one row only, and not on ARM: for each, a block's scales and bytes are in registers too.
     """
     if rows == 1:
-        return MOST_OUTS
+        return MOST_OUTS if LANES > 4 else MOST_OUTS // 2
     return max(outs for outs in (1, 2, 4) if outs * rows <= SUMS or outs == 1)
 
 

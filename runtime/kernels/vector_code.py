@@ -69,6 +69,15 @@ class VectorCode:
         undefined = ir.Constant(vector.type, ir.Undefined)
         return self.builder.shuffle_vector(vector, undefined, self.integers([place] * lanes))
 
+    def part(self, vector: Any, first: int, lanes: int) -> Any:
+        """Some lanes of a vector."""
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        return self.builder.shuffle_vector(vector, undefined, self.integers(list(range(first, first + lanes))))
+
+    def joined(self, first: Any, second: Any) -> Any:
+        """The lanes of two vectors, one vector's after the other's."""
+        return self.builder.shuffle_vector(first, second, self.integers(list(range(2 * first.type.count))))
+
     def integers(self, numbers: list[int], kind: Any = WORD) -> Any:
         return ir.Constant(ir.VectorType(kind, len(numbers)), numbers)
 
@@ -88,12 +97,7 @@ class VectorCode:
         lanes = vector.type.count
         while lanes > 1:
             lanes //= 2
-            undefined = ir.Constant(vector.type, ir.Undefined)
-            low, high = (
-                self.builder.shuffle_vector(vector, undefined, self.integers(list(range(first, first + lanes))))
-                for first in (0, lanes)
-            )
-            vector = combine(low, high)
+            vector = combine(self.part(vector, 0, lanes), self.part(vector, lanes, lanes))
         return self.builder.extract_element(vector, WORD(0))
 
     def prefetch(self, address: Any) -> None:

@@ -5,10 +5,14 @@ The results are integers, so they are the same with any of them.
 
 from __future__ import annotations
 
+from functools import cache
+from platform import machine
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core.registry import cpu_target
 
+from hdtool.runtime.kernels.int8.arm_dot import has_dot_of_octets
 from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PLANE, QUAD
 from hdtool.runtime.kernels.memory.raw_memory import WORD
 from hdtool.runtime.kernels.vector_code import FLOAT, OCTET, SHORT, VectorCode, has_feature
@@ -17,6 +21,8 @@ FLOATS = ir.VectorType(FLOAT, PANEL_ROWS)
 WORDS = ir.VectorType(WORD, PANEL_ROWS)
 OCTETS = ir.VectorType(OCTET, PLANE)
 SHORTS = ir.VectorType(SHORT, PLANE // 2)
+ARM_REGISTER, WORDS_OF_REGISTER = 16, 4
+"""Bytes, and numbers of 32 bits."""
 LARGEST_SHORT = (1 << 15) - 1
 LARGEST_INPUT = 1 << 7
 
@@ -24,6 +30,8 @@ DOT_OF_OCTETS = "vnni"
 """AVX-VNNI or AVX-512 VNNI: four products are added in 32 bits."""
 DOT_OF_PAIRS = "avx2"
 """AVX2: two products are added in 16 bits, which saturate."""
+DOT_OF_SIGNED = "sdot"
+"""ARM: four products of octets that have signs are added in 32 bits."""
 ANY_PROCESSOR = "any"
 ADDED_IN_PAIRS, WIDENED_PAIRS = (
     ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
@@ -32,8 +40,13 @@ ADDED_IN_PAIRS, WIDENED_PAIRS = (
 )
 
 
+@cache
 def best_dot() -> str:
     """The instructions that this processor has."""
+    if machine().lower() in ("aarch64", "arm64"):
+        # What numba compiles for, which its settings can change.
+        compiled_for = cpu_target.target_context.codegen().magic_tuple()
+        return DOT_OF_SIGNED if has_dot_of_octets(*compiled_for) else ANY_PROCESSOR
     if has_feature("avxvnni") or (has_feature("avx512vnni") and has_feature("avx512vl")):
         return DOT_OF_OCTETS
     return DOT_OF_PAIRS if has_feature("avx2") else ANY_PROCESSOR
@@ -54,9 +67,31 @@ class IntegerCode(VectorCode):
         """A number of 32 bits in all lanes."""
         return self.splat(self.load(address, kind), PANEL_ROWS)
 
-    def four_octets(self, address: Any) -> Any:
-        """Four octets in each lane."""
-        return self.builder.bitcast(self.broadcast(address, WORD), OCTETS)
+    def quad(self, record: Any, quad: int) -> Any:
+        """Four octets of an input row in each lane."""
+        if self.dot != DOT_OF_SIGNED:
+            return self.builder.bitcast(self.broadcast(self.after(record, quad * QUAD), WORD), OCTETS)
+        # The instruction reads them from a lane of a register, so one load serves as many as a register has.
+        register, lane = divmod(quad, WORDS_OF_REGISTER)
+        words = self.load(self.after(record, register * ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER))
+        return self.builder.bitcast(self.lane(words, lane, PANEL_ROWS), OCTETS)
+
+    def added_products(self, levels: Any, inputs: Any, added: Any) -> Any:
+        """The sums of four products in each lane, with the instruction of ARM for each of its registers."""
+        octets, words = ir.VectorType(OCTET, ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER)
+        found = [
+            self.call(
+                "llvm.aarch64.neon.sdot.v4i32.v16i8",
+                words,
+                self.part(added, first // QUAD, words.count),
+                self.part(levels, first, octets.count),
+                self.part(inputs, first, octets.count),
+            )
+            for first in range(0, PLANE, ARM_REGISTER)
+        ]
+        while len(found) > 1:
+            found = [self.joined(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
 
     def scaled(self, weights: Any, factor: Any, added: Any) -> Any:
         return self.call(f"llvm.fmuladd.v{PANEL_ROWS}f32", FLOATS, weights, factor, added)
@@ -76,9 +111,10 @@ class DotProduct:
 
     def add(self, levels: Any, inputs: Any) -> None:
         if self._code.dot == DOT_OF_OCTETS:
-            before = self._code.everywhere(0, WORD, PANEL_ROWS) if self._total is None else self._total
             words = [self._builder.bitcast(one, WORDS) for one in (levels, inputs)]
-            self._total = self._code.call(f"llvm.x86.avx512.vpdpbusd.{8 * PLANE}", WORDS, before, *words)
+            self._total = self._code.call(f"llvm.x86.avx512.vpdpbusd.{8 * PLANE}", WORDS, self._before(), *words)
+        elif self._code.dot == DOT_OF_SIGNED:
+            self._total = self._code.added_products(levels, inputs, self._before())
         elif self._code.dot == DOT_OF_PAIRS:
             pairs = self._code.call(ADDED_IN_PAIRS, SHORTS, levels, inputs)
             self._pairs = pairs if self._pairs is None else self._builder.add(self._pairs, pairs)
@@ -92,6 +128,10 @@ class DotProduct:
         if self._added:
             self._widen()
         return self._total
+
+    def _before(self) -> Any:
+        """What the next products are added to."""
+        return self._code.everywhere(0, WORD, PANEL_ROWS) if self._total is None else self._total
 
     def _widen(self) -> None:
         ones = self._code.everywhere(1, SHORT, PLANE // 2)

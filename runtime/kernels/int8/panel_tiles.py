@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 
 from hdtool.runtime.kernels.int8.integer_code import (
     DOT_OF_PAIRS,
+    DOT_OF_SIGNED,
     FLOATS,
     OCTETS,
     DotProduct,
@@ -22,7 +23,6 @@ from hdtool.runtime.kernels.int8.panel_format import (
     PANEL_ROWS,
     PART,
     PLANE,
-    QUAD,
     QUADS,
     PanelFormat,
     panel_format,
@@ -34,6 +34,8 @@ from hdtool.runtime.kernels.tile_choice import Tile
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, OCTET, SHORT
 
 LOW_BITS = 4
+SIGN = 128
+"""The highest bit of an octet: with it inverted, a level of eight bits is a signed number, 128 less."""
 PREFETCHED_BY_ONE_ROW, PREFETCHED = 1024, 8192
 """Bytes from what is read to what is prefetched. A single input row reads as fast as memory allows, which is what the
 processor prefetches by itself; more of them compute meanwhile, and it stops too early."""
@@ -58,7 +60,8 @@ class _Part:
         for byte in range(0, form.part + form.header, CACHE_LINE):
             code.prefetch(code.after(self._levels, prefetched + byte))
         self.scales = [self._scale(header)] * form.scales
-        self.has_offset = form.offset != 0
+        self._signed = form.offset == SIGN and code.dot == DOT_OF_SIGNED
+        self.has_offset = form.offset != 0 and not self._signed
         self.minimum = self._scale(code.after(header, form.scale_size * PANEL_ROWS)) if form.has_minima else None
         if form.octets:
             factors = [self._factor(code.after(octets, PANEL_ROWS * scale)) for scale in range(form.scales)]
@@ -93,7 +96,12 @@ class _Part:
                 elif self._code.dot == DOT_OF_PAIRS:
                     yield quad, [low, high]
                 else:
-                    yield quad, [self._or(low, self._shifted(high, LOW_BITS))]
+                    yield quad, [self._eight_bits(low, high)]
+
+    def _eight_bits(self, low: Any, high: Any) -> Any:
+        """Levels of eight bits; those that have a sign are already less the offset."""
+        levels = self._or(low, self._shifted(high, LOW_BITS))
+        return self._code.builder.xor(levels, self._code.everywhere(SIGN)) if self._signed else levels
 
     def _bits(self, offset: int) -> tuple[Any, Any]:
         """The lower and the upper half of octets."""
@@ -175,7 +183,7 @@ def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any
     for quad, levels in weights.quads():
         scale = quad // (QUADS // form.scales)
         for row, of_row in zip(read, dots, strict=True):
-            inputs = code.four_octets(code.after(row, quad * QUAD))
+            inputs = code.quad(row, quad)
             for one, dot in zip(levels, of_row[scale], strict=True):
                 dot.add(one, inputs)
     return [[_whole(code, one) for one in of_row] for of_row in dots]

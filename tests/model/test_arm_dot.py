@@ -1,0 +1,51 @@
+"""Code for ARM processors with and without dot products of octets. It is generated here and not executed."""
+
+from __future__ import annotations
+
+import pytest
+from llvmlite import binding  # type: ignore[import-untyped]
+
+from hdtool.runtime.kernels.int8.arm_dot import has_dot_of_octets
+from hdtool.runtime.kernels.int8.integer_code import DOT_OF_SIGNED
+from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_tile
+from hdtool.runtime.kernels.packed.formats import OF_TYPE
+from tests.benchmarks.estimated_cycles import ARM, Processor, assembly_of
+
+MAC = "arm64-apple-darwin"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def targets() -> None:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    try:
+        binding.Target.from_triple(ARM)
+    except RuntimeError:
+        pytest.skip("this llvmlite has no code for ARM")
+
+
+@pytest.mark.parametrize(
+    ("triple", "cpu", "expected"),
+    [
+        (ARM, "neoverse-n1", True),
+        (ARM, "neoverse-v2", True),
+        (ARM, "cortex-a76", True),
+        (MAC, "apple-m1", True),
+        (ARM, "cortex-a72", False),
+        (ARM, "generic", False),
+    ],
+)
+def test_the_instruction_is_used_where_the_processor_has_it(triple: str, cpu: str, expected: bool) -> None:
+    assert has_dot_of_octets(triple, cpu, "") is expected
+
+
+def test_extensions_that_numba_is_set_to_count() -> None:
+    assert has_dot_of_octets(ARM, "generic", "+dotprod")
+    assert not has_dot_of_octets(ARM, "neoverse-n1", "-dotprod")
+
+
+@pytest.mark.parametrize("rows", [1, MOST_ROWS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=form.name) for kind, form in OF_TYPE.items()])
+def test_every_format_is_multiplied_with_it(kind: object, rows: int) -> None:
+    code = assembly_of(Processor("neoverse-n1", ""), panel_tile(rows, DOT_OF_SIGNED), kind)
+    assert "sdot" in code and "smull" not in code
