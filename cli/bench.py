@@ -31,7 +31,12 @@ def bench(
     *,
     questions: Annotated[
         Path | None,
-        option(INPUT, "Spec-Bench's question.jsonl, or prompts as generate takes them. Default: the embedded prompts."),
+        option(
+            INPUT,
+            "Spec-Bench's question.jsonl, or prompts as generate takes them. Default: the embedded prompts.",
+            "--questions",
+            "--prompts",
+        ),
     ] = None,
     chat: options.Chat = None,
     settings: BenchConfig,

@@ -84,14 +84,15 @@ def verify(
 
 
 def _checked(verifier: Verifier, loaded: Loaded, asked: list[Prompt], chat: bool | None, quiet: bool) -> list[Check]:
-    from hdtool.data.chat import encode_conversation
+    from hdtool.data.chat import encode_answer, encode_conversation
     from hdtool.data.progress import over
 
     checks = []
     for prompt in over(asked, "prompts", quiet=quiet):
         try:
             ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
-            checks.append(verifier.check(prompt.id, ids, prompt.grammar))
+            prediction = encode_answer(loaded.tokenizer, prompt.messages, prompt.prediction, chat=chat)
+            checks.append(verifier.check(prompt.id, ids, prompt.grammar, prediction))
         except PromptError as error:
             raise PromptError(f"prompt {prompt.id}: {error}") from None
     return checks

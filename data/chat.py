@@ -86,11 +86,13 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool)
 def encode_answer(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, *, chat: bool | None = None
 ) -> list[int]:
-    """The token ids that an answer with this text would have, without the token that ends it.
+    """The token ids that an answer with this text would have, without the token that ends it; none for an empty text.
 
     They may differ from those of the text alone: a tokenizer may begin a text with a space, and a template may have
     one before an answer.
     """
+    if not text:
+        return []
     chat = has_chat_template(tokenizer) if chat is None else chat
     asked = conversation_text(tokenizer, messages, chat=chat)
     answer = _rendered_answer(tokenizer, messages, text, asked) if chat else text

@@ -133,7 +133,7 @@ class Answerer:
 
     def _prediction(self, conversation: Conversation, drafter: Drafter) -> list[int]:
         """The prediction of the next answer, if there is one and the drafter uses it."""
-        if not conversation.prediction or not isinstance(drafter, HistoryDrafter):
+        if not isinstance(drafter, HistoryDrafter):
             return []
         return encode_answer(self.loaded.tokenizer, conversation.messages, conversation.prediction, chat=self._chat)
 

@@ -57,6 +57,8 @@ def serve(
     from hdtool.runtime.integrations.server.launch import Launch
 
     quiet_libraries()
+    if model is None:
+        print("serving the embedded toy model: hdtool serve MODEL names another", file=sys.stderr)
     launch = Launch(replace(loading, model=model), decoding, sampling, stores, server)
     for tenant, store_set in launch.tenants.store_sets.items():
         if tenant:

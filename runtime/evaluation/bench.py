@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hdtool.data.chat import encode_conversation
+from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.data.spec_bench import AnsweredQuestion, AnsweredTurn, question_id
@@ -98,8 +98,13 @@ class Bench:
             ids = self._encode(question, question.conversation([turn.text for turn in turns]))
             limit = self.loaded.target.context_limit(len(ids))
             has_room = not turns or limit is None or len(ids) < limit
-            turns.append(contender.answer(ids, self.loaded.guide(question.grammar)) if has_room else OUT_OF_CONTEXT)
+            guide, prediction = self.loaded.guide(question.grammar), () if turns else self._prediction(question)
+            turns.append(contender.answer(ids, guide, prediction) if has_room else OUT_OF_CONTEXT)
         return AnsweredQuestion(question_id(question.id), question.category, tuple(turns))
+
+    def _prediction(self, question: Prompt) -> Sequence[int]:
+        """The prediction of the first answer, if there is one."""
+        return encode_answer(self.loaded.tokenizer, question.messages, question.prediction, chat=self.chat)
 
     def _encode(self, question: Prompt, messages: Sequence[Message]) -> list[int]:
         return encode_conversation(self.loaded.tokenizer, messages, chat=self.chat, tools=question.tools)
@@ -118,10 +123,21 @@ def in_turn(names: Sequence[str], turn: int) -> list[str]:
 def hash_of(questions: Sequence[Prompt]) -> str:
     """A hash of a list of questions."""
     rows = [
-        [question.id, question.category, question.messages, question.later_turns, *_structure_of(question)]
+        [
+            question.id,
+            question.category,
+            question.messages,
+            question.later_turns,
+            *_structure_of(question),
+            *_prediction_of(question),
+        ]
         for question in questions
     ]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _prediction_of(question: Prompt) -> list[str]:
+    return [question.prediction] if question.prediction else []
 
 
 def _structure_of(question: Prompt) -> list[Any]:

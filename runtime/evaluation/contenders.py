@@ -35,8 +35,11 @@ T = TypeVar("T")
 class Contender(Protocol):
     """Answers a prompt and measures the answer."""
 
-    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
-        """The answer to a prompt, held to the grammar of ``guide``, which is for this answer alone."""
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
+        """The answer to a prompt, held to the grammar of ``guide``, which is for this answer alone.
+
+        A ``prediction`` is what the answer will probably look like, for contenders that can draft from it.
+        """
         ...
 
     def fresh(self) -> Contender:
@@ -58,10 +61,12 @@ class DraftingContender:
     def fresh(self) -> DraftingContender:
         return replace(self, drafter=self.new_drafter())
 
-    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         stats = Stats()
         drafter = guided(self.drafter, guide, self.draft_tokens)
-        decoding = steps_of(self.loaded, drafter, self.sampling, self.max_new_tokens, prompt, masks_of(guide))
+        decoding = steps_of(
+            self.loaded, drafter, self.sampling, self.max_new_tokens, prompt, masks_of(guide), prediction
+        )
         counted = stats.counted(decoding, drafter)
         steps, seconds = timed(self.loaded.target.device, lambda: list(counted))
         output_ids = [token for step in steps for token in step.tokens]
@@ -86,6 +91,7 @@ def steps_of(
     most: int,
     prompt: list[int],
     masks: Sequence[LogitsProcessor] = (),
+    prediction: Sequence[int] = (),
 ) -> Iterator[Step]:
     """The steps of an answer of at most so many tokens; ``masks`` are those of a grammar.
 
@@ -99,6 +105,7 @@ def steps_of(
         max_new_tokens=most,
         stops=stops,
         drafter=drafter,
+        prediction=prediction,
         prefix_caching=False,
     )
 
@@ -130,7 +137,7 @@ class GenerateContender:
         other._learned = copy.deepcopy(self._begun)
         return other
 
-    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         if self._assistant:
             self._assistant.generation_config = self._learned
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)

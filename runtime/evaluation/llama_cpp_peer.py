@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,7 +65,7 @@ class LlamaCppContender:
     def fresh(self) -> LlamaCppContender:
         return self  # each answer begins with an empty KV cache, and nothing else is kept
 
-    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         assert guide is None, "its grammars are its own, so the answers could not be compared"
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)
         self._provide(len(prompt) + room)

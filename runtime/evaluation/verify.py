@@ -118,10 +118,12 @@ class Verifier:
         """``generate`` samples in another way, so it is an oracle of greedy decoding only."""
         return [Oracle.PLAIN, Oracle.GENERATE] if self._sampling.is_greedy else [Oracle.PLAIN]
 
-    def check(self, prompt: str, ids: list[int], grammar: Grammar | None = None) -> Check:
+    def check(
+        self, prompt: str, ids: list[int], grammar: Grammar | None = None, prediction: Sequence[int] = ()
+    ) -> Check:
         """Answer a prompt with and without drafts and compare token for token; answers match the grammar."""
         plain, _ = self._decoded(ids, NoDraft(), grammar)
-        drafted, steps = self._decoded(ids, self._drafter, grammar)
+        drafted, steps = self._decoded(ids, self._drafter, grammar, prediction)
         pairs = [(Oracle.PLAIN, plain, drafted)]
         if Oracle.GENERATE in self.oracles:
             room, _ = room_for(self._loaded.target, ids, self._most)
@@ -149,10 +151,13 @@ class Verifier:
             return [Explanation(difference, reason=reason) for difference in differences]
         return [self._explained(*case, names) for case in zip(differences, working, again, strict=True)]
 
-    def _decoded(self, ids: list[int], drafter: Drafter, grammar: Grammar | None) -> tuple[list[int], int]:
+    def _decoded(
+        self, ids: list[int], drafter: Drafter, grammar: Grammar | None, prediction: Sequence[int] = ()
+    ) -> tuple[list[int], int]:
         guide = self._loaded.guide(grammar)
         drafter = guided(drafter, guide, self._draft_tokens)
-        steps = list(steps_of(self._loaded, drafter, self._sampling, self._most, ids, masks_of(guide)))
+        masks = masks_of(guide)
+        steps = list(steps_of(self._loaded, drafter, self._sampling, self._most, ids, masks, prediction))
         return [token for step in steps for token in step.tokens], len(steps)
 
     def _precisely(self, places: Sequence[list[int]]) -> list[torch.Tensor]:

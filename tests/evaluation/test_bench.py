@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -74,7 +75,7 @@ class Scripted:
     def fresh(self) -> Scripted:
         return self
 
-    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         self._log.append((self._name, str(self._tokenizer.decode(prompt))))
         said = turn_of([2, 1], next(self._seconds, 1.0))
         return replace(said, text=f"{self._name} says {len(self._log)}")
@@ -97,6 +98,19 @@ def test_all_are_asked_in_turn_and_another_one_begins_each_time(embedded: Loaded
     log.clear()
     list(bench.answers([question("1"), question("2"), question("3")], done=2))
     assert "".join(name for name, _ in log) == "cab", "a run that goes on keeps the order"
+
+
+def test_the_first_answer_has_its_prediction(embedded: Loaded) -> None:
+    class Noting(Scripted):
+        def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
+            predicted.append(str(embedded.tokenizer.decode(list(prediction))))
+            return super().answer(prompt, guide, prediction)
+
+    predicted: list[str] = []
+    asked = [replace(question("1", "qa", "question 2"), prediction="a likely answer"), question("3")]
+    list(Bench(embedded, {"a": Noting("a", [], embedded)}, max_new_tokens=8).answers(asked))
+    assert predicted == ["a likely answer", "", ""]
+    assert hash_of(asked) != hash_of([replace(asked[0], prediction="another"), asked[1]])
 
 
 def test_rounds_turn_as_well_and_the_one_of_median_speed_counts(embedded: Loaded) -> None:
@@ -201,7 +215,7 @@ class Learner:
     def fresh(self) -> Learner:
         return Learner(self._every, self._loaded)
 
-    def answer(self, prompt: list[int], guide: Guide | None = None) -> AnsweredTurn:
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         self._asked.append(str(self._loaded.tokenizer.decode(prompt)).split("question ")[1].split("<")[0].strip())
         return turn_of([2, 1], 1.0)
 

@@ -77,6 +77,14 @@ def test_the_history_holds_no_answer_of_the_oracles(small: Loaded) -> None:
     assert verifier.check("it", PROMPT).steps == alone > verifier.check("it again", PROMPT).steps
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=str)
+def test_a_prediction_is_drafted_from(small: Loaded, sampling: SamplingConfig) -> None:
+    verifier = Verifier(small, sampling, Hierarchy(), MOST)
+    check = verifier.check("it", PROMPT, prediction=said(small, sampling))
+    assert check.differences == []
+    assert check.steps < verifier.check("it", PROMPT).steps
+
+
 # Where nothing is wrong ------------------------------------------------------------------------
 
 
