@@ -14,7 +14,7 @@ from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of, readable
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.topk import known_argmax
 from hdtool.runtime.sampler import NOT_FINITE, Mask, Sampler
-from hdtool.runtime.tree import ROOT, DraftTree, child_of
+from hdtool.runtime.tree import OPEN, ROOT, DraftTree, child_of
 
 Array = npt.NDArray[Any]
 
@@ -59,7 +59,8 @@ def accept(
             node = drafted
     choose = sampler.chooser(logits, finite_only=len(tree) > 0)
     while True:
-        token = choose(node + 1)
+        only = OPEN if tree.certain is None else int(tree.certain[node + 1])
+        token = only if only != OPEN and logits[node + 1, only].isfinite() else choose(node + 1)
         if token == NOT_FINITE:
             return Accepted(path[:-1], tokens) if path else None
         tokens.append(token)

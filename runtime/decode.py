@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 
 from hdtool.data.errors import ContextError, PromptError
 from hdtool.runtime.accept import Accepted, accept
-from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
+from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, reads_logits
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
@@ -72,6 +72,7 @@ class DecodeState:
         self._prediction = prediction
         self.room, self._finish_at_limit = room_for(target, prompt, max_new_tokens)
         self._sampler, self._stops, self._drafter = sampler, stops, drafter or NoDraft()
+        self._needs_all_logits = not sampler.takes_the_only_token or reads_logits(self._drafter)
         self._tree = DraftTree.bare(prompt[-1])
         self._is_first = True
         self._timer = _StepTimer(target)
@@ -95,7 +96,8 @@ class DecodeState:
         self._timer.start()
         drafted = self._drafter.draft(self._sampler.context)
         # Deeper nodes would be accepted past the end, and a tokenizer may have more ids than the model has embeddings.
-        self._tree = drafted.within(self.room - 1, self._vocabulary)
+        tree = drafted.within(self.room - 1, self._vocabulary)
+        self._tree = replace(tree, certain=None) if self._needs_all_logits and tree.certain is not None else tree
         self._timer.drafted()
         return self._tree
 

@@ -46,6 +46,11 @@ class HistoryDrafter(Protocol):
         ...
 
 
+def reads_logits(drafter: Drafter) -> bool:
+    """Whether a drafter reads the logits that it observes; one that says nothing may."""
+    return bool(getattr(drafter, "reads_logits", True))
+
+
 class NoDraft:
     """Plain decoding: every tree is empty."""
 
@@ -70,6 +75,10 @@ class WrappedDrafter:
     @property
     def seconds(self) -> Mapping[SourceName, float]:
         return self._drafter.seconds
+
+    @property
+    def reads_logits(self) -> bool:
+        return reads_logits(self._drafter)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafter.begin(prompt)

@@ -8,11 +8,15 @@ from typing import Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from hdtool.data.errors import ModelError
@@ -32,6 +36,19 @@ class Mask(Protocol):
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
         """How many of these tokens are surely allowed after the context, one after another."""
         ...
+
+
+KEEP_THE_BEST = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+"""Processors after which a token that is the only possible one still is."""
 
 
 class Sampler:
@@ -60,6 +77,8 @@ class Sampler:
         """Whether the arg-max of the logits is all that is needed; ``chooser`` is not called then."""
         self.mask = self._only_mask(padding)
         """The only processor, if it forbids tokens and the arg-max is chosen: that of the logits, if it is allowed."""
+        self.takes_the_only_token = self._takes_the_only_token()
+        """Whether a token is chosen whatever the logits are if a mask forbids all others."""
         self._race = ExponentialRace(config.seed)
         if not self._greedy:
             self._race.sample(0, np.zeros(1, np.float32))  # compiles it, or loads it, before the first step
@@ -75,6 +94,10 @@ class Sampler:
             return None
         (only,) = self._processors
         return only if isinstance(only, Mask) else None
+
+    def _takes_the_only_token(self) -> bool:
+        first, *others = self._processors or (None,)
+        return isinstance(first, Mask) and all(type(other) in KEEP_THE_BEST for other in others)
 
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
         """A function from a row of ``logits`` to the token chosen there, given the context so far.

@@ -14,8 +14,13 @@ from hdtool.runtime.kernels.compiled import compiled
 
 ROOT = -1
 """The parent of a node that follows the last emitted token directly."""
+OPEN = -1
+"""Several tokens may follow a node."""
 LARGEST_TREE = LARGEST_BUDGET
 """The largest number of nodes that a target verifies in one pass."""
+
+Certain = npt.NDArray[np.int64] | None
+"""Tokens that must follow the rows of a pass; ``OPEN`` where there are several."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +35,11 @@ class DraftTree:
     parents: npt.NDArray[np.int32]
     sources: npt.NDArray[np.uint8]
     """The ``SourceName`` of each node."""
+    certain: Certain = None
+    """The only token that may follow the root and each node, ``OPEN`` where there are several: a grammar dictates it.
+
+    Logits after these rows need not be computed. None if no grammar is in use, or if all logits are read.
+    """
 
     @classmethod
     def bare(cls, root: int) -> DraftTree:

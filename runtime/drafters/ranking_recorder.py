@@ -16,6 +16,8 @@ from hdtool.runtime.kernels.topk import topk
 class RankingRecorder(WrappedDrafter):
     """Wraps the drafter of one answer."""
 
+    reads_logits = True
+
     def __init__(self, drafter: Drafter, best: int) -> None:
         """``best`` is the number of tokens of a ranking."""
         super().__init__(drafter)

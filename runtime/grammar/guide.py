@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,17 @@ from hdtool.data.errors import PromptError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+
+class Guided(NamedTuple):
+    """What a grammar makes of a tree; node -1 is the root."""
+
+    allowed: npt.NDArray[np.bool_]
+    """Which nodes it allows."""
+    chains: dict[int, list[int]]
+    """The chains that it forces below nodes without them."""
+    certain: dict[int, list[int]]
+    """The tokens that must follow a node, whatever text follows them."""
 
 
 class Guide:
@@ -68,7 +79,10 @@ class Guide:
 
     def forced(self) -> list[int]:
         """The tokens of the text that must come next; the last one may turn out otherwise, as more text may join it."""
-        certain = self._matcher.compute_ff_tokens()
+        return self._forced(self._matcher.compute_ff_tokens())
+
+    def _forced(self, certain: list[int]) -> list[int]:
+        """The same, which begins with the tokens that are certain."""
         text = self.forced_text()
         if not text:
             return certain
@@ -77,29 +91,27 @@ class Guide:
             return certain
         return tokens[: self._matcher.validate_tokens(tokens)]
 
-    def guided(
-        self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]
-    ) -> tuple[npt.NDArray[np.bool_], dict[int, list[int]]]:
-        """Which nodes of a tree are allowed, and the chains that are forced below nodes (-1: the root) without them."""
+    def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> Guided:
+        """What the grammar makes of a tree."""
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents.tolist()):
             children.setdefault(parent, []).append(node)
-        allowed = np.zeros(len(tokens), np.bool_)
-        chains: dict[int, list[int]] = {}
+        found = Guided(np.zeros(len(tokens), np.bool_), {}, {})
         values = tokens.tolist()
 
         def visit(above: int) -> None:
-            forced = self.forced()
+            found.certain[above] = certain = self._matcher.compute_ff_tokens()
+            forced = self._forced(certain)
             drafted = set()
             for node in children.get(above, ()):
                 if not self._matcher.try_consume_tokens([values[node]]):
                     continue
-                allowed[node] = True
+                found.allowed[node] = True
                 drafted.add(values[node])
                 visit(node)
                 self._matcher.rollback(1)
             if forced and forced[0] not in drafted:
-                chains[above] = forced
+                found.chains[above] = forced
 
         visit(-1)
-        return allowed, chains
+        return found

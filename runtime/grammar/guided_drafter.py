@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, OPEN, ROOT, DraftTree
 
 
 @runtime_checkable
@@ -72,25 +74,39 @@ class GuidedDrafter(WrappedDrafter):
 
     def _guided(self, tree: DraftTree) -> DraftTree:
         """The nodes that the grammar allows, and below them the chains that it forces, the most probable ones first."""
-        allowed, chains = self._guide.guided(tree.tokens, tree.parents)
-        if allowed.all() and not chains:
-            return tree
-        if not allowed.all():
-            order = np.flatnonzero(allowed)
+        found = self._guide.guided(tree.tokens, tree.parents)
+        if found.allowed.all() and not found.chains:
+            return replace(tree, certain=_certain(len(tree), found.certain))
+        chains, certain = found.chains, dict(found.certain)
+        if not found.allowed.all():
+            order = np.flatnonzero(found.allowed)
             tree = tree.picked(order)
             places = {int(node): place for place, node in enumerate(order)}
-            chains = {places.get(node, ROOT): chain for node, chain in chains.items()}
+            chains, certain = (
+                {places.get(node, ROOT): tokens for node, tokens in of.items()} for of in (chains, certain)
+            )
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         for node in sorted(chains):  # a tree's nodes are sorted by their probability
-            above = node
-            for token in chains[node][: max(0, self._most - len(tokens))]:
+            above, dictated = node, certain[node]
+            for place, token in enumerate(chains[node][: max(0, self._most - len(tokens))]):
                 tokens.append(token)
                 parents.append(above)
                 above = len(tokens) - 1
+                certain[above] = dictated[place + 1 : place + 2]
         added = np.full(len(tokens) - len(tree), SourceName.GRAMMAR, np.uint8)
         return DraftTree(
             tree.root,
             np.array(tokens, np.int64),
             np.array(parents, np.int32),
             np.concatenate([tree.sources, added]),
+            _certain(len(tokens), certain),
         )
+
+
+def _certain(nodes: int, found: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int64]:
+    """The token that must follow the root and each node."""
+    tokens = np.full(1 + nodes, OPEN, np.int64)
+    for node, dictated in found.items():
+        if dictated:
+            tokens[1 + node] = dictated[0]
+    return tokens

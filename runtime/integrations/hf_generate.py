@@ -243,7 +243,9 @@ class _Recorder(Sampler):
         """The device of the prompt, and of the tensors of processors and criteria."""
         self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
         self.logits_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
-        self.only_argmax &= not (request.wants_scores or request.wants_logits)
+        if request.wants_scores or request.wants_logits:
+            self.only_argmax = self.takes_the_only_token = False
+            self.mask = None
 
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
         return super().chooser(logits.to(self.device), finite_only=finite_only)

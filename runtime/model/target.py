@@ -35,7 +35,7 @@ from hdtool.runtime.model.precision import last_logits_only
 from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.model.step_input import TreeInput
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, Certain, DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -241,7 +241,7 @@ class Target:
                     self.wait()
                 return logits
         mask = tree_mask(tree, self.length, self.windows, self.dtype, self.device, self._mask_buffer)
-        logits = self.run(*self._tree_input.of(tree, self.length), mask, self._cache)[0]
+        logits = self.run(*self._tree_input.of(tree, self.length), mask, self._cache, certain=tree.certain)[0]
         self.nodes_of_last_pass = len(tree)
         return logits
 
@@ -352,16 +352,27 @@ class Target:
     ) -> torch.Tensor:
         """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
         ids = torch.tensor(tokens, device=self.device)
-        return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, **options)
+        return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, None, **options)
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache: Cache, **options: int) -> torch.Tensor:
-        """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
+    def run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Mask,
+        cache: Cache,
+        certain: Certain = None,
+        **options: int,
+    ) -> torch.Tensor:
+        """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``.
+
+        Where a token is ``certain`` after a row, the logits may be those of this token alone.
+        """
         with self._row_by_row.on() if self._row_by_row.layers and mask is not None else NOTHING:
             self.nodes_of_last_pass = -1
             started = time.perf_counter()
             logits = None
             if self.whole_pass:
-                logits = self.whole_pass.logits(ids, positions, mask, cache, last_only=bool(options))
+                logits = self.whole_pass.logits(ids, positions, mask, cache, certain, last_only=bool(options))
             if logits is None:
                 logits = self._pass_of_model(ids, positions, mask, cache, **options)
             if self._is_cuda:

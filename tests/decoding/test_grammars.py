@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -17,24 +18,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hdtool.cli.app import run
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.grammar import Grammar, grammar_of
 from hdtool.data.prompts import Prompt
+from hdtool.runtime.accept import accept
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import Finish
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.decode import Finish, decode
+from hdtool.runtime.drafter import Drafter, NoDraft, reads_logits
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.ranking_recorder import RankingRecorder
 from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import GuidedDrafter, guided
+from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.integrations.server.engine.logprobs import LogprobRecorder, TokenLogprobs
+from hdtool.runtime.model.fused.whole_pass import WholePass
 from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
 from tests.support.json_schemas import JSON_SCHEMAS
 
 MOST = 120
@@ -179,6 +193,101 @@ def test_batches_give_the_same_answers() -> None:
     assert [one.output_ids for one in answers("hd", schemas, batch=3)] == [one.output_ids for one in plain]
 
 
+class TestCertainTokens:
+    """Where the grammar leaves one token, it is taken without logits, unless somebody reads these."""
+
+    @pytest.fixture
+    def skipped(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Rows of each pass whose logits are not computed."""
+        rows: list[int] = []
+        whole = WholePass._logits_of_open
+
+        def counted(of: WholePass, hidden: torch.Tensor, certain: Any) -> torch.Tensor:
+            rows.append(int((certain != OPEN).sum()))
+            return whole(of, hidden, certain)
+
+        monkeypatch.setattr(WholePass, "_logits_of_open", counted)
+        return rows
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_their_logits_are_not_computed(self, temperature: float, skipped: list[int]) -> None:
+        (answer,) = answers("hd", [JSON_SCHEMAS["nested customer"]], temperature)
+        assert answer.output_ids == plain_answers(temperature)[FEW.index("nested customer")].output_ids
+        assert sum(skipped) > answer.stats.tokens / 4
+
+    @pytest.mark.parametrize("method", ["hd+logitspec", "logitspec"])
+    def test_a_drafter_that_reads_logits_gets_all(self, method: str, skipped: list[int]) -> None:
+        answers(method, [JSON_SCHEMAS["sentiment"]])
+        assert not skipped
+
+    def test_recorded_logprobs_are_those_of_plain_decoding(
+        self, embedded: Loaded, compiler: GrammarCompiler, skipped: list[int]
+    ) -> None:
+        prompt = embedded.tokenizer.encode(ASKED)
+
+        def logprobs(drafter: Drafter) -> list[TokenLogprobs]:
+            found: list[TokenLogprobs] = []
+            guide = compiler.guide(Grammar.json_schema(JSON_SCHEMAS["sentiment"]))
+            sampler = Sampler(SamplingConfig(), prompt, processors=LogitsProcessorList(masks_of(guide)))
+            recorder = LogprobRecorder(guided(drafter, guide, 12), 2, found)
+            steps = decode(embedded.target, prompt, sampler, max_new_tokens=40, stops=embedded.stops, drafter=recorder)
+            assert sum(len(step.tokens) for step in steps) == len(found)
+            return found
+
+        plain, drafted = logprobs(NoDraft()), logprobs(Hierarchy())
+        assert [one.token for one in drafted] == [one.token for one in plain]
+        assert [one.logprob for one in drafted] == pytest.approx([one.logprob for one in plain], abs=1e-4)
+        assert not skipped
+
+    def test_recorded_rankings_read_all_logits(self, compiler: GrammarCompiler) -> None:
+        drafter = guided(Hierarchy(), compiler.guide(Grammar.regex("a+")))
+        assert not reads_logits(drafter)
+        assert reads_logits(RankingRecorder(drafter, 2))
+
+    @pytest.mark.parametrize(
+        ("after_mask", "expected"),
+        [
+            ([], True),
+            ([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.9)], True),
+            ([NoBadWordsLogitsProcessor([[5]])], False),
+        ],
+    )
+    def test_no_other_processor_may_forbid_them(
+        self, after_mask: list[LogitsProcessor], expected: bool, compiler: GrammarCompiler
+    ) -> None:
+        masks = masks_of(compiler.guide(Grammar.regex("a+")))
+
+        def takes(*processors: LogitsProcessor) -> bool:
+            return Sampler(SamplingConfig(), [1], processors=LogitsProcessorList(processors)).takes_the_only_token
+
+        assert takes(*masks, *after_mask) is expected
+        assert not takes(*after_mask), "no mask"
+        assert not takes(TopKLogitsWarper(20), *masks), "top-k may have removed the token"
+
+    def test_an_overflow_shows_without_logits(self, embedded: Loaded) -> None:
+        whole_pass = embedded.target.whole_pass
+        assert whole_pass
+        hidden = torch.zeros(1, 3, embedded.target.model.config.hidden_size)
+        hidden[0, 1, 7] = torch.inf
+        logits = whole_pass._logits_of_open(hidden, np.array([OPEN, 4, 5]))[0]
+        assert logits[0].isfinite().all()
+        assert logits[1, 4].isnan()
+        assert logits[2].argmax() == 5
+        assert logits[2, 5] == 0
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_a_row_that_overflowed_ends_the_step(self, temperature: float, compiler: GrammarCompiler) -> None:
+        guide = compiler.guide(Grammar.regex("a+"))
+        (first,) = (~guide.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:1, 0].tolist()
+        sampler = Sampler(SamplingConfig(temperature=temperature), [1], processors=LogitsProcessorList(masks_of(guide)))
+        tree = replace(DraftTree.of(1, [first], [-1]), certain=np.array([first, first]))
+        logits = torch.full((2, compiler.vocabulary), -torch.inf)
+        logits[0, first], logits[1, first] = 0.0, torch.nan
+        accepted = accept(tree, logits, sampler, most=9)
+        assert accepted is not None
+        assert (accepted.path, accepted.tokens) == ([], [first])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.8])
 def test_all_schemas(temperature: float) -> None:
@@ -249,6 +358,13 @@ class TestTrees:
             assert parent < node
             paths.append([*paths[parent + 1], token])
             assert oracle.validate_tokens(paths[-1]) == len(paths[-1])
+        assert found.certain is not None
+        for path, certain in zip(paths, found.certain.tolist(), strict=True):
+            if certain != OPEN:
+                after = compiler.guide(grammar)
+                after.extend([*answer, *path])
+                allowed = (~after.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:, 0].tolist()
+                assert allowed == [certain]
         kept = found.sources == SourceName.CONTEXT
         expected = [node for node in range(size) if self.is_allowed(oracle, tree, node)]
         assert found.tokens[kept].tolist() == [tokens[node] for node in expected]
@@ -296,6 +412,19 @@ def test_generate_of_transformers(embedded: Loaded) -> None:
     output = embedded.target.model.generate(**inputs, **options, grammar=Grammar.regex("[a-z]{4} [0-9]{2}"))
     text = embedded.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert re.fullmatch("[a-z]{4} [0-9]{2}", str(text))
+    recorded = embedded.target.model.generate(
+        **inputs,
+        **options,
+        grammar=Grammar.regex("[a-z]{4} [0-9]{2}"),
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    asked = inputs["input_ids"].shape[1]
+    assert recorded.sequences.tolist() == output.tolist()
+    assert [int(scores.argmax()) for scores in recorded.scores] == output[0, asked:].tolist()
+    assert all(bool(logits.isfinite().all()) for logits in recorded.logits)
+    assert len(recorded.logits) == len(recorded.scores)
     with pytest.raises(OptionError, match=r"Generator\.drafting"):
         options["custom_generate"] = Generator()
         embedded.target.model.generate(**inputs, **options, grammar=Grammar.regex("a"))

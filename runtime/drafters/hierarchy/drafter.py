@@ -262,6 +262,10 @@ class Hierarchy(Pinned):
         # The workspace counts the root as row 0.
         return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
 
+    @property
+    def reads_logits(self) -> bool:
+        return self._rankings.uses_logits
+
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         if self._heads:
             self._heads.observe(accepted)

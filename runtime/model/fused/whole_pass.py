@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 
@@ -16,6 +18,7 @@ from hdtool.runtime.model.cache.kv_cache import SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import epsilon_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack
 from hdtool.runtime.model.fused.unchanged import Unchanged
+from hdtool.runtime.tree import OPEN, Certain
 
 OF_MODEL, OF_DECODER = {"model", "lm_head"}, {"embed_tokens", "layers", "norm", "rotary_emb"}
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -53,9 +56,19 @@ class WholePass:
         self._unchanged.check_again()
 
     def logits(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any, *, last_only: bool
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Any,
+        cache: Any,
+        certain: Certain = None,
+        *,
+        last_only: bool,
     ) -> torch.Tensor | None:
-        """The logits of a pass, of its last tokens with ``last_only``; None for a pass that the model computes."""
+        """The logits of a pass, of its last tokens with ``last_only``; None for a pass that the model computes.
+
+        After a row with a ``certain`` token, all others are minus infinity.
+        """
         if not self._takes(ids, mask, cache):
             return None
         weight: Any = self._embedding.weight
@@ -68,7 +81,23 @@ class WholePass:
         if not self._stack.takes(hidden, given):
             return None
         hidden = self._stack.compute(hidden, given)
-        return self._head(self._normed(hidden[:, -1:].contiguous() if last_only else hidden))  # type: ignore[no-any-return]
+        if last_only:
+            hidden = hidden[:, -1:].contiguous()
+        elif certain is not None and (certain != OPEN).any():
+            return self._logits_of_open(hidden, certain)
+        return self._head(self._normed(hidden))  # type: ignore[no-any-return]
+
+    def _logits_of_open(self, hidden: torch.Tensor, certain: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Logits that the output layer computes only for rows without a certain token."""
+        rows = torch.from_numpy(np.flatnonzero(certain == OPEN))
+        head: Any = self._head
+        found = torch.full((1, len(certain), head.out_features), -torch.inf)
+        if len(rows):
+            found[0, rows] = head(self._normed(hidden[:, rows]))[0]
+        rows = torch.from_numpy(np.flatnonzero(certain != OPEN))
+        # Zero times the sum is not a number where the row overflowed, which acceptance must see.
+        found[0, rows, torch.from_numpy(certain)[rows]] = 0 * hidden[0, rows].float().sum(-1)
+        return found
 
     def _takes(self, ids: torch.Tensor, mask: object, cache: object) -> bool:
         return (

@@ -21,6 +21,8 @@ class TokenLogprobs(NamedTuple):
 class LogprobRecorder(WrappedDrafter):
     """A drafter that also records the log-probabilities of the accepted tokens."""
 
+    reads_logits = True
+
     def __init__(self, drafter: Drafter, most: int, recorded: list[TokenLogprobs]) -> None:
         """``most`` is the number of alternatives for each token; all are appended to ``recorded``."""
         super().__init__(drafter)
