@@ -13,7 +13,7 @@ import torch
 from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of, readable
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.topk import known_argmax
-from hdtool.runtime.sampler import NOT_FINITE, Mask, Sampler
+from hdtool.runtime.sampling.sampler import NOT_FINITE, Mask, Sampler
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree, child_of
 
 Array = npt.NDArray[Any]

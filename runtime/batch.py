@@ -16,7 +16,7 @@ from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.cache.prefix_cache import PrefixCache
 from hdtool.runtime.model.cache.prompt_reader import PromptReader
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 
 Key = TypeVar("Key")
 

@@ -14,7 +14,7 @@ from hdtool.data.errors import ContextError, PromptError
 from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, reads_logits
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from hdtool.data.errors import HdtoolError, ModelError, reason_of
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ from hdtool.runtime.evaluation.contenders import timed
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stats import Stats
 
 COPIED = {"cuda": 1 << 31}

@@ -20,7 +20,7 @@ from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.precision import HIGHER, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantized_layers import quantized_layers
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 
 
 class Oracle(StrEnum):

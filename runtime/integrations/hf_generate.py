@@ -35,7 +35,7 @@ from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.load import ends_of
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, embedded_tokens, use_masked_attention
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 

@@ -35,7 +35,7 @@ from hdtool.runtime.model.placement import require_accelerate, use_planless_atte
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stop_text import StopTexts
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from hdtool.runtime.model.compact_layers import compact_places
 from hdtool.runtime.model.fused.layer_stack import StackedLayers, stack_of
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.model.target import some_context
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 

@@ -23,7 +23,7 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stats import Stats
 from tests.support.oracle import generated
 

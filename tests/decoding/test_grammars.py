@@ -46,7 +46,7 @@ from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.engine.logprobs import LogprobRecorder, TokenLogprobs
 from hdtool.runtime.model.fused.whole_pass import WholePass
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
 from tests.support.json_schemas import JSON_SCHEMAS

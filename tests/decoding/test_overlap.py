@@ -14,7 +14,7 @@ from hdtool.runtime.decode import Step, decode
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import model_of

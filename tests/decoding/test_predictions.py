@@ -29,7 +29,7 @@ from hdtool.runtime.evaluation.recorded_turns import TurnReader
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stats import Stats
 from tests.support.decoding import SAMPLINGS, run, said

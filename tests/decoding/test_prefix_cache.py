@@ -15,7 +15,7 @@ from hdtool.runtime.model.cache.batch_slots import ROOM
 from hdtool.runtime.model.cache.prefix_cache import LEAST, PrefixCache
 from hdtool.runtime.model.cache.prompt_reader import PromptReader
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.decoding import run, said
 from tests.support.families import FAMILIES, model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of

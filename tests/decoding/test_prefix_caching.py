@@ -19,7 +19,7 @@ from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.cache import kept_context
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import said
 from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of

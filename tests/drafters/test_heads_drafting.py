@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree

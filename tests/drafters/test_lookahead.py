@@ -13,7 +13,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.lookahead import Lookahead
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import model_of

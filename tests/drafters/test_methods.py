@@ -27,7 +27,7 @@ from hdtool.runtime.decode import decode
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.model.load import load
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 

@@ -22,7 +22,7 @@ from hdtool.runtime.evaluation.recorded_logits import RecordedLogits
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
 from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 
 BEST, TOKENS = 61, 40

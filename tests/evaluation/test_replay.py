@@ -43,7 +43,7 @@ from hdtool.runtime.evaluation.replay import Contender, follow, play
 from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet

@@ -25,7 +25,7 @@ from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.precision import logits_after, more_precise
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree

@@ -35,7 +35,7 @@ from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import LyingDrafter

@@ -17,7 +17,7 @@ from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.fused import proof
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said

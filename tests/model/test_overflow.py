@@ -23,7 +23,7 @@ from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS
 from tests.support.families import VOCABULARY, model_of

@@ -19,7 +19,7 @@ from hdtool.runtime.decode import decode
 from hdtool.runtime.model import families, target
 from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import FAMILIES, IN_DOUBLE, SHAPE, VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of

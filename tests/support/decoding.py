@@ -8,7 +8,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Step, decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 
 SAMPLINGS = {
     "greedy": SamplingConfig(),

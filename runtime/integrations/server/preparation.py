@@ -28,7 +28,7 @@ from hdtool.runtime.integrations.server.protocol.messages import template_messag
 from hdtool.runtime.integrations.server.protocol.schema import MOST_PROMPTS, Asked, ChatRequest, CompletionRequest
 from hdtool.runtime.integrations.server.protocol.tool_choice import NO_TOOLS, ToolChoice
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.text_stream import text_of
 from hdtool.runtime.tree import LARGEST_TREE
 

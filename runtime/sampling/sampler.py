@@ -22,7 +22,7 @@ from transformers import (
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.topk import argmax
-from hdtool.runtime.random_draws import ExponentialRace
+from hdtool.runtime.sampling.exponential_race import ExponentialRace
 from hdtool.runtime.tree import LARGEST_TREE
 
 NOT_FINITE = -1
