@@ -180,8 +180,9 @@ class Verifier:
         )
         sampler.context += difference.before
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
+        chosen = sampler.chooser(precise.cpu()[None])(0)
         if difference.expected is None or difference.found is None:
-            return Explanation(difference, chosen=sampler.choose(fine), reason="one of the answers ends here")
+            return Explanation(difference, chosen=chosen, reason="one of the answers ends here")
         pair = difference.expected, difference.found
         perturbed = sampler.perturbed_scores(fine)
         lag = max(float(perturbed.max() - perturbed[token]) for token in pair)  # behind the chosen token
@@ -192,7 +193,7 @@ class Verifier:
             working=_measure(names[0], rough, pair, sampler),
             precise=_measure(names[1], fine, pair, sampler),
             rounding=rounding,
-            chosen=sampler.choose(fine),
+            chosen=chosen,
             # Either pass may be off by this much, in opposite directions.
             near_tie=lag <= 2 * rounding,
         )

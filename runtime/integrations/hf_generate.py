@@ -251,12 +251,13 @@ class _Recorder(Sampler):
         return super().chooser(logits.to(self.device), finite_only=finite_only)
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
-        scores = self.scores(logits[row])
+        before = self.processed(logits[row], self.before)
         if self.logits_recorded is not None:
             self.logits_recorded += (logits[row : row + 1].to(torch.float32, copy=True),)
         if self.scores_recorded is not None:
-            self.scores_recorded += (scores[None],)
-        return self.choose(scores)
+            scores = self.processed(before, self.truncating)
+            self.scores_recorded += (scores.to(torch.float32, copy=True)[None],)
+        return self.choose(before)
 
 
 @contextmanager

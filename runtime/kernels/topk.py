@@ -91,11 +91,11 @@ def topk(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
     """The top ``most`` tokens of each row, best first, and their logits; padded with -1 and -inf."""
     tokens, scores = np.empty((len(logits), most), np.int64), np.empty((len(logits), most), np.float32)
     if isinstance(logits, np.ndarray):
-        _topk(np.ascontiguousarray(logits), tokens, scores)
+        write_topk(np.ascontiguousarray(logits), tokens, scores)
     elif logits.device.type == "cpu":
         # Torch takes ten times as long for this on a CPU.
         single = logits if logits.dtype == torch.float32 else logits.float()
-        _topk(np.ascontiguousarray(_comparable(single)), tokens, scores)
+        write_topk(np.ascontiguousarray(_comparable(single)), tokens, scores)
     else:
         tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
         best = logits.detach().float().topk(min(most, logits.shape[-1]))
@@ -107,7 +107,7 @@ def topk(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
 
 
 @compiled
-def _topk(logits: Array, tokens: Array, scores: Array) -> None:
+def write_topk(logits: Array, tokens: Array, scores: Array) -> None:
     """Top-k by a tree of maxima: the top k values lie below the k highest maxima of the last level."""
     vocabulary, most = logits.shape[1], scores.shape[1]
     begins, last = _levels(vocabulary, most)

@@ -25,15 +25,15 @@ class ExponentialRace:
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = U64(seed & U64_MAX)
+        self.seed = U64(seed & U64_MAX)
 
     def sample(self, position: int, probabilities: npt.NDArray[np.float32]) -> int:
         """The token that wins the race, never one with probability 0; -1 if there is none or they are NaN."""
-        return int(_sample(self._seed, position, probabilities))
+        return int(_sample(self.seed, position, probabilities))
 
     def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
         """The uniform numbers of the first ``tokens`` tokens at a position."""
-        numbers: npt.NDArray[np.float64] = _uniforms(self._seed, position, tokens)
+        numbers: npt.NDArray[np.float64] = _uniforms(self.seed, position, tokens)
         return numbers
 
 
@@ -78,3 +78,41 @@ def _sample(seed: Any, position: Any, probabilities: Any) -> Any:
             if time < earliest:
                 winner, earliest = token, time
     return winner
+
+
+@compiled
+def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: Any) -> Any:
+    """The token that wins among those in the nucleus, which is full once it holds this weight, the likeliest first.
+
+    Of tokens with equal weights, the last one comes first, as in a stable sort. -1 if no weight is a number.
+    """
+    start, winner = _start(seed, position), -1
+    while True:
+        winner = _winner_before(start, tokens, weights, winner)
+        if winner < 0:
+            return -1
+        before = 0.0
+        for place in range(weights.shape[0]):
+            if _is_before(tokens, weights, place, winner):
+                before += weights[place]
+        if before < nucleus or before == 0:  # the likeliest token is always kept
+            return tokens[winner]
+
+
+@compiled
+def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
+    """The place that wins among those before the border; among all without a border."""
+    winner, earliest = -1, np.inf
+    for place in range(tokens.shape[0]):
+        if border < 0 or _is_before(tokens, weights, place, border):
+            draw = _uniform(start + U64(tokens[place] + 1) * STRIDE)
+            if draw < weights[place] * earliest:
+                time = -np.log1p(-draw) / weights[place]
+                if time < earliest:
+                    winner, earliest = place, time
+    return winner
+
+
+@compiled
+def _is_before(tokens: Any, weights: Any, place: Any, other: Any) -> Any:
+    return weights[place] > weights[other] or (weights[place] == weights[other] and tokens[place] > tokens[other])

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -23,10 +24,12 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
+from hdtool.runtime.sampling.truncation import Truncation
 from hdtool.runtime.tree import LARGEST_TREE
 
 NOT_FINITE = -1
 """Returned instead of a token if the logits are NaN or infinite."""
+NO_NUMBERS = "the model's logits are not numbers: its dtype may be too small, try --dtype float32"
 
 
 @runtime_checkable
@@ -80,8 +83,14 @@ class Sampler:
         self.takes_the_only_token = self._takes_the_only_token()
         """Whether a token is chosen whatever the logits are if a mask forbids all others."""
         self._race = ExponentialRace(config.seed)
+        truncated = Truncation.at_end_of(self._processors)
+        self.before: list[LogitsProcessor]
+        self.before, self._truncation = (list(self._processors), Truncation()) if self._greedy else truncated
+        """The processors up to the truncation, which a draw includes."""
+        self.truncating = self._processors[len(self.before) :]
         if not self._greedy:
-            self._race.sample(0, np.zeros(1, np.float32))  # compiles it, or loads it, before the first step
+            # Compiled, or loaded, before the first step.
+            self._truncation.draw(self._race, 0, np.ones(self._truncation.top_k + 2, np.float32))
         self._ids = _GrowingIds(padding)
         self.context = list(context)
         self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)
@@ -107,37 +116,49 @@ class Sampler:
         """
 
         def process(row: int) -> int:
-            finite = bool(logits[row].max().isfinite())
-            self.overflowed |= not finite
-            return self.choose_processed(logits, row) if finite or not finite_only else NOT_FINITE
+            # A draw sees by itself whether the row is finite, and much faster.
+            if (self.before or self._greedy) and not logits[row].max().isfinite():
+                self.overflowed = True
+                if finite_only:
+                    return NOT_FINITE
+            token = self.choose_processed(logits, row)
+            if token == NOT_FINITE:
+                self.overflowed = True
+                if not finite_only:
+                    raise ModelError(NO_NUMBERS)
+            return token
 
         return process
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         """The token chosen at a row by its processed scores."""
-        return self.choose(self.scores(logits[row]))
+        return self.choose(self.processed(logits[row], self.before))
 
     def ids(self, device: torch.device) -> torch.LongTensor:
         """The context so far, ``[1, length]``, as processors and stopping criteria read it."""
         return self._ids.of(self.context, device)
 
-    @torch.no_grad()  # not inference mode: a processor may keep tensors and use them outside
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """One row of logits after the processors, given the context so far; the row itself is not changed."""
+        """One row of logits after all processors, given the context so far; the row itself is not changed."""
+        return self.processed(logits, [*self.before, *self.truncating])
+
+    def processed(self, logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> torch.Tensor:
+        """The same after some of the processors."""
+        if not processors:
+            return logits
         ids, found = self.ids(logits.device), logits[None].to(torch.float32, copy=True)
-        # The list itself would inspect the signature of each of them, which takes longer than most of them do.
-        for processor in self._processors:
-            found = processor(ids, cast(torch.FloatTensor, found))
+        # A LogitsProcessorList would inspect the signature of each of them, which takes longer than most of them do.
+        with torch.no_grad():  # not inference mode: a processor may keep tensors and use them outside
+            for processor in processors:
+                found = processor(ids, cast(torch.FloatTensor, found))
         return found[0]
 
-    @torch.no_grad()
     def choose(self, scores: torch.Tensor) -> int:
+        """The token chosen by scores that the processors ``before`` have made, or ``NOT_FINITE``."""
         if self._greedy:
             return int(argmax(scores))
-        token = self._race.sample(len(self.context), scores.softmax(dim=-1).cpu().numpy())
-        if token < 0:
-            raise ModelError("the model's logits are not numbers: its dtype may be too small, try --dtype float32")
-        return token
+        numbers = np.ascontiguousarray(scores.detach().float().cpu().numpy())
+        return self._truncation.draw(self._race, len(self.context), numbers)
 
     def perturbed_scores(self, scores: torch.Tensor) -> torch.Tensor:
         """Their arg-max is the chosen token: the scores, plus Gumbel noise if tokens are sampled.

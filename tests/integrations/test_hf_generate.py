@@ -123,6 +123,8 @@ def test_a_sampled_answer_is_made_from_the_scores_of_generate(options: dict[str,
     drafted, liar = hooked(model, plain.sequences[0, len(PROMPT) :].tolist(), seed=5, **told)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert liar.accepted > 0
+    unrecorded = ask(model, custom_generate=Generator(), seed=5, do_sample=True, **{"top_k": 0, **options})
+    assert unrecorded.tolist() == plain.sequences.tolist()
 
     class Replay(LogitsProcessor):
         """Makes generate sample what the hook has sampled, after every warper has had its say."""

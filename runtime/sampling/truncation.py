@@ -1,0 +1,117 @@
+"""Temperature, top-k, top-p and min-p in one step, which sorts no vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hdtool.runtime.kernels.argmax import INFINITY, argmax_of
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.topk import write_topk
+from hdtool.runtime.sampling.exponential_race import ExponentialRace, sample_among
+
+Array = npt.NDArray[Any]
+
+MOST_BY_MAXIMA = 128
+"""The largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
+CERTAINLY = 0.999
+"""Less than 1 by more than rounding."""
+NAMES = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+"""The processors in the order of ``generate``, and the option of each."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What these processors do, as far as they are used.
+
+    The winner of a race among more tokens than are kept also wins the race among the kept ones if it is one of them. So
+    top-p does not sort: tokens are drawn until the more likely ones have less weight than the nucleus.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def at_end_of(cls, processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Truncation]:
+        """The processors before the truncation that a list of them ends with, and this truncation."""
+        before, options = list(processors), {}
+        for kind, name in reversed(NAMES.items()):
+            if before and type(before[-1]) is kind and _keeps_one(before[-1]):
+                options[name] = getattr(before.pop(), name)
+        return before, cls(**options)
+
+    def draw(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
+        """The token drawn at a position by its scores; -1 if the highest one is not finite."""
+        if 0 < self.top_k <= MOST_BY_MAXIMA and self.top_k < len(scores):
+            options = np.float32(self.temperature), self.top_k, self.top_p, self.min_p
+            return int(_draw_from_top(race.seed, position, scores, *options, INFINITY[torch.float32]))
+        highest = scores.max()
+        if not np.isfinite(highest):
+            return -1
+        tokens = None
+        if 0 < self.top_k < len(scores):
+            lowest = len(scores) - self.top_k
+            tokens = np.flatnonzero(scores >= np.partition(scores, lowest)[lowest])
+            scores = scores[tokens]
+        weights = scores - highest
+        weights /= np.float32(self.temperature)
+        np.exp(weights, out=weights)
+        if tokens is None and self.top_p >= 1 and not self.min_p:
+            return race.sample(position, weights)
+        least, nucleus = self.min_p, np.inf
+        if self.top_p < 1:
+            total = float(weights.sum())
+            nucleus = self.top_p * total
+            # Removed tokens have the rest of the weight together, so the likeliest of them has its mean or more.
+            least = max(least, CERTAINLY * (total - nucleus) / len(weights))
+        likely = np.flatnonzero(weights >= least)
+        tokens = likely if tokens is None else tokens[likely]
+        return int(sample_among(race.seed, position, tokens, weights[likely], nucleus))
+
+
+@compiled
+def _draw_from_top(
+    seed: Any, position: Any, scores: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, infinity: Any
+) -> Any:
+    """The same for a small k: Python code between two passes of a model is slow, as no cache holds it."""
+    likeliest, is_finite = argmax_of(scores.view(np.int32), infinity[0])
+    if not is_finite:
+        return -1
+    top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
+    write_topk(scores.reshape(1, -1), top, values)
+    tokens = top[0, :top_k]
+    if values[0, top_k] == values[0, top_k - 1]:
+        tokens = np.nonzero(scores >= values[0, top_k])[0]
+    weights, total, kept = np.empty(len(tokens), np.float32), 0.0, 0
+    for token in tokens:
+        weight = np.exp((scores[token] - scores[likeliest]) / temperature)
+        total += weight
+        if weight >= min_p:
+            tokens[kept], weights[kept] = token, weight
+            kept += 1
+    return sample_among(seed, position, tokens[:kept], weights[:kept], top_p * total if top_p < 1 else np.inf)
+
+
+def _keeps_one(processor: Any) -> bool:
+    """Whether a processor forbids tokens by minus infinity, and may leave a single one."""
+    return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

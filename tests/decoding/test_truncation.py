@@ -1,0 +1,126 @@
+"""Temperature, top-k, top-p and min-p in one step: the draw is that of the processors of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hdtool.runtime.sampling.exponential_race import ExponentialRace
+from hdtool.runtime.sampling.truncation import MOST_BY_MAXIMA, Truncation
+
+POSITION = 3
+
+
+def processors(
+    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
+) -> list[LogitsProcessor]:
+    made: list[LogitsProcessor] = []
+    if temperature is not None:
+        made.append(TemperatureLogitsWarper(temperature))
+    if top_k is not None:
+        made.append(TopKLogitsWarper(top_k))
+    if top_p is not None:
+        made.append(TopPLogitsWarper(top_p))
+    if min_p is not None:
+        made.append(MinPLogitsWarper(min_p))
+    return made
+
+
+def drawn_after(made: list[LogitsProcessor], race: ExponentialRace, scores: torch.Tensor) -> int:
+    """The token that wins the race by the probabilities of the processors."""
+    ids: Any = torch.zeros(1, 1, dtype=torch.long)
+    processed = LogitsProcessorList(made)(ids, scores[None].clone())[0]  # type: ignore[arg-type]
+    return race.sample(POSITION, processed.softmax(-1).numpy())
+
+
+@settings(max_examples=300)
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    vocabulary=st.sampled_from([1, 2, 40, 300, 5000]),
+    spread=st.sampled_from([0.1, 1.0, 3.0, 9.0]),
+    temperature=st.none() | st.floats(0.2, 2.0),
+    top_k=st.none() | st.sampled_from([1, 2, 39, 50, MOST_BY_MAXIMA, MOST_BY_MAXIMA + 1, 400]),
+    top_p=st.none() | st.sampled_from([1e-6, 0.3, 0.5, 0.9, 0.95, 0.999]),
+    min_p=st.none() | st.floats(0, 0.9),
+)
+def test_the_draw_is_that_of_the_processors(
+    seed: int,
+    vocabulary: int,
+    spread: float,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+) -> None:
+    made = processors(temperature, top_k, top_p, min_p)
+    before, truncation = Truncation.at_end_of(made)
+    assert not before
+    scores = torch.from_numpy(np.random.default_rng(seed).normal(size=vocabulary).astype(np.float32) * spread)
+    race = ExponentialRace(seed)
+    assert truncation.draw(race, POSITION, scores.numpy()) == drawn_after(made, race, scores)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    scores=st.lists(st.sampled_from([0.0, 1.0, 2.0, -np.inf]), min_size=3, max_size=300).map(lambda of: [*of, 1.0]),
+    top_k=st.sampled_from([0, 1, 3, 50, 200]),
+)
+def test_scores_that_equal_the_lowest_of_the_top_are_kept(seed: int, scores: list[float], top_k: int) -> None:
+    made = processors(None, top_k or None, None, None)
+    row = torch.tensor(scores)
+    race = ExponentialRace(seed)
+    assert Truncation.at_end_of(made)[1].draw(race, POSITION, row.numpy()) == drawn_after(made, race, row)
+
+
+@pytest.mark.parametrize("top_k", [0, 60])
+def test_a_nucleus_of_equal_tokens_holds_no_more_than_it_needs(top_k: int) -> None:
+    """Of equal tokens the last ones are kept, as after a stable sort; a nucleus is full once it reaches top-p."""
+    truncation = Truncation(top_k=top_k, top_p=0.25)
+    scores = np.full(80, -9.0, np.float32)
+    scores[10:50] = 1.0
+    drawn = {truncation.draw(ExponentialRace(seed), POSITION, scores) for seed in range(600)}
+    assert drawn == set(range(39, 50)), "ten weigh a little less than a quarter of all"
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_k": 200}, {"top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("worst", [np.nan, np.inf, None])
+def test_scores_that_are_not_finite_draw_nothing(options: dict[str, Any], worst: float | None) -> None:
+    scores = np.zeros(300, np.float32)
+    scores[7] = worst
+    if worst is None:
+        scores[:] = -np.inf
+    assert Truncation(**options).draw(ExponentialRace(1), POSITION, scores) == -1
+
+
+def test_what_comes_before_the_truncation_is_left_to_the_processors() -> None:
+    penalty, warm = RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.7)
+    top_k, top_p = TopKLogitsWarper(9), TopPLogitsWarper(0.8)
+    assert Truncation.at_end_of([penalty, warm, top_p]) == ([penalty], Truncation(0.7, 0, 0.8))
+    assert Truncation.at_end_of([top_p, top_k]) == ([top_p], Truncation(top_k=9)), "in another order"
+    assert Truncation.at_end_of([warm, penalty]) == ([warm, penalty], Truncation())
+    two = TopPLogitsWarper(0.8, min_tokens_to_keep=2)
+    assert Truncation.at_end_of([warm, two]) == ([warm, two], Truncation())
+    finite = TopKLogitsWarper(9, filter_value=-1e4)
+    assert Truncation.at_end_of([finite, top_p]) == ([finite], Truncation(top_p=0.8))
+
+
+def test_a_changed_processor_is_left_to_itself() -> None:
+    class Own(TopKLogitsWarper):
+        pass
+
+    own = Own(3)
+    assert Truncation.at_end_of([own]) == ([own], Truncation())
