@@ -43,7 +43,7 @@ def processors(
 def drawn_after(made: list[LogitsProcessor], race: ExponentialRace, scores: torch.Tensor) -> int:
     """The token that wins the race by the probabilities of the processors."""
     ids: Any = torch.zeros(1, 1, dtype=torch.long)
-    processed = LogitsProcessorList(made)(ids, scores[None].clone())[0]  # type: ignore[arg-type]
+    processed = LogitsProcessorList(made)(ids, scores[None].clone())[0]
     return race.sample(POSITION, processed.softmax(-1).numpy())
 
 

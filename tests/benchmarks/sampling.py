@@ -1,0 +1,92 @@
+"""The time of a draw beside the model's pass: the processors one by one, and the truncation in one step.
+
+    python -m tests.benchmarks.sampling MODEL [--activations int8] [--tokens 96]
+
+Both ways answer the same prompts in turn by plain decoding, and their answers are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hdtool.data.chat import encode_conversation
+from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.sampling.sampler import Sampler
+
+SETTINGS = {
+    "temperature 0.8": SamplingConfig(0.8, seed=1),
+    "temperature 0.8, top-k 50": SamplingConfig(0.8, top_k=50, seed=1),
+    "temperature 0.8, top-p 0.95": SamplingConfig(0.8, top_p=0.95, seed=1),
+    "temperature 0.8, top-k 50, top-p 0.95": SamplingConfig(0.8, top_k=50, top_p=0.95, seed=1),
+}
+PROMPTS = (
+    "Explain photosynthesis in simple words.",
+    "Write a short story about a dog and a river.",
+    "What are three uses of a paper clip?",
+    "List the planets of the solar system with one fact each.",
+)
+
+
+class OneByOne(Sampler):
+    """Calls each processor, as ``generate`` does."""
+
+    def choose_processed(self, logits: torch.Tensor, row: int) -> int:
+        probabilities = self.scores(logits[row]).softmax(dim=-1).numpy()
+        return self._race.sample(len(self.context), np.ascontiguousarray(probabilities))
+
+
+WAYS = (OneByOne, Sampler)
+
+
+def steps_of(
+    way: type[Sampler], loaded: Loaded, prompt: Sequence[int], config: SamplingConfig, most: int
+) -> list[Step]:
+    """All steps of an answer but the pass over the prompt."""
+    found = decode(loaded.target, prompt, way(config, prompt), max_new_tokens=most, prefix_caching=False)
+    return list(found)[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=ACTIVATIONS[0])
+    parser.add_argument("--tokens", type=int, default=96)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    loaded = load(ModelConfig(options.model, activations=options.activations))
+    asked = [encode_conversation(loaded.tokenizer, [{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    print("| settings | processors, ms beside a pass | one step | pass, ms | tokens per second, ratio | identical |")
+    print("|---|---|---|---|---|---|")
+    for name, config in SETTINGS.items():
+        for way in WAYS:  # compiles
+            steps_of(way, loaded, asked[0], config, 4)
+        beside: dict[type[Sampler], list[float]] = {way: [] for way in WAYS}
+        passes, ratios, identical = [], [], 0
+        for prompt in asked:
+            found = [steps_of(way, loaded, prompt, config, options.tokens) for way in WAYS]
+            for way, steps in zip(WAYS, found, strict=True):
+                beside[way] += [1e3 * (step.seconds - step.verify_seconds) for step in steps]
+                passes += [1e3 * step.verify_seconds for step in steps]
+            slow, fast = (statistics.median(step.seconds for step in steps) for steps in found)
+            ratios.append(slow / fast)
+            identical += len({tuple(token for step in steps for token in step.tokens) for steps in found}) == 1
+        old, new = (statistics.median(beside[way]) for way in WAYS)
+        print(
+            f"| {name} | {old:.2f} | {new:.2f} | {statistics.median(passes):.2f} | {statistics.median(ratios):.2f} "
+            f"| {identical} of {len(asked)} |",
+            flush=True,
+        )
+    print(f"\n{options.model}, one thread, {machine(loaded.target.device)}")
+
+
+if __name__ == "__main__":
+    main()
