@@ -89,8 +89,7 @@ class Sampler:
         """The processors up to the truncation, which a draw includes."""
         self.truncating = self._processors[len(self.before) :]
         if not self._greedy:
-            # Compiled, or loaded, before the first step.
-            self._truncation.draw(self._race, 0, np.ones(self._truncation.top_k + 2, np.float32))
+            self._truncation.compile(self._race)
         self._ids = _GrowingIds(padding)
         self.context = list(context)
         self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)

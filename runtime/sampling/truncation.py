@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,11 @@ class Truncation:
             if before and type(before[-1]) is kind and _keeps_one(before[-1]):
                 options[name] = getattr(before.pop(), name)
         return before, cls(**options)
+
+    def compile(self, race: ExponentialRace) -> None:
+        """Compile what a draw uses, or load it from the cache, before the first step."""
+        alike = replace(self, top_k=min(self.top_k, MOST_BY_MAXIMA + 1))
+        alike.draw(race, 0, np.ones(MOST_BY_MAXIMA + 2, np.float32))
 
     def draw(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
         """The token drawn at a position by its scores; -1 if the highest one is not finite."""

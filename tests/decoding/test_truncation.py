@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hdtool.runtime.sampling import truncation
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
 from hdtool.runtime.sampling.truncation import MOST_BY_MAXIMA, Truncation
 
@@ -116,6 +118,27 @@ def test_what_comes_before_the_truncation_is_left_to_the_processors() -> None:
     assert Truncation.at_end_of([warm, two]) == ([warm, two], Truncation())
     finite = TopKLogitsWarper(9, filter_value=-1e4)
     assert Truncation.at_end_of([finite, top_p]) == ([finite], Truncation(top_p=0.8))
+
+
+@pytest.mark.parametrize("top_k", [0, 1, MOST_BY_MAXIMA, MOST_BY_MAXIMA + 1, 10**12])
+def test_what_a_draw_uses_is_compiled_before(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a draw of the same kind, whose time and memory do not depend on k."""
+    race = ExponentialRace(0)
+    compiled: list[str] = []
+
+    def noted(name: str) -> Callable[..., int]:
+        def note(*given: Any) -> int:
+            compiled.append(name)
+            return 0
+
+        return note
+
+    monkeypatch.setattr(truncation, "sample_among", noted("among"))
+    monkeypatch.setattr(truncation, "_draw_from_top", noted("top"))
+    monkeypatch.setattr(race, "sample", noted("all"))
+    Truncation(top_k=top_k).compile(race)
+    expected = "all" if not top_k else "top" if top_k <= MOST_BY_MAXIMA else "among"
+    assert compiled == [expected]
 
 
 def test_a_changed_processor_is_left_to_itself() -> None:
