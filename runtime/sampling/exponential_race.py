@@ -29,7 +29,7 @@ class ExponentialRace:
 
     def sample(self, position: int, probabilities: npt.NDArray[np.float32]) -> int:
         """The token that wins the race, never one with probability 0; -1 if there is none or they are NaN."""
-        return int(_sample(self.seed, position, probabilities))
+        return int(sample(self.seed, position, probabilities))
 
     def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
         """The uniform numbers of the first ``tokens`` tokens at a position."""
@@ -66,7 +66,7 @@ def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
 
 
 @compiled
-def _sample(seed: Any, position: Any, probabilities: Any) -> Any:
+def sample(seed: Any, position: Any, probabilities: Any) -> Any:
     winner, earliest = -1, np.inf
     number = _start(seed, position)
     for token in range(probabilities.shape[0]):

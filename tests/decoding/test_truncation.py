@@ -123,7 +123,6 @@ def test_what_comes_before_the_truncation_is_left_to_the_processors() -> None:
 @pytest.mark.parametrize("top_k", [0, 1, MOST_BY_MAXIMA, MOST_BY_MAXIMA + 1, 10**12])
 def test_what_a_draw_uses_is_compiled_before(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a draw of the same kind, whose time and memory do not depend on k."""
-    race = ExponentialRace(0)
     compiled: list[str] = []
 
     def noted(name: str) -> Callable[..., int]:
@@ -133,12 +132,10 @@ def test_what_a_draw_uses_is_compiled_before(top_k: int, monkeypatch: pytest.Mon
 
         return note
 
-    monkeypatch.setattr(truncation, "sample_among", noted("among"))
     monkeypatch.setattr(truncation, "_draw_from_top", noted("top"))
-    monkeypatch.setattr(race, "sample", noted("all"))
-    Truncation(top_k=top_k).compile(race)
-    expected = "all" if not top_k else "top" if top_k <= MOST_BY_MAXIMA else "among"
-    assert compiled == [expected]
+    monkeypatch.setattr(truncation, "_draw_from_all", noted("all"))
+    Truncation(top_k=top_k).compile(ExponentialRace(0))
+    assert compiled == ["top" if 0 < top_k <= MOST_BY_MAXIMA else "all"]
 
 
 def test_a_changed_processor_is_left_to_itself() -> None:

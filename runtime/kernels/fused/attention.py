@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.fused.elementwise import copy_numbers
+from hdtool.runtime.kernels.fused.elementwise import copy_numbers, exponentiate
 from hdtool.runtime.kernels.fused.vectors import VECTOR, FloatCode
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
@@ -43,25 +43,6 @@ def _scores(context: Any, keys: Any, width: Any, query: Any, written: Any) -> An
         return target.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
-
-
-def _exponentials(context: Any, scores: Any, count: Any, largest: Any) -> Any:
-    """``scores = exp(scores - largest)``"""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        scores, count, largest = arguments
-        code = FloatCode(builder)
-        top = code.splat(largest)
-
-        def apply(index: Any, _: list[Any]) -> list[Any]:
-            place = code.at(scores, index)
-            code.store(code.exp(builder.fsub(code.read(place), top)), place)
-            return []
-
-        code.loop(count, [], apply)
-        return target.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), generate
 
 
 def _masked(context: Any, scores: Any, count: Any, scale: Any, mask: Any) -> Any:
@@ -152,7 +133,6 @@ def _divided(context: Any, sums: Any, width: Any, total: Any, written: Any) -> A
 
 
 _score: Any = intrinsic(_scores)
-_exponentiate: Any = intrinsic(_exponentials)
 _mask: Any = intrinsic(_masked)
 _divide: Any = intrinsic(_divided)
 _four_wide, _one_wide = _weighed(4, 4), _weighed(1, 4)
@@ -228,7 +208,7 @@ def attend(
                 shown = row
                 copy_numbers(mask + row * mask_apart * ITEM_SIZE, positions, mask_row)
             scores = scratch + query * padded * ITEM_SIZE
-            _exponentiate(scores, padded, _mask(scores, padded, scale, mask_row))
+            exponentiate(scores, padded, _mask(scores, padded, scale, mask_row))
         _weigh(value, width, scratch, padded, positions, count, sums, totals)
         for query in range(count):
             place = start + query

@@ -42,6 +42,25 @@ def _normed(context: Any, read: Any, weight: Any, width: Any, epsilon: Any, writ
     return types.void(types.int64, types.int64, types.int64, types.float32, types.int64), generate
 
 
+def _exponentials(context: Any, scores: Any, count: Any, largest: Any) -> Any:
+    """``scores = exp(scores - largest)``; the count is a multiple of the lanes of a vector."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        scores, count, largest = arguments
+        code = FloatCode(builder)
+        top = code.splat(largest)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            place = code.at(scores, index)
+            code.store(code.exp(builder.fsub(code.read(place), top)), place)
+            return []
+
+        code.loop(count, [], apply)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), generate
+
+
 def _gated(context: Any, gate: Any, up: Any, size: Any) -> Any:
     """``gate = silu(gate) * up``"""
 
@@ -107,6 +126,7 @@ def _rotated(context: Any, read: Any, cos: Any, sin: Any, width: Any, written: A
 ROTATED = LANES // 2
 """Numbers that are rotated at once: the width of a head is a multiple of the lanes of a vector, half of it of this."""
 norm_row: Any = intrinsic(_normed)
+exponentiate: Any = intrinsic(_exponentials)
 gate_in_place: Any = intrinsic(_gated)
 add_in_place: Any = intrinsic(_added)
 rotate_head: Any = intrinsic(_rotated)
