@@ -69,7 +69,7 @@ class Truncation:
 
     def draw(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
         """The token drawn at a position by its scores; -1 if the highest one is not finite."""
-        options = np.float32(self.temperature), self.top_p, self.min_p, INFINITY[torch.float32]
+        options = np.float32(self.temperature), float(self.top_p), float(self.min_p), INFINITY[torch.float32]
         if 0 < self.top_k < len(scores):
             if self.top_k <= MOST_BY_MAXIMA:
                 return int(_draw_from_top(race.seed, position, scores, self.top_k, *options))
@@ -83,6 +83,7 @@ class Truncation:
 def _draw_from_all(
     seed: Any, position: Any, scores: Any, temperature: Any, top_p: Any, min_p: Any, infinity: Any
 ) -> Any:
+    """The same without top-k."""
     likeliest, is_finite = argmax_of(scores.view(np.int32), infinity[0])
     if not is_finite:
         return -1
