@@ -157,6 +157,24 @@ def test_the_default_dtype_does_not_matter(default: torch.dtype, own_rows: list[
     assert own_rows[0] == 3
 
 
+@pytest.mark.parametrize(
+    ("torchs", "own", "expected"),
+    [
+        (17e-6, 27e-6, True),  # four small layers, where calls of Python are what differs
+        (170e-6, 200e-6, True),
+        (170e-6, 270e-6, False),
+    ],
+)
+def test_a_product_is_left_where_it_costs_more_than_its_call(
+    torchs: float, own: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled layers serve no pass with a layer whose product is that of torch."""
+    seconds = {linear: torchs, layers.own_linear: own}
+    monkeypatch.setattr(layers, "_seconds", lambda product, *given: seconds[product])
+    weights = [torch.zeros(128, COLUMN_MULTIPLE) for _ in range(4)]
+    assert ProductChoice(weights)._own_is_faster(1) is expected
+
+
 def test_layers_can_be_trained_and_converted(own_rows: list[int]) -> None:
     layer = layer_of()
     layer(torch.ones(2, COLUMN_MULTIPLE)).sum().backward()
