@@ -35,7 +35,7 @@ from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.load import ends_of
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, embedded_tokens, use_masked_attention
-from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sampling.sampler import NOT_FINITE, Sampler
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 
@@ -252,12 +252,15 @@ class _Recorder(Sampler):
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         before = self.processed(logits[row], self.before)
+        token = self.choose(before)
+        if token == NOT_FINITE:  # the row is computed again, or none is
+            return token
         if self.logits_recorded is not None:
             self.logits_recorded += (logits[row : row + 1].to(torch.float32, copy=True),)
         if self.scores_recorded is not None:
             scores = self.processed(before, self.truncating)
             self.scores_recorded += (scores.to(torch.float32, copy=True)[None],)
-        return self.choose(before)
+        return token
 
 
 @contextmanager

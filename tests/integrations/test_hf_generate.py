@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from accelerate import cpu_offload
 from transformers import (
     EosTokenCriteria,
     LogitsProcessor,
+    LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -23,6 +25,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     TextIteratorStreamer,
+    TopKLogitsWarper,
     WatermarkingConfig,
 )
 from transformers.cache_utils import DynamicCache
@@ -32,10 +35,10 @@ from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sampling.sampler import NOT_FINITE, Sampler
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import LyingDrafter
@@ -328,6 +331,16 @@ def test_scores_and_logits_are_those_of_generate() -> None:
         assert not any(kept.is_inference() for kept in ours)
     bare = ask(model, custom_generate=Generator(), return_dict_in_generate=True)
     assert (bare.scores, bare.logits) == (None, None)
+
+
+def test_rows_that_overflowed_are_not_recorded() -> None:
+    request: Any = SimpleNamespace(draws=True, prompt=[1], padding=(), wants_scores=True, wants_logits=True)
+    sampler = _Recorder(request, LogitsProcessorList([TopKLogitsWarper(2)]), 0, torch.device("cpu"))
+    choose = sampler.chooser(torch.tensor([[0.0, 1.0, 2.0], [torch.nan] * 3]), finite_only=True)
+    assert choose(1) == NOT_FINITE
+    assert (sampler.scores_recorded, sampler.logits_recorded) == ((), ())
+    assert choose(0) in (1, 2)
+    assert len(sampler.scores_recorded or ()) == len(sampler.logits_recorded or ()) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2, "min_length": 40}])
