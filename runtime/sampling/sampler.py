@@ -12,7 +12,6 @@ from transformers import (
     EtaLogitsWarper,
     LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -24,7 +23,7 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
-from hdtool.runtime.sampling.truncation import Truncation
+from hdtool.runtime.sampling.truncation import NAMES, Truncation, keeps_one
 from hdtool.runtime.tree import LARGEST_TREE
 
 NOT_FINITE = -1
@@ -42,13 +41,10 @@ class Mask(Protocol):
 
 
 KEEP_THE_BEST = (
+    *NAMES,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 """Processors after which a token that is the only possible one still is."""
@@ -105,7 +101,7 @@ class Sampler:
 
     def _takes_the_only_token(self) -> bool:
         first, *others = self._processors or (None,)
-        return isinstance(first, Mask) and all(type(other) in KEEP_THE_BEST for other in others)
+        return isinstance(first, Mask) and all(type(other) in KEEP_THE_BEST and keeps_one(other) for other in others)
 
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
         """A function from a row of ``logits`` to the token chosen there, given the context so far.
@@ -139,7 +135,7 @@ class Sampler:
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """One row of logits after all processors, given the context so far; the row itself is not changed."""
-        return self.processed(logits, [*self.before, *self.truncating])
+        return self.processed(logits, self._processors)
 
     def processed(self, logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> torch.Tensor:
         """The same after some of the processors."""

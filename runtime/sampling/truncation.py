@@ -44,7 +44,7 @@ class Truncation:
     """What these processors do, as far as they are used.
 
     The winner of a race among more tokens than are kept also wins the race among the kept ones if it is one of them. So
-    top-p does not sort: tokens are drawn until the more likely ones have less weight than the nucleus.
+    top-p does not sort: tokens are drawn until the more probable ones have less weight than the nucleus.
     """
 
     temperature: float = 1.0
@@ -58,7 +58,7 @@ class Truncation:
         """The processors before the truncation that a list of them ends with, and this truncation."""
         before, options = list(processors), {}
         for kind, name in reversed(NAMES.items()):
-            if before and type(before[-1]) is kind and _keeps_one(before[-1]):
+            if before and type(before[-1]) is kind and keeps_one(before[-1]):
                 options[name] = getattr(before.pop(), name)
         return before, cls(**options)
 
@@ -84,19 +84,19 @@ def _draw_from_all(
     seed: Any, position: Any, scores: Any, temperature: Any, top_p: Any, min_p: Any, infinity: Any
 ) -> Any:
     """The same without top-k."""
-    likeliest, is_finite = argmax_of(scores.view(np.int32), infinity[0])
+    best, is_finite = argmax_of(scores.view(np.int32), infinity[0])
     if not is_finite:
         return -1
     padded = np.empty(-(-len(scores) // LANES) * LANES, np.float32)
     weights = padded[: len(scores)]
     for token in range(len(scores)):
-        weights[token] = (scores[token] - scores[likeliest]) / temperature
+        weights[token] = (scores[token] - scores[best]) / temperature
     padded[len(scores) :] = -np.inf
     exponentiate(padded.ctypes.data, len(padded), np.float32(0))
     if top_p >= 1 and min_p == 0:
         return sample(seed, position, weights)
     total = _total(padded)
-    # Removed tokens have the rest of the weight together, so the likeliest of them has its mean or more.
+    # Removed tokens have the rest of the weight together, so the most probable one has its mean or more.
     least = max(min_p, CERTAINLY * (1 - top_p) * total / len(weights))
     tokens, likely = np.empty(len(weights) + 1, np.int64), 0
     for token in range(len(weights)):
@@ -124,7 +124,7 @@ def _draw_from_top(
     seed: Any, position: Any, scores: Any, top_k: Any, temperature: Any, top_p: Any, min_p: Any, infinity: Any
 ) -> Any:
     """The same for a small k."""
-    likeliest, is_finite = argmax_of(scores.view(np.int32), infinity[0])
+    best, is_finite = argmax_of(scores.view(np.int32), infinity[0])
     if not is_finite:
         return -1
     top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
@@ -134,7 +134,7 @@ def _draw_from_top(
         tokens = np.nonzero(scores >= values[0, top_k])[0]
     weights, total, kept = np.empty(len(tokens), np.float32), 0.0, 0
     for token in tokens:
-        weight = np.exp((scores[token] - scores[likeliest]) / temperature)
+        weight = np.exp((scores[token] - scores[best]) / temperature)
         total += weight
         if weight >= min_p:
             tokens[kept], weights[kept] = token, weight
@@ -142,6 +142,6 @@ def _draw_from_top(
     return sample_among(seed, position, tokens[:kept], weights[:kept], top_p * total if top_p < 1 else np.inf)
 
 
-def _keeps_one(processor: Any) -> bool:
-    """Whether a processor forbids tokens by minus infinity, and may leave a single one."""
+def keeps_one(processor: Any) -> bool:
+    """Whether a processor forbids tokens by minus infinity alone, and may leave a single one."""
     return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

@@ -250,6 +250,7 @@ class TestCertainTokens:
             ([], True),
             ([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.9)], True),
             ([NoBadWordsLogitsProcessor([[5]])], False),
+            ([TopKLogitsWarper(20, filter_value=-1.0)], False),
         ],
     )
     def test_no_other_processor_may_forbid_them(
