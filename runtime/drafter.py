@@ -47,7 +47,7 @@ class HistoryDrafter(Protocol):
 
 
 def reads_logits(drafter: Drafter) -> bool:
-    """Whether a drafter reads the logits that it observes; one that says nothing may."""
+    """Whether a drafter reads the logits that it observes; true unless it has this property."""
     return bool(getattr(drafter, "reads_logits", True))
 
 

@@ -71,18 +71,23 @@ def sample(seed: Any, position: Any, probabilities: Any) -> Any:
     number = _start(seed, position)
     for token in range(probabilities.shape[0]):
         number += STRIDE
-        draw = _uniform(number)
-        # -log1p(-u) >= u, so most tokens are ruled out without a logarithm.
-        if draw < probabilities[token] * earliest:
-            time = -np.log1p(-draw) / probabilities[token]
-            if time < earliest:
-                winner, earliest = token, time
+        time = _time_before(earliest, number, probabilities[token])
+        if time < earliest:
+            winner, earliest = token, time
     return winner
 
 
 @compiled
+def _time_before(earliest: Any, number: Any, weight: Any) -> Any:
+    """The exponential time of a token if it is before the earliest one so far, or else this one."""
+    draw = _uniform(number)
+    # -log1p(-u) >= u, so most tokens are ruled out without a logarithm.
+    return min(earliest, -np.log1p(-draw) / weight) if draw < weight * earliest else earliest
+
+
+@compiled
 def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: Any) -> Any:
-    """The token that wins among those in the nucleus, which is full once it holds this weight, the likeliest first.
+    """The token that wins among those in the nucleus, which is full once it holds this weight, the most probable first.
 
     Of tokens with equal weights, the last one comes first, as in a stable sort. -1 if no weight is a number.
     """
@@ -95,7 +100,7 @@ def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: A
         for place in range(weights.shape[0]):
             if _is_before(tokens, weights, place, winner):
                 before += weights[place]
-        if before < nucleus or before == 0:  # the likeliest token is always kept
+        if before < nucleus or before == 0:  # the most probable token is always kept
             return tokens[winner]
 
 
@@ -105,11 +110,9 @@ def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
     winner, earliest = -1, np.inf
     for place in range(tokens.shape[0]):
         if border < 0 or _is_before(tokens, weights, place, border):
-            draw = _uniform(start + U64(tokens[place] + 1) * STRIDE)
-            if draw < weights[place] * earliest:
-                time = -np.log1p(-draw) / weights[place]
-                if time < earliest:
-                    winner, earliest = place, time
+            time = _time_before(earliest, start + U64(tokens[place] + 1) * STRIDE, weights[place])
+            if time < earliest:
+                winner, earliest = place, time
     return winner
 
 
