@@ -20,6 +20,7 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     PLACES,
     WINDOW,
     ContextTable,
+    latest_place,
     level_of,
 )
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
@@ -141,3 +142,20 @@ def test_memory_is_bounded(length: int) -> None:
     table = ContextTable()
     table.read(list(range(length)))
     assert table.nbytes < 1 << 20
+
+
+@given(st.lists(st.integers(0, 9), max_size=60), st.integers(0, 9))
+def test_the_latest_place_of_a_token_is_found(context: list[int], token: int) -> None:
+    table = ContextTable()
+    table.read(context)
+    earlier = [place for place, other in enumerate(context[:-1]) if other == token]
+    assert latest_place(table.memory[0], token) == (earlier[-1] if earlier else -1)
+
+
+def test_the_latest_place_is_within_the_window() -> None:
+    table = ContextTable()
+    table.read([7, *[1, 2] * (WINDOW // 2)])
+    assert latest_place(table.memory[0], 7) == -1, "the ring no longer holds it"
+    assert latest_place(table.memory[0], 1) == WINDOW - 1
+    table.reset()
+    assert latest_place(table.memory[0], 1) == -1

@@ -37,6 +37,22 @@ RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
 KINDS = len(RATES)
 GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
 """Of candidates that neighboring rankings name, by kind."""
+RECENCY = (
+    (0.42, 0.47, 0.37, 0.93),
+    (0.51, 0.72, 1.13, 1.13),
+    (0.78, 0.74, 0.95, 1.04),
+    (0.74, 1.09, 1.90, 1.36),
+    (0.79, 1.24, 2.44, 2.30),
+    (0.87, 1.38, 2.31, 2.65),
+    (0.85, 1.24, 1.88, 2.98),
+    (0.67, 0.83, 1.53, 2.20),
+    (0.55, 0.60, 1.06, 1.95),
+    (0.61, 0.50, 0.94, 1.17),
+    (0.70, 0.61, 0.68, 0.95),
+    (0.70, 0.61, 0.68, 0.95),
+)
+"""Gains by the number of binary digits of the distance, 0 for none, and by probability."""
+NEAREST = 7
 NEIGHBOR_KINDS, NEIGHBOR_PLACES, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS, UNNAMED = 8, 8, 32, 0.7, 8
 LEARNING_RATE, LEAST_GAIN, MOST_GAIN = 0.03, 1 / 16, 64.0
 DEEPEST, LEAST_LEFT, LEAST_PART, LEFT_TO_LEARN, WORTH_ADDING, WORTH_EXPANDING = 64, 0.002, 1e-4, 0.02, 0.1, 1.6
@@ -289,9 +305,30 @@ class SlowHierarchy:
             for of, whole in zip(shares, wholes, strict=True)
         ]
 
-    def _agree(self, node: Node, parts: dict[int, dict[int, float]]) -> tuple[dict[int, float], dict[int, int]]:
+    def _weigh_recency(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
+        """The chance of each candidate times the gain of its recency; the sum stays."""
+        if not self.use_context or not chances:
+            return chances
+        gained = {
+            token: chance
+            * RECENCY[self._distance(node, token).bit_length()][sum(chance < p for p in (0.1, 0.01, 1e-3))]
+            for token, chance in chances.items()
+        }
+        scale = sum(chances.values()) / sum(gained.values())
+        return {token: chance * scale for token, chance in gained.items()}
+
+    def _distance(self, node: Node, token: int) -> int:
+        """How long ago the conversation or a path of a few tokens had a token; 0 if it never did."""
+        near = node.context[-NEAREST:]
+        if token in near:
+            return near[::-1].index(token) + 1
+        before = self.context[:-1]
+        return (
+            len(node.context) - max(at for at, other in enumerate(before) if other == token) if token in before else 0
+        )
+
+    def _agree(self, node: Node, chances: dict[int, float]) -> tuple[dict[int, float], dict[int, int]]:
         """The chance of each candidate, which is more where a neighboring ranking names it; and what they thought."""
-        chances = {token: sum(part.values()) for token, part in parts.items()}
         named = self.near[node.depth] if node.depth < len(self.near) else {}
         if not chances:
             return {}, {}
@@ -301,8 +338,10 @@ class SlowHierarchy:
         scale = sum(chances.values()) / sum(more.values())
         return {token: chance * scale for token, chance in more.items()}, named
 
-    def expand(self, node: Node, least: float, floor: float) -> tuple[dict[int, dict[int, float]], list[Evidence]]:
-        """The parts of the chance of each candidate, by source; and all that was said."""
+    def expand(
+        self, node: Node, least: float, floor: float
+    ) -> tuple[dict[int, dict[int, float]], dict[int, float], list[Evidence]]:
+        """The parts of the chance of each candidate, by source; its chance; and all that was said."""
         parts: dict[int, dict[int, float]] = {}
         said: list[Evidence] = []
         left_open = 1.0
@@ -337,6 +376,7 @@ class SlowHierarchy:
                 weigh(self.ask_corpus(node, order, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least)))))
                 if left_open < least:
                     break
+        chances = self._weigh_recency(node, {token: sum(part.values()) for token, part in parts.items()})
         if not node.above and left_open >= least:
             # Whoever learns from what was said takes the parts from here.
             whole = sum(self.rates[kind] for kind in self.last.values())
@@ -348,9 +388,10 @@ class SlowHierarchy:
             for token, part in self.last_parts.items():
                 if part >= floor:
                     parts.setdefault(token, {})[SourceName.LAST] = part
+                    chances[token] = chances.get(token, 0.0) + part
         if not node.known and left_open < least:
             node.known = LONGEST_PREFIX
-        return parts, said
+        return parts, chances, said
 
     def draft(self, most: int) -> list[Node]:
         root = Node(self.context)
@@ -359,8 +400,8 @@ class SlowHierarchy:
             if node.depth < DEEPEST and node.probs > WORTH_EXPANDING * bar:
                 least = max(WORTH_EXPANDING * bar / node.probs, LEAST_LEFT)
                 floor = max(WORTH_ADDING * bar / node.probs, LEAST_PART)
-                parts = self.expand(node, least, floor)[0]
-                chances, named = self._agree(node, parts)
+                parts, chances, _ = self.expand(node, least, floor)
+                chances, named = self._agree(node, chances)
                 for token, part in parts.items():
                     source = max(range(len(SourceName)), key=lambda name: part.get(name, 0.0))
                     probs = chances[token] * node.probs
@@ -382,7 +423,7 @@ class SlowHierarchy:
     def hear(self, token: int) -> None:
         """One step of expectation maximisation, and the token is part of the context."""
         self.last_parts, self.last_open = {}, 0.0
-        said = self.expand(Node(self.context), LEFT_TO_LEARN, 0.0)[1]
+        said = self.expand(Node(self.context), LEFT_TO_LEARN, 0.0)[2]
         explained, left_open = [], 1.0
         for evidence in said:
             weight = self.weight[evidence.level, evidence.bucket]

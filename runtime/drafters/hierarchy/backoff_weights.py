@@ -76,6 +76,22 @@ UNSEEN = 1 / 32_000
 """The share of a single token in the probability that is left in the end; it suits vocabularies of any size."""
 NEGLIGIBLE = 1e-6
 
+RECENCY = (
+    (0.42, 0.47, 0.37, 0.93),  # the token never occurred,
+    (0.51, 0.72, 1.13, 1.13),  # it is the last token,
+    (0.78, 0.74, 0.95, 1.04),  # it occurred 2 or 3 tokens ago,
+    (0.74, 1.09, 1.90, 1.36),
+    (0.79, 1.24, 2.44, 2.30),
+    (0.87, 1.38, 2.31, 2.65),
+    (0.85, 1.24, 1.88, 2.98),
+    (0.67, 0.83, 1.53, 2.20),
+    (0.55, 0.60, 1.06, 1.95),
+    (0.61, 0.50, 0.94, 1.17),
+    (0.70, 0.61, 0.68, 0.95),
+    (0.70, 0.61, 0.68, 0.95),  # or 1,024 and more; conversations that long were too few to fit
+)
+"""Gains by distance and by probability; only their ratios matter (``recency.py``, ``tests/benchmarks/recency.py``)."""
+
 WEIGHTS = np.dtype(
     [
         ("weight", np.float64, (ORDERS, BUCKETS)),
@@ -86,6 +102,7 @@ WEIGHTS = np.dtype(
         ("rate_credit", np.float64, KINDS),
         ("rate_used", np.float64, KINDS),
         ("gains", np.float64, AGREEMENTS),  # of candidates in neighboring rankings, by kind
+        ("recency", np.float64, (len(RECENCY), len(RECENCY[0]))),  # gains of candidates; not learned
     ],
     align=True,
 )
@@ -111,6 +128,7 @@ def new_weights() -> Memory:
     memory["rate_credit"] = memory["rates"] * STRENGTH
     memory["rate_used"] = STRENGTH
     memory["gains"] = GAINS
+    memory["recency"] = RECENCY
     return memory
 
 

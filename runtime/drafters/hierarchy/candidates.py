@@ -34,6 +34,24 @@ def find(work: Any, token: Any) -> int:
 
 
 @compiled
+def whole(work: Any) -> float:
+    """The sum of all probabilities."""
+    sum_of_all = 0.0
+    for at in range(work.size):
+        sum_of_all += work.chances[at]
+    return sum_of_all
+
+
+@compiled
+def rescale(work: Any, sum_of_all: float) -> None:
+    """Multiply all probabilities by the same factor, so that this is their sum."""
+    if work.size > 0:
+        factor = sum_of_all / whole(work)
+        for at in range(work.size):
+            work.chances[at] *= factor
+
+
+@compiled
 def _slot_of(work: Any, token: Any) -> Any:
     """The slot of a candidate, or the free one where it would go."""
     slot = (token * 40503) & (SLOTS - 1)

@@ -180,6 +180,11 @@ class Hierarchy(Pinned):
         return self._memory.weights["gains"][0]
 
     @property
+    def recency(self) -> Any:
+        """The gain of candidates by their distance from their latest place in the conversation, and by probability."""
+        return self._memory.weights["recency"][0]
+
+    @property
     def seconds(self) -> dict[SourceName, float]:
         """The time that drafting took so far, by source; NONE is the tree itself.
 

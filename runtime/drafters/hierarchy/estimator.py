@@ -23,6 +23,7 @@ from hdtool.runtime.drafters.hierarchy.contributions import (
     add_recycled,
 )
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import agree
+from hdtool.runtime.drafters.hierarchy.recency import weigh_recency
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import LONGEST_SHORT, find_short_matches
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import find_matches as find_in_context
 from hdtool.runtime.drafters.hierarchy.sources.context_table import CHAINS, LEVELS, LONG, LONGEST_HASH
@@ -136,6 +137,9 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
         # Rankings of single tokens that nothing replaces count less than what followed the token in texts.
         left = add_recycled(work, weights, recycled, node, 1, left, floor, truth)
         lap(work, RECYCLED)
+    if truth == DRAFTING and work.has[CONTEXT]:
+        weigh_recency(work, weights.recency, table, node)
+        lap(work, CONTEXT)
     if node == 0 and last.count > 0 and left >= least:
         add_last(work, weights, last, left, floor, truth)
         lap(work, LAST)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.drafters.hierarchy.candidates import find
+from hdtool.runtime.drafters.hierarchy.candidates import find, rescale, whole
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS
 from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_after
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
@@ -30,26 +30,15 @@ Array = npt.NDArray[Any]
 def agree(work: Any, gains: Any, near: Any, node: int) -> None:
     """Multiply the probabilities of candidates that a ranking of their position holds, and keep the sum."""
     place = place_after(near, work.depths[node])
-    if place < 0 or work.size == 0:
+    if place < 0:
         return
-    before = _whole(work)
+    before = whole(work)
     for named in range(near.named[place]):
         at = find(work, near.tokens[place, named])
         if at >= 0:
             work.agreed[at] = near.kinds[place, named]
             work.chances[at] *= gains[work.agreed[at]]
-    rest = before / _whole(work)
-    for at in range(work.size):
-        work.chances[at] *= rest
-
-
-@compiled
-def _whole(work: Any) -> float:
-    """The sum of all probabilities."""
-    whole = 0.0
-    for at in range(work.size):
-        whole += work.chances[at]
-    return whole
+    rescale(work, before)
 
 
 @compiled

@@ -55,6 +55,7 @@ WORK = np.dtype(
         ("candidates", np.int64, CANDIDATES),
         ("chances", np.float64, CANDIDATES),
         ("agreed", np.int64, CANDIDATES),  # the kind of neighboring ranking that holds it
+        ("recency", np.int64, CANDIDATES),  # the class of its distance from its latest place in the conversation
         ("parts", np.float64, (CANDIDATES, len(SourceName))),  # of each chance, by source
         ("round", np.int64),  # slots of earlier rounds are empty
         ("slots", np.int64, SLOTS),  # a hash table of candidates

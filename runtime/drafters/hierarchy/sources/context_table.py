@@ -31,6 +31,8 @@ PLACES = 64
 """Places that are read of a chain; older ones add little."""
 STEPS = 2 * PLACES
 """Places that are visited of a chain, hash collisions included."""
+VISITS = 4
+"""Places that are visited for the latest one of a token, which other tokens of the same hash may precede."""
 STRETCH = 256
 """Tokens that are compared at once; a power of two."""
 
@@ -125,6 +127,20 @@ def add(table: Any, token: Any) -> None:
             table.heads[chain, head] = place
     table.ring[place & (WINDOW - 1)] = token
     table.end = place + 1
+
+
+@compiled
+def latest_place(table: Any, token: Any) -> int:
+    """The latest place of a token, but for that of the last token; -1 if there is none."""
+    oldest = max(np.int64(0), table.end - WINDOW)
+    after = np.int64(table.heads[SHORT, head_of(mixed(np.uint64(0), token))])
+    for _ in range(VISITS):
+        if after <= oldest:
+            break
+        if table.ring[(after - 1) & (WINDOW - 1)] == token:
+            return int(after - 1)
+        after = np.int64(table.before[SHORT, after & (WINDOW - 1)])
+    return -1
 
 
 @compiled

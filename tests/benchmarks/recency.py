@@ -1,0 +1,143 @@
+"""Fits the gains of recency that `runtime/drafters/hierarchy/backoff_weights.py` begins with.
+
+    python -m tests.benchmarks.recency traces.jsonl --model MODEL --model-db FOLDER --corpus-db FOLDER
+
+At each position of recorded answers, the candidates are computed without recency. The gains are those with which the
+emitted tokens are the most probable. Two tables are fitted, each on every other conversation, and compared on the
+conversations that they were not fitted on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hdtool.data.traces import read_traces
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import ModelConfig, StoresConfig
+from hdtool.runtime.drafters.hierarchy.backoff_weights import RECENCY
+from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.estimator import expand
+from hdtool.runtime.drafters.hierarchy.recency import prob_class
+from hdtool.runtime.drafters.hierarchy.tree_builder import LEAST_LEFT, LEAST_PART, feed
+from hdtool.runtime.drafters.hierarchy.workspace import memory_at
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
+from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.stores.store_set import StoreSet
+
+PENALTY = 3e-4
+"""Of squared logarithms of gains, so that rare classes stay near 1."""
+RANKS = (1, 2, 4, 8, 16)
+SHAPE = len(RECENCY), len(RECENCY[0])
+
+
+class Candidates(NamedTuple):
+    """The candidates of many positions, one after another."""
+
+    chances: torch.Tensor
+    kinds: torch.Tensor
+    """Their classes: distance and probability."""
+    positions: torch.Tensor
+    emitted: torch.Tensor
+    """Whether the position has this token."""
+
+    def weighed(self, logarithms: torch.Tensor) -> torch.Tensor:
+        """The probabilities with these gains; those of a position keep their sum."""
+        gained = self.chances * logarithms.exp()[self.kinds]
+        return gained * (self._sums(self.chances) / self._sums(gained))[self.positions]
+
+    def _sums(self, values: torch.Tensor) -> torch.Tensor:
+        whole = torch.zeros(int(self.positions[-1]) + 1, dtype=torch.float64)
+        return whole.index_add(0, self.positions, values)
+
+    def loss(self, logarithms: torch.Tensor) -> torch.Tensor:
+        """The mean surprise at emitted tokens that are candidates, in nats."""
+        return -self.weighed(logarithms)[self.emitted].log().mean()
+
+    def hits(self, logarithms: torch.Tensor) -> list[float]:
+        """The share of positions whose token is among the first few, by ``RANKS``."""
+        chances, positions = self.weighed(logarithms).numpy(), self.positions.numpy()
+        order = np.lexsort((-chances, positions))
+        ranks = np.arange(len(order)) - np.searchsorted(positions, positions)
+        emitted = ranks[self.emitted.numpy()[order]]
+        return [float((emitted < most).sum() / (positions[-1] + 1)) for most in RANKS]
+
+
+def read_candidates(conversations: Sequence[Sequence[RecordedTurn]], stores: StoreSet) -> Candidates:
+    rows = [row for turns in conversations for row in _rows(turns, stores)]
+    chances, recency, emitted = (np.concatenate([row[field] for row in rows]) for field in range(3))
+    kinds = recency * SHAPE[1] + np.array([prob_class(chance) for chance in chances])
+    positions = np.repeat(np.arange(len(rows)), [len(row[0]) for row in rows])
+    return Candidates(*(torch.from_numpy(field) for field in (chances, kinds, positions, emitted)))
+
+
+def _rows(turns: Sequence[RecordedTurn], stores: StoreSet) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Chances, distance classes and which one was emitted, of the candidates at each position of a conversation."""
+    drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
+    drafter.recency[:] = 1
+    at = drafter.addresses
+    work = memory_at(at).work[0]
+    for turn in turns:
+        drafter.begin(turn.prompt)
+        for token in turn.answer:
+            expand(drafter.corpus, at, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
+            size = int(work["size"])
+            chances, recency = work["chances"][:size].copy(), work["recency"][:size].copy()
+            yield chances, recency, work["candidates"][:size] == token
+            feed(drafter.corpus, at, np.array([token], np.int64))
+
+
+def fit(candidates: Candidates) -> torch.Tensor:
+    """The logarithms of the gains."""
+    logarithms = torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logarithms], max_iter=100)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = candidates.loss(logarithms) + PENALTY * logarithms.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(step)  # type: ignore[no-untyped-call]
+    return logarithms.detach()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--model-db", default="none")
+    parser.add_argument("--corpus-db", default="none")
+    options = parser.parse_args()
+    model = ModelConfig(options.model)
+    reader = TurnReader.of_model(model)
+    stores = StoreSet.for_tokenizer(
+        reader.tokenizer, StoresConfig(options.model_db, options.corpus_db), model=checkpoint_of(model)
+    )
+    conversations = [reader.turns(trace) for trace in read_traces([options.traces])]
+    halves = [read_candidates(conversations[half::2], stores) for half in range(2)]
+    print("| gains | log loss, nats |" + "".join(f" among {most}, % |" for most in RANKS))
+    print("|---" * (2 + len(RANKS)) + "|")
+    shipped = torch.tensor(RECENCY, dtype=torch.float64).log().flatten()
+    fitted = [fit(half) for half in halves]
+    for name, tables in (
+        ("none", [0 * shipped] * 2),
+        ("fitted on the others", fitted[::-1]),
+        ("shipped", [shipped] * 2),
+    ):
+        losses = [half.loss(table) for half, table in zip(halves, tables, strict=True)]
+        hits = np.mean([half.hits(table) for half, table in zip(halves, tables, strict=True)], axis=0)
+        print(f"| {name} | {sum(losses) / 2:.4f} |" + "".join(f" {100 * share:.2f} |" for share in hits))
+    print("\nfitted on all, by distance and by probability:")
+    for row in ((fitted[0] + fitted[1]) / 2).exp().reshape(SHAPE).tolist():
+        print("    (" + ", ".join(f"{gain:.2f}" for gain in row) + "),")
+
+
+if __name__ == "__main__":
+    main()

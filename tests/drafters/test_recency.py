@@ -1,0 +1,71 @@
+"""Recency: a token that the conversation had lately is more probable than one that it never had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.data.stores.documents import Document, Source
+from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.recency import DISTANCES, distance_class
+from hdtool.runtime.stores.model_store import ModelStore
+
+NEW, OLD, LAST = 5, 6, 9
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ModelStore:
+    """After its last token, two tokens are equally frequent."""
+    mark = TokenizerFingerprint("test", 20)
+    documents = [Document([LAST, token, 11, 12, 13, 14]) for token in (NEW, OLD)] * 4
+    build_model_store(tmp_path, documents, mark, [Source("test", "")], top_k=9, per_key=9)
+    return ModelStore(tmp_path, mark)
+
+
+def probs_after(prompt: list[int], store: ModelStore, *, context: bool = True) -> dict[int, float]:
+    """The probability of each token after a prompt."""
+    hierarchy = Hierarchy(store, context=context, budget=FixedBudget(8))
+    hierarchy.begin(prompt)
+    tree = hierarchy.draft(prompt)
+    first = np.flatnonzero(tree.parents < 0)
+    return dict(zip(tree.tokens[first].tolist(), hierarchy.probs[first].tolist(), strict=True))
+
+
+def test_a_token_that_the_conversation_had_is_more_probable(store: ModelStore) -> None:
+    without = probs_after([1, 2, LAST], store)
+    assert without[NEW] == pytest.approx(without[OLD])
+    having = probs_after([1, OLD, 2, 3, 4, LAST], store)
+    assert having[OLD] > 1.5 * having[NEW]
+    assert sum(having.values()) == pytest.approx(sum(without.values())), "recency moves probability, it adds none"
+
+
+def test_without_the_conversation_as_a_source_there_is_no_recency(store: ModelStore) -> None:
+    having = probs_after([1, OLD, 2, 3, 4, LAST], store, context=False)
+    assert having[NEW] == pytest.approx(having[OLD])
+
+
+def test_tokens_of_the_path_are_recent_too() -> None:
+    """After a token that the conversation once had twice in a row, it is drafted once more; then it is the last one."""
+
+    def second(gain: float) -> float:
+        """The probability of the token after itself."""
+        hierarchy = Hierarchy(budget=FixedBudget(8))
+        hierarchy.begin([1, 3, 3, 1, 3, 1])
+        hierarchy.recency[:] = 1.0
+        hierarchy.recency[distance_class(1)] = gain
+        tree = hierarchy.draft([1])
+        assert tree.tokens[0] == 3
+        again = [node for node in range(1, len(tree)) if tree.parents[node] == 0 and tree.tokens[node] == 3]
+        return float(hierarchy.probs[again].sum())
+
+    assert second(10.0) > second(1.0) > second(0.1)
+
+
+def test_distances_have_classes_by_doubling() -> None:
+    assert [distance_class(n) for n in (1, 2, 3, 4, 7, 8, 1023, 1024, 10**6)] == [1, 2, 2, 3, 3, 4, 10, 11, 11]
+    assert distance_class(10**9) == DISTANCES - 1
