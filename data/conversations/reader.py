@@ -54,7 +54,7 @@ class ConversationReader:
 
     @property
     def sources(self) -> list[Source]:
-        """The inputs and their hashes; a file that was not read to its end is read again here."""
+        """The inputs and their hashes, for which each file is read once."""
         from hdtool.data.stores.documents import Source  # which imports numpy
 
         for number, path in enumerate(self.inputs):
@@ -96,7 +96,4 @@ class ConversationReader:
                     continue
                 self.tally.good += 1
                 yield Found(conversation, where, source, row)
-            # A table or a database is not read through the counted file: ``sources`` computes its hash.
-            if raw.count >= size:
-                self.hashes[source] = raw.sha256()
         self.bytes_read = before + size
