@@ -124,10 +124,10 @@ def _check_folder(folder: Path, check: FolderCheck | None) -> None:
 def _folder_at_home(
     kind: str, model: Checkpoint | None, tokenizer: TokenizerFingerprint, namespace: str | None, name: str
 ) -> Path:
-    from hdtool.data.stores.home import model_store_at_home, store_at_home
+    from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 
     if kind != MODEL:
-        return store_at_home(kind, tokenizer, namespace)
+        return corpus_index_at_home(tokenizer, namespace)
     if model:
         return model_store_at_home(model, tokenizer, namespace)
     raise ModelError(

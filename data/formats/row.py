@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +28,12 @@ class Row(NamedTuple):
 
 
 class CountedFile(io.RawIOBase):
-    """Counts the bytes of a file while they are read."""
+    """An input file; counts its bytes while they are read."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = path.open("rb", buffering=0)
+        self.size = os.fstat(self._file.fileno()).st_size
         self.count = 0
 
     def readable(self) -> bool:
