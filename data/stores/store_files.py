@@ -1,4 +1,4 @@
-"""The files of a store by name: which names hdtool gives, what it may delete, and where a build may go.
+"""The files of a store: their names, the manifest, which of them hdtool may delete, and where a build may go.
 
 A folder may hold other people's files beside a store. Only regular files whose names have the form that
 a build gives are ever deleted, and a folder that holds other files and no store is no place for a build.
