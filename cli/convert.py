@@ -29,9 +29,8 @@ def convert(
     conversation.
     """
     from hdtool.cli.output.store_output import print_left_out
-    from hdtool.data.conversations.canonical import canonical_file
+    from hdtool.data.conversations.canonical import canonical_file, write_canonical
     from hdtool.data.conversations.reader import ConversationReader
-    from hdtool.data.conversations.write import write_canonical
     from hdtool.data.inputs import find_inputs
     from hdtool.data.progress import bar
 

@@ -7,17 +7,19 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, MEASUREMENT, OUTPUT, option
 from hdtool.cli.parameters.settings import only, without
 from hdtool.data.errors import OptionError, RecordError
+from hdtool.data.files.atomic_write import OutputFile
+from hdtool.data.files.ownership import json_lines_with
+from hdtool.data.inputs import find_inputs
+from hdtool.data.progress import bar, over
+from hdtool.data.tally import Tally
+from hdtool.data.traces import Trace, read_traces
 from hdtool.runtime.config import METHODS, BuildConfig, ModelConfig, ReplayConfig, StoresConfig
-
-if TYPE_CHECKING:
-    from hdtool.data.files.atomic_write import OutputFile
-    from hdtool.data.traces import Trace
 
 TURN_KEYS = (
     "method",
@@ -34,7 +36,6 @@ TURN_KEYS = (
     "warm_tokens",
 )
 """Keys of a line of ``--steps``, by which such a file is recognised."""
-KEYS_BEFORE_THE_HISTORY = TURN_KEYS[:-2]
 NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs the model"
 
 
@@ -84,9 +85,6 @@ def replay(
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import print_left_out
     from hdtool.cli.output.write_report import write_report
-    from hdtool.data.progress import bar, over
-    from hdtool.data.tally import Tally
-    from hdtool.data.traces import read_traces
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
     from hdtool.runtime.evaluation.replay import Contender
@@ -146,8 +144,6 @@ def replay(
 
 def _files(given: list[Path]) -> list[Path]:
     """The files that names, folders, patterns and data sets stand for; a file given twice is in it twice."""
-    from hdtool.data.inputs import find_inputs
-
     return [path for name in given for path in find_inputs([name])]
 
 
@@ -193,9 +189,5 @@ def _answered(traces: list[Trace]) -> list[Trace]:
 
 
 def _steps_file(path: Path) -> OutputFile:
-    from hdtool.data.files.atomic_write import OutputFile
-    from hdtool.data.files.ownership import json_lines_with
-
     advice = "choose another --steps, or move it away"
-    known, earlier = json_lines_with(TURN_KEYS), json_lines_with(KEYS_BEFORE_THE_HISTORY)
-    return OutputFile(path, "a file of replay --steps", lambda it: known(it) or earlier(it), RecordError, advice)
+    return OutputFile(path, "a file of replay --steps", json_lines_with(TURN_KEYS), RecordError, advice)

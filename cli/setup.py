@@ -13,6 +13,7 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import BUILD, INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import OptionError
+from hdtool.data.inputs import find_inputs
 from hdtool.data.stores.store import MANIFEST
 from hdtool.data.tally import counted
 from hdtool.runtime.config import ModelConfig
@@ -56,8 +57,6 @@ def setup(
         raise OptionError(
             f"{more_logs[0]} could belong to --logs or to --corpus: put quotes around patterns, as in --logs 'logs/*'"
         )
-    from hdtool.data.inputs import find_inputs
-
     found, texts = find_inputs([*logs, *(more_logs or ())]), find_inputs(corpus or ())
 
     from hdtool.builders.setup.stages import SetupPlan, Stages

@@ -117,12 +117,6 @@ def first_choice(choices: Any) -> dict[str, Any]:
     return choice
 
 
-def turns_of(choices: Any) -> list[str]:
-    """The texts of the first choice; see ``first_choice``."""
-    turns: list[str] = first_choice(choices)["turns"]
-    return turns
-
-
 def question_id(name: str) -> int | str:
     """The id as in the file of questions: Spec-Bench numbers its questions."""
     return int(name) if name.isdecimal() and str(int(name)) == name else name

@@ -10,14 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hdtool.data.inputs import find_inputs
+from hdtool.data.progress import bar
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint
+from hdtool.data.tally import Tally
+from hdtool.runtime.config import BuildConfig, ModelConfig
+
 if TYPE_CHECKING:
     from hdtool.builders.stores.engine import Engine
-    from hdtool.builders.stores.history_documents import HistoryDocuments
-    from hdtool.data.records import Reading
     from hdtool.data.stores.documents import Document, Source
-    from hdtool.data.stores.store import Manifest, TokenizerFingerprint
-    from hdtool.data.tally import Tally
-    from hdtool.runtime.config import BuildConfig, ModelConfig
     from hdtool.runtime.stores.model_store import Ints
 
 
@@ -35,18 +36,6 @@ def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
         yield engine
 
 
-class BuildInputs:
-    """History stores and texts that a store is built from."""
-
-    def __init__(self, history: HistoryDocuments, read: Reading | None = None) -> None:
-        self._history, self._read = history, read
-
-    @property
-    def sources(self) -> list[Source]:
-        """Known once all documents were read."""
-        return [*self._history.sources, *(self._read.sources if self._read else ())]
-
-
 @contextmanager
 def reading(
     inputs: list[str],
@@ -57,22 +46,24 @@ def reading(
     tolerance: float,
     *,
     quiet: bool,
-) -> Iterator[tuple[BuildInputs, Iterator[Document]]]:
-    """Read inputs for a kind of store with a progress bar, then print what could not be used."""
+) -> Iterator[tuple[list[Source], Iterator[Document]]]:
+    """The sources of inputs for a kind of store, and their documents, which are read with a progress bar.
+
+    At the end, what could not be used is printed.
+    """
     from hdtool.builders.stores.history_documents import HistoryDocuments, history_folders
-    from hdtool.data.inputs import find_inputs
-    from hdtool.data.progress import bar
     from hdtool.data.records import Reading
 
     folders, others = history_folders(inputs)
     history = HistoryDocuments(folders, fingerprint)
     if not others:
-        yield BuildInputs(history), iter(history)
+        yield history.sources, iter(history)
         return
     source = Reading(find_inputs(others), answers_only=kind == "model", tolerance=tolerance)
     with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         engine.prepare(source)
-        yield BuildInputs(history, source), history.with_others(engine.documents(source, tokenizer, shown))
+        documents = history.with_others(engine.documents(source, tokenizer, shown))
+        yield [*history.sources, *source.sources], documents
     print_left_out(source.tally)
 
 

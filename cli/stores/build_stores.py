@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, option
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.stores.store import (
+    Checkpoint,
+    FolderCheck,
+    Manifest,
+    TokenizerFingerprint,
+    check_destination,
+    refuse_replacing,
+)
+from hdtool.data.stores.store_files import CORPUS, MODEL
 from hdtool.runtime.config import BuildConfig, ModelConfig
-
-if TYPE_CHECKING:
-    from hdtool.data.stores.store import Checkpoint, FolderCheck, Manifest, TokenizerFingerprint
 
 
 def build_model_db(
@@ -41,15 +47,8 @@ def build_model_db(
     """
     if not inputs and not rankings:
         raise OptionError("nothing to build from: give the model's answers with --from, or --rankings")
-
-    from hdtool.builders.stores.build_model_store import build_model_store
-    from hdtool.runtime.stores.model_store import KIND
-
-    how = {"top_k": config.top_k, "per_key": config.per_key}
-    place = Destination(KIND, out, namespace, replace)
-    _build(
-        place, build_model_store, how, inputs or [], loading, config, rankings=rankings, quiet=quiet, as_json=as_json
-    )
+    check = None if replace else refuse_replacing
+    _build(MODEL, inputs or [], loading, config, out, namespace, check, rankings=rankings, quiet=quiet, as_json=as_json)
 
 
 def build_corpus_db(
@@ -67,97 +66,71 @@ def build_corpus_db(
 
     The index is a suffix array over the tokens of all inputs. Each turn of a conversation is a document.
     """
-    from hdtool.builders.stores.build_corpus_index import build_corpus_index
-    from hdtool.runtime.stores.corpus_index import KIND
-
-    how = {"shard_bytes": config.shard_bytes}
-    place = Destination(KIND, out, namespace, replace)
-    _build(place, build_corpus_index, how, inputs, loading, config, quiet=quiet, as_json=as_json)
-
-
-@dataclass(frozen=True)
-class Destination:
-    """Where a store goes."""
-
-    kind: str
-    out: Path | None
-    namespace: str | None
-    replace: bool
-
-    @property
-    def replacement_check(self) -> FolderCheck | None:
-        """Raises if a store is there, unless it may be replaced."""
-        from hdtool.data.stores.store import refuse_replacing
-
-        return None if self.replace else refuse_replacing
-
-    def check(self) -> None:
-        """Refuse a folder that was named, before the tokenizer is loaded."""
-        if self.out:
-            self._check(self.out)
-
-    def folder(self, model: Checkpoint | None, tokenizer: TokenizerFingerprint, name: str) -> Path:
-        from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
-        from hdtool.data.stores.store_files import MODEL
-
-        if self.out:
-            return self.out
-        if self.kind != MODEL:
-            folder = corpus_index_at_home(tokenizer, self.namespace)
-        elif model:
-            folder = model_store_at_home(model, tokenizer, self.namespace)
-        else:
-            raise ModelError(
-                f"{name} has no weights on this machine, and hdtool's home keeps model stores by the weights of their "
-                "models: name the folder with --out and draft from it with --model-db, or get the weights first"
-            )
-        self._check(folder)
-        return folder
-
-    def _check(self, folder: Path) -> None:
-        from hdtool.data.stores.store import check_destination
-
-        check_destination(folder)
-        if check := self.replacement_check:
-            check(folder)
+    check = None if replace else refuse_replacing
+    _build(CORPUS, inputs, loading, config, out, namespace, check, quiet=quiet, as_json=as_json)
 
 
 def _build(
-    place: Destination,
-    build: Callable[..., Manifest],
-    how: dict[str, Any],
+    kind: str,
     inputs: list[str],
     loading: ModelConfig,
     config: BuildConfig,
+    out: Path | None,
+    namespace: str | None,
+    check: FolderCheck | None,
     *,
     rankings: bool = False,
     quiet: bool,
     as_json: bool,
 ) -> None:
+    from hdtool.builders.stores.build_corpus_index import build_corpus_index
+    from hdtool.builders.stores.build_model_store import build_model_store
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import engine_for, rankings_for, reading, report
-    from hdtool.data.stores.store import TokenizerFingerprint
-    from hdtool.data.stores.store_files import MODEL
     from hdtool.runtime.model.checkpoint.identity import checkpoint_of
     from hdtool.runtime.model.load import load_tokenizer
 
-    place.check()
+    if out:  # a folder that was named is refused before the tokenizer is loaded
+        _check_folder(out, check)
     quiet_libraries(quiet=quiet)
     tokenizer = load_tokenizer(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
-    kind = place.kind
     model = checkpoint_of(loading) if kind == MODEL else None
-    folder = place.folder(model, fingerprint, loading.name)
+    folder = out or _folder_at_home(kind, model, fingerprint, namespace, loading.name)
+    _check_folder(folder, check)
+    build: Callable[..., Manifest]
     if kind == MODEL:
-        how = {**how, "model": model, "rankings": rankings_for(loading, fingerprint, quiet=quiet) if rankings else None}
+        found = rankings_for(loading, fingerprint, quiet=quiet) if rankings else None
+        build = partial(build_model_store, top_k=config.top_k, per_key=config.per_key, model=model, rankings=found)
+    else:
+        build = partial(build_corpus_index, shard_bytes=config.shard_bytes)
     with (
         engine_for(config, quiet=quiet) as engine,
         reading(inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet) as (
-            read,
+            sources,
             documents,
         ),
     ):
-        manifest = build(
-            folder, documents, fingerprint, read.sources, engine=engine, check=place.replacement_check, **how
-        )
+        manifest = build(folder, documents, fingerprint, sources, engine=engine, check=check)
     report(folder, manifest, as_json=as_json)
+
+
+def _check_folder(folder: Path, check: FolderCheck | None) -> None:
+    check_destination(folder)
+    if check:
+        check(folder)
+
+
+def _folder_at_home(
+    kind: str, model: Checkpoint | None, tokenizer: TokenizerFingerprint, namespace: str | None, name: str
+) -> Path:
+    from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
+
+    if kind != MODEL:
+        return corpus_index_at_home(tokenizer, namespace)
+    if model:
+        return model_store_at_home(model, tokenizer, namespace)
+    raise ModelError(
+        f"{name} has no weights on this machine, and hdtool's home keeps model stores by the weights of their models: "
+        "name the folder with --out and draft from it with --model-db, or get the weights first"
+    )

@@ -6,7 +6,7 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,10 +14,9 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import only
 from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_manifest, refuse_replacing, require
+from hdtool.data.stores.store_files import MODEL, holds_history
 from hdtool.runtime.config import BuildConfig, ModelConfig
-
-if TYPE_CHECKING:
-    from hdtool.data.stores.store import Manifest
 
 LARGEST_AGE = 36_500
 """Days."""
@@ -38,7 +37,6 @@ def merge(
     """
     from hdtool.builders.stores import edit_store as rework
     from hdtool.cli.output.store_output import report
-    from hdtool.data.stores.store import refuse_replacing
 
     check = None if replace else refuse_replacing
     if check and not any(out.exists() and store.exists() and out.samefile(store) for store in stores):
@@ -67,8 +65,6 @@ def add(
     from hdtool.builders.stores.engine import LocalEngine
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import rankings_for, reading, report
-    from hdtool.data.stores.store import TokenizerFingerprint, read_manifest, require
-    from hdtool.data.stores.store_files import MODEL
     from hdtool.runtime.model.load import load_tokenizer
 
     quiet_libraries(quiet=quiet)
@@ -81,8 +77,8 @@ def add(
     if rankings:
         require(before, store, MODEL, mark)
         found = rankings_for(loading, mark, quiet=quiet)
-    with reading(inputs or [], tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (read, documents):
-        manifest = rework.add(store, documents, read.sources, mark, kind, found)
+    with reading(inputs or [], tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (sources, documents):
+        manifest = rework.add(store, documents, sources, mark, kind, found)
     report(store, manifest, as_json=as_json)
 
 
@@ -124,7 +120,6 @@ def drop(
     """
     from hdtool.builders.stores import edit_store as rework
     from hdtool.cli.output.store_output import report
-    from hdtool.data.stores.store_files import holds_history
 
     if source is None and older_than is None:
         raise OptionError("nothing to remove: give --source, or --older-than for a history store")

@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from heapq import nlargest
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.stores.store import (
+    Checkpoint,
+    InputShare,
+    Manifest,
+    TokenizerFingerprint,
+    damaged,
+    read_store,
+    require,
+)
+from hdtool.data.stores.store_files import holds_history, printable
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerBase
 
     from hdtool.data.stores.history_manifest import HistoryManifest
-    from hdtool.data.stores.store import Manifest
     from hdtool.runtime.stores.corpus_index import CorpusIndex
     from hdtool.runtime.stores.model_store import ModelStore
 
@@ -40,8 +48,6 @@ def inspect(
     """Show what a store holds and what it would draft."""
     from hdtool.cli.output.show_history import history_in_words
     from hdtool.cli.output.store_output import description
-    from hdtool.data.stores.store import damaged, read_store
-    from hdtool.data.stores.store_files import holds_history
 
     if after == "":
         raise OptionError("--after is empty: give the text after which the store shall draft")
@@ -106,7 +112,6 @@ def _rows(tokenizer: PreTrainedTokenizerBase, found: Iterable[tuple[int, list[in
 
 def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
     """The n-grams that begin with a text, the most frequent prefixes first."""
-    from hdtool.data.stores.store import require
     from hdtool.runtime.stores.inspect_store import SHOWN
     from hdtool.runtime.stores.model_record import ModelRecord
 
@@ -131,7 +136,6 @@ def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: Model
     """The tokenizer of a model, which must be the store's."""
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.data.stores.history_manifest import HistoryManifest, require_history
-    from hdtool.data.stores.store import TokenizerFingerprint, require
     from hdtool.runtime.model.load import load_tokenizer
 
     quiet_libraries()
@@ -152,12 +156,9 @@ def _ids(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> list[int]:
 
 
 def _in_words(shown: dict[str, Any]) -> str:
-    from hdtool.data.stores.store import InputShare
-    from hdtool.data.stores.store_files import printable
-
     lines = [
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
-        *_model_line(shown),
+        *([f"model      {Checkpoint(**shown['model']).label}"] if shown["model"] else []),
         f"tokenizer  {printable(shown['tokenizer'])}, {shown['vocab_size']:,} tokens",
         "holds      " + ", ".join(f"{count:,} {name}" for name, count in shown["counts"].items()),
         f"on disk    {shown['bytes']:,} bytes",
@@ -169,12 +170,6 @@ def _in_words(shown: dict[str, Any]) -> str:
     if "verified" in shown:
         lines.append(f"verified   all {shown['verified']} files are as they were written")
     return "\n".join(lines + _found(shown))
-
-
-def _model_line(shown: dict[str, Any]) -> list[str]:
-    from hdtool.data.stores.store import Checkpoint
-
-    return [f"model      {Checkpoint(**shown['model']).label}"] if shown["model"] else []
 
 
 def _found(shown: dict[str, Any]) -> list[str]:

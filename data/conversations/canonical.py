@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hdtool.data.conversations.conversation import QUESTIONS, TEXT, Conversation, Turn
-from hdtool.data.conversations.reader import Found
+from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import RecordError
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import LARGEST_JSON
-from hdtool.data.formats.compression import unpacked
+from hdtool.data.formats.compression import packed, unpacked
+from hdtool.data.progress import Bar
 
 ORIGIN = "converted_from"
 """The key of the file and line that a conversation came from, by which files of ``convert`` are recognised."""
@@ -60,3 +62,43 @@ def _is_canonical(path: Path) -> bool:
     except (ValueError, RecursionError, EOFError, OSError):
         return False
     return isinstance(row, dict) and ORIGIN in row
+
+
+@dataclass
+class Written:
+    """What a file of conversations holds."""
+
+    conversations: int = 0
+    turns: int = 0
+    answers: int = 0
+    """Turns of the model that answer another role."""
+    texts: int = 0
+    """Plain texts."""
+
+    def add(self, conversation: Conversation) -> None:
+        if conversation.kind == TEXT:
+            self.texts += 1
+            return
+        self.conversations += 1
+        self.turns += len(conversation.turns)
+        self.answers += len(conversation.answers)
+
+    def counts(self) -> dict[str, int]:
+        return asdict(self)
+
+    def in_words(self) -> str:
+        texts = f", {self.texts:,} plain texts" if self.texts else ""
+        return f"{self.conversations:,} conversations of {self.turns:,} turns, {self.answers:,} of them answers{texts}"
+
+
+def write_canonical(reader: ConversationReader, file: OutputFile, shown: Bar) -> Written:
+    """Write all conversations, in their order; the file appears once it is complete."""
+    written = Written()
+    with file.replaced() as stream, packed(stream, file.path) as lines:
+        for found in reader.conversations():
+            lines.write((json.dumps(canonical(found), ensure_ascii=False) + "\n").encode())
+            written.add(found.conversation)
+            shown.to(reader.bytes_read)
+        if not written.conversations and not written.texts:
+            raise RecordError("no conversation is in the inputs: name files that hold some")
+    return written

@@ -27,7 +27,7 @@ from hdtool.data.conversations.record_shape import described
 from hdtool.data.conversations.recorded_answers import is_collected, with_ids
 from hdtool.data.formats.json_rows import is_conversation
 from hdtool.data.formats.row import RowError
-from hdtool.data.spec_bench import turns_of
+from hdtool.data.spec_bench import first_choice
 from hdtool.data.unicode import lone_surrogate
 
 CONVERSATION_KEYS = ("conversations", "messages", "conversation")
@@ -109,7 +109,7 @@ def _spec_bench_answers(row: dict[str, Any]) -> Conversation | None:
     if choices is None or (isinstance(choices, list) and choices and _is_choice(choices[0])):
         return None
     try:
-        turns = tuple(Turn(ASSISTANT, text) for text in turns_of(choices))
+        turns = tuple(Turn(ASSISTANT, text) for text in first_choice(choices)["turns"])
     except ValueError as fault:
         raise RowError(str(fault)) from None
     return Conversation(turns, kind=ANSWERS, key=f"question {row.get('question_id')}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hdtool.data.conversations.conversation import Conversation
+from hdtool.data.conversations.conversation import ANSWERS, Conversation, answered
 from hdtool.data.conversations.interpret import conversation_of
-from hdtool.data.conversations.two_halves import Halves
-from hdtool.data.formats.row import CountedFile, Row
+from hdtool.data.formats.row import CountedFile, Row, RowError
 from hdtool.data.formats.rows import rows_of
 from hdtool.data.inputs import faults_named
 from hdtool.data.tally import TOLERANCE, Tally
@@ -54,7 +55,7 @@ class ConversationReader:
 
     @property
     def sources(self) -> list[Source]:
-        """The inputs and their hashes; a file that was not read to its end is read again here."""
+        """The inputs and their hashes, for which each file is read once."""
         from hdtool.data.stores.documents import Source  # which imports numpy
 
         for number, path in enumerate(self.inputs):
@@ -66,19 +67,23 @@ class ConversationReader:
     def conversations(self) -> Iterator[Found]:
         """All conversations; raises at the end if too many records cannot be used."""
         self.restart()
-        halves: Halves[Found] = Halves()
-        for source in range(len(self.inputs)):
-            for found in self.of_input(source):
+        # Requests and answers in separate rows wait for their other half by its key, in their order.
+        waiting: dict[tuple[bool, str], deque[Found]] = defaultdict(deque)
+        for found in chain.from_iterable(map(self.of_input, range(len(self.inputs)))):
+            half, is_answer = found.conversation, found.conversation.kind == ANSWERS
+            if not half.key:
+                yield found
+            elif others := waiting[not is_answer, half.key]:
+                other = others.popleft().conversation
                 try:
-                    whole = halves.joined(found.conversation)
-                except ValueError as fault:
+                    whole = answered(other, half) if is_answer else answered(half, other)
+                except RowError as fault:
                     self.tally.refuse(found.where, fault)
-                    continue
-                if whole is None:
-                    halves.keep(found)
                 else:
                     yield found._replace(conversation=whole)
-        yield from halves.left
+            else:
+                waiting[is_answer, half.key].append(found)
+        yield from chain.from_iterable(waiting.values())
         self.tally.check(self._tolerance)
 
     def of_input(self, source: int) -> Iterator[Found]:
@@ -86,7 +91,7 @@ class ConversationReader:
         path, size = self.inputs[source], self.sizes[source]
         before = self.bytes_read
         with faults_named(path), CountedFile(path) as raw:
-            for row in rows_of(path, raw, size, text_lines=self._text_lines):
+            for row in rows_of(raw, text_lines=self._text_lines):
                 self.bytes_read = before + row.consumed
                 where = f"{path}{row.place}"
                 try:
@@ -96,7 +101,4 @@ class ConversationReader:
                     continue
                 self.tally.good += 1
                 yield Found(conversation, where, source, row)
-            # A table or a database is not read through the counted file: ``sources`` computes its hash.
-            if raw.count >= size:
-                self.hashes[source] = raw.sha256()
         self.bytes_read = before + size

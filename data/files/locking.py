@@ -12,8 +12,10 @@ from hdtool.data.errors import HdtoolError
 
 
 @contextmanager
-def exclusive(path: Path, busy: HdtoolError, wait: Callable[[], object] | None = None) -> Iterator[None]:
-    """Hold the lock file ``path``; raise ``busy`` at once if another holder has it.
+def exclusive(
+    path: Path, busy: HdtoolError, wait: Callable[[], object] | None = None, *, seconds: float = 0
+) -> Iterator[None]:
+    """Hold the lock file ``path``; raise ``busy`` if another holder has it, at once or after some ``seconds``.
 
     With ``wait``, call that instead and wait for the other holder.
     The lock file stays in place and empty. A file with content, a link or a folder of that name is not
@@ -24,9 +26,9 @@ def exclusive(path: Path, busy: HdtoolError, wait: Callable[[], object] | None =
 
     if found := foreign_lock(path):
         raise type(busy)(f"{path} {found}, so it is not a lock file of hdtool: move it away or choose another place")
-    lock = FileLock(path, timeout=0)
+    lock = FileLock(path)
     try:
-        lock.acquire()
+        lock.acquire(timeout=seconds)
     except Timeout:
         if wait is None:
             raise busy from None

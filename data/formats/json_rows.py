@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import RecordError
@@ -17,7 +16,7 @@ PREFIX = re.compile(r'(?:\[[^\[\]{}"]*\]|[^\[\]{}"])+(?=\{")')
 """What a logger writes before an object: a time, a level, a name."""
 
 
-def line_rows(lines: Iterable[bytes], raw: CountedFile) -> Iterator[Row]:
+def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
@@ -40,13 +39,13 @@ def value_of_line(line: bytes) -> Any:
         return fault
 
 
-def json_rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int) -> Iterator[Row]:
+def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     """One JSON value; or JSON Lines, if the first line is a complete value and not an array."""
     opening = _opening(stream)
     if first_character(opening) != b"[":
         with suppress(RowError):
             parsed(decoded(opening))
-            yield from line_rows(chain(io.BytesIO(opening), stream), raw)
+            yield from line_rows(raw, chain(io.BytesIO(opening), stream))
             return
     if not opening.strip():
         return
@@ -54,12 +53,12 @@ def json_rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int
         value = parsed(decoded(opening + stream.read()))
     except RowError as fault:
         raise RecordError(
-            f"{path} is {fault}; it may be cut off: fetch it again, or name it .jsonl if each line is a record"
+            f"{raw.path} is {fault}; it may be cut off: fetch it again, or name it .jsonl if each line is a record"
         ) from None
     rows = value if isinstance(value, list) and not is_conversation(value) else [value]
     for index, row in enumerate(rows):
         # The file is read already; progress now counts the work on its records.
-        yield Row(f"[{index}]", row, size * (index + 1) // len(rows), index + 1)
+        yield Row(f"[{index}]", row, raw.size * (index + 1) // len(rows), index + 1)
 
 
 def is_conversation(value: Any) -> bool:

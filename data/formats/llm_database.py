@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import RecordError
-from hdtool.data.formats.row import Row, RowError
+from hdtool.data.formats.row import CountedFile, Row, RowError
 from hdtool.data.formats.tables import on_disk
 
 SQLITE = b"SQLite format 3\0"
@@ -38,22 +38,22 @@ where {table}.response_id = ? order by {table}."order"
 """
 
 
-def database_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[Row]:
+def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     """A row for each conversation, in the chat format."""
-    with on_disk(path, stream) as (file, _):
+    with on_disk(raw.path, stream) as (file, _):
         try:
             with closing(_opened(file)) as database:
                 tables = _tables(database)
                 if not _has_answers(tables):
                     raise RecordError(
-                        f"{path} is a SQLite database without the tables of llm's logs.db (found: "
+                        f"{raw.path} is a SQLite database without the tables of llm's logs.db (found: "
                         f"{', '.join(sorted(tables)[:8]) or 'none'}): name the file that `llm logs path` prints"
                     )
                 found = [*_turns(database, tables), *_responses(database, tables)]
         except sqlite3.Error as error:
-            raise RecordError(f"{path} cannot be read as SQLite ({error}): copy it again") from None
+            raise RecordError(f"{raw.path} cannot be read as SQLite ({error}): copy it again") from None
     for index, value in enumerate(found):
-        yield Row(f"[{index}]", value, size * (index + 1) // len(found), index + 1)
+        yield Row(f"[{index}]", value, raw.size * (index + 1) // len(found), index + 1)
 
 
 def is_log_of_llm(path: Path) -> bool:

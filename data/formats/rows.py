@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hdtool.data.errors import RecordError
@@ -25,13 +25,19 @@ ENDINGS = {ending: form for form, endings in FORMATS.items() for ending in endin
 MAGIC = {PARQUET: "parquet", SQLITE: "database", ARROW: "arrow"}
 
 
-def rows_of(path: Path, raw: CountedFile, size: int, *, text_lines: bool = False) -> Iterator[Row]:
+def rows_of(raw: CountedFile, *, text_lines: bool = False) -> Iterator[Row]:
     """The rows of a file; raises if there is none. With ``text_lines``, each line of a text is a row."""
+    stream = unpacked(raw)
+    head = stream.peek(CHUNK)
+    form = _format(raw.path, head)
+    if form not in MAGIC.values() and b"\0" in head:
+        # Such a file may be a single line of any length.
+        raise RecordError(f"{raw.path} holds binary data: give text, JSON, Parquet or a SQLite database of llm")
     row = None
-    for row in _rows(path, unpacked(raw), raw, size, text_lines):
+    for row in READERS["text lines" if form == "text" and text_lines else form](raw, stream):
         yield row
     if row is None:
-        raise RecordError(f"{path} is empty: leave it out, or put text in it")
+        raise RecordError(f"{raw.path} is empty: leave it out, or put text in it")
 
 
 def ending_of(path: Path) -> str:
@@ -49,30 +55,6 @@ def holds_conversations(path: Path) -> bool:
         return False
 
 
-def _rows(path: Path, stream: io.BufferedReader, raw: CountedFile, size: int, text_lines: bool) -> Iterator[Row]:
-    head = stream.peek(CHUNK)
-    form = _format(path, head)
-    if form == "parquet":
-        yield from parquet_rows(path, stream, size)
-    elif form == "database":
-        yield from database_rows(path, stream, size)
-    elif form == "arrow":
-        yield from arrow_rows(path, stream, raw)
-    elif b"\0" in head:
-        # Such a file may be a single line of any length.
-        raise RecordError(f"{path} holds binary data: give text, JSON, Parquet or a SQLite database of llm")
-    elif form == "lines":
-        yield from line_rows(stream, raw)
-    elif form == "json":
-        yield from json_rows(path, stream, raw, size)
-    elif form == "log":
-        yield from log_rows(path, stream, raw)
-    elif text_lines:
-        yield from _text_lines(stream, raw)
-    else:
-        yield from _text_row(path, stream.read(), size)
-
-
 def _format(path: Path, head: bytes) -> str:
     for magic, form in MAGIC.items():
         if head.startswith(magic):
@@ -85,15 +67,15 @@ def _format(path: Path, head: bytes) -> str:
     return "json" if first in (b"[", b"{") else "text"
 
 
-def _text_row(path: Path, data: bytes, size: int) -> Iterator[Row]:
+def _text_row(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     try:
-        if (text := decoded(data)).strip():
-            yield Row("", text, size)
+        if (text := decoded(stream.read())).strip():
+            yield Row("", text, raw.size)
     except RowError as fault:
-        raise RecordError(f"{path} is {fault}: convert it to UTF-8 text, or leave it out") from None
+        raise RecordError(f"{raw.path} is {fault}: convert it to UTF-8 text, or leave it out") from None
 
 
-def _text_lines(stream: io.BufferedReader, raw: CountedFile) -> Iterator[Row]:
+def _text_lines(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     for number, line in enumerate(stream, start=1):
         try:
             value: str | RowError = decoded(line).removesuffix("\n").removesuffix("\r")
@@ -101,3 +83,15 @@ def _text_lines(stream: io.BufferedReader, raw: CountedFile) -> Iterator[Row]:
             value = fault
         if isinstance(value, RowError) or value.strip():
             yield Row(f":{number}", value, raw.count, number)
+
+
+READERS: dict[str, Callable[[CountedFile, io.BufferedReader], Iterator[Row]]] = {
+    "json": json_rows,
+    "lines": line_rows,
+    "text": _text_row,
+    "text lines": _text_lines,
+    "log": log_rows,
+    "parquet": parquet_rows,
+    "database": database_rows,
+    "arrow": arrow_rows,
+}

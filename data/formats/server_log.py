@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import RecordError
@@ -35,7 +34,7 @@ def is_server_log(head: bytes) -> bool:
     return any(PREFIX.match(line.decode(errors="replace")) and _is_body(value_of_line(line)) for line in lines)
 
 
-def log_rows(path: Path, stream: io.BufferedReader, raw: CountedFile) -> Iterator[Row]:
+def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     """A row for each request; its value has a ``request``, a ``response`` or both, or is the JSON of the line."""
     logs = (VllmLog(), LlamaServerLog())
     found = False
@@ -49,7 +48,7 @@ def log_rows(path: Path, stream: io.BufferedReader, raw: CountedFile) -> Iterato
             yield Row(f":{number}", value, raw.count, number)
     if not found:
         raise RecordError(
-            f"{path} is a log without the bodies of requests: start vLLM with --enable-log-requests and "
+            f"{raw.path} is a log without the bodies of requests: start vLLM with --enable-log-requests and "
             "--enable-log-outputs at VLLM_LOGGING_LEVEL=DEBUG, llama-server with --verbose, or name a text file .txt"
         )
 

@@ -30,25 +30,25 @@ def on_disk(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Path, str]]
         yield file, scratch
 
 
-def parquet_rows(path: Path, stream: io.BufferedReader, size: int) -> Iterator[Row]:
+def parquet_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     try:
         from datasets import Dataset
         from pyarrow import parquet
     except ImportError:
-        raise RecordError(f"{path} is a Parquet file, which the library datasets reads: install datasets") from None
-    with on_disk(path, stream) as (file, scratch):
+        raise RecordError(f"{raw.path} is a Parquet file, which the library datasets reads: install datasets") from None
+    with on_disk(raw.path, stream) as (file, scratch):
         place = glob.escape(os.path.abspath(file))
         try:
             count = parquet.read_metadata(file).num_rows
             # load_dataset would contact a server first, and leave a lock per file in the user's cache.
             rows = Dataset.from_parquet(place, cache_dir=scratch, streaming=True)
             for index, row in enumerate(rows):
-                yield Row(f"[{index}]", row, size * (index + 1) // count, index + 1)
+                yield Row(f"[{index}]", row, raw.size * (index + 1) // count, index + 1)
         except Exception as error:  # pyarrow, fsspec and datasets raise errors of many classes
-            raise RecordError(f"{path} cannot be read as Parquet ({reason_of(error)}): fetch it again") from None
+            raise RecordError(f"{raw.path} cannot be read as Parquet ({reason_of(error)}): fetch it again") from None
 
 
-def arrow_rows(path: Path, stream: io.BufferedReader, raw: CountedFile) -> Iterator[Row]:
+def arrow_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     from pyarrow import ArrowException, ipc
 
     index = 0
@@ -59,4 +59,4 @@ def arrow_rows(path: Path, stream: io.BufferedReader, raw: CountedFile) -> Itera
                     yield Row(f"[{index}]", row, raw.count, index + 1)
                     index += 1
     except (ArrowException, OSError) as error:
-        raise RecordError(f"{path} cannot be read as Arrow ({reason_of(error)}): fetch it again") from None
+        raise RecordError(f"{raw.path} cannot be read as Arrow ({reason_of(error)}): fetch it again") from None

@@ -11,19 +11,25 @@ import json
 import os
 import re
 import secrets
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import StoreError
-from hdtool.data.files.atomic_write import to_disk
-from hdtool.data.files.locking import exclusive, foreign_lock
+from hdtool.data.files.locking import exclusive
 from hdtool.data.stores.manifest import LARGEST_VOCABULARY, TokenizerFingerprint
 from hdtool.data.stores.manifest_fields import mapping_of, number_of, text_of
-from hdtool.data.stores.store_files import HISTORY, LOCK, MANIFEST, create, is_regular, printable
+from hdtool.data.stores.store_files import (
+    HISTORY,
+    LOCK,
+    MANIFEST,
+    NEW_MANIFEST,
+    is_regular,
+    manifest_bytes,
+    printable,
+    refuse_other_files,
+)
 
 FORMAT = 1
 ANSWERS = "answers"
@@ -35,11 +41,10 @@ LOCK_ENDING = "-lock"
 DIGITS = re.compile("[0-9a-f]{8}")
 LARGEST_BYTES = 1 << 33
 """Places of the ring have numbers below 2**31."""
-WAITS, PAUSE = 500, 0.02
-"""How often, and in how many seconds, the lock of a folder is tried again."""
+LONGEST_WAIT = 10
+"""Seconds, for the lock of a folder."""
 
 _OURS = re.compile("|".join(rf"{part}-[0-9a-f]{{8}}\.{ending}({LOCK_ENDING})?" for part, ending in FILES.items()))
-_TEMPORARY = re.compile(re.escape(MANIFEST) + "-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,7 @@ def read_history_manifest(folder: Path) -> HistoryManifest:
     """The manifest of a history store; anything else there raises a ``StoreError``."""
     path = folder / MANIFEST
     try:
-        if path.exists() and not path.is_file():
-            raise StoreError(f"{path} is not a file: name the folder of a history store")
-        row = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreError(f"{folder} holds no history store: name the folder of one") from None
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror or error}): correct the permissions") from None
+        row = json.loads(manifest_bytes(folder, "history store", "name the folder of one"))
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} cannot be read ({error}): {_advice(folder)}") from None
     kind, form = (row.get("kind"), row.get("format")) if isinstance(row, dict) else (None, None)
@@ -147,36 +146,15 @@ def require_history(
         )
 
 
-def write_history_manifest(folder: Path, manifest: HistoryManifest) -> None:
-    """Replace the manifest in one step."""
-    new = folder / f"{MANIFEST}-{manifest.build}"
-    try:
-        new.unlink(missing_ok=True)  # of a process that was killed; the caller holds the lock
-        create(new)
-        with open(new, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(json.dumps(manifest.to_json(), indent=1, ensure_ascii=False) + "\n")
-        to_disk(new)
-        new.replace(folder / MANIFEST)
-        to_disk(folder)
-    finally:
-        new.unlink(missing_ok=True)
-
-
 def is_new(folder: Path) -> bool:
     """Whether a history store may be created in a folder; other files there are a ``StoreError``."""
     if not os.path.lexists(folder):
         return True
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder, one is needed: choose another place")
-    names = sorted(os.listdir(folder))
-    if MANIFEST in names:
+    if MANIFEST in os.listdir(folder):
         return False
-    for name in names:
-        if not _is_ours(folder / name):
-            raise StoreError(
-                f"{folder} holds no history store, but other files, such as {printable(name)}: "
-                "choose an empty or a new folder"
-            )
+    refuse_other_files(folder, "history store", _OURS)
     return True
 
 
@@ -194,27 +172,11 @@ def sweep_history(folder: Path, manifest: HistoryManifest) -> None:
 def leftovers(folder: Path, manifest: HistoryManifest) -> list[Path]:
     """The files of a history store that its manifest does not name."""
     others = (name for name in os.listdir(folder) if _OURS.fullmatch(name) and manifest.build not in name)
-    names = (*others, *(name for name in os.listdir(folder) if _TEMPORARY.fullmatch(name)))
+    names = (*others, *(name for name in os.listdir(folder) if NEW_MANIFEST.fullmatch(name)))
     return [folder / name for name in names if is_regular(folder / name)]
 
 
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> AbstractContextManager[None]:
     """Hold the lock of a folder, for making files anew; wait for another holder."""
     busy = StoreError(f"another command makes the history store {folder} anew: wait for it")
-    with ExitStack() as held:
-        for attempt in range(1, WAITS + 1):
-            try:
-                held.enter_context(exclusive(folder / LOCK, busy))
-                break
-            except StoreError as error:
-                if error is not busy or attempt == WAITS:
-                    raise
-                time.sleep(PAUSE)
-        yield
-
-
-def _is_ours(path: Path) -> bool:
-    if path.name == LOCK:
-        return foreign_lock(path) is None
-    return bool(_OURS.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)) and is_regular(path)
+    return exclusive(folder / LOCK, busy, seconds=LONGEST_WAIT)

@@ -41,8 +41,10 @@ from hdtool.data.stores.store_files import (
     create,
     delete_leftovers,
     holds_manifest,
+    manifest_bytes,
     part_name,
     printable,
+    write_manifest,
 )
 
 __all__ = [
@@ -108,16 +110,11 @@ class StoreBuild:
         sources = tuple(replace(share, name=recorded_name(share.name)) for share in manifest.sources)
         model = manifest.model and replace(manifest.model, name=recorded_name(manifest.model.name))
         whole = replace(manifest, files=files, sources=sources, model=model)
-        text = json.dumps(whole.to_json(), indent=1, ensure_ascii=False) + "\n"
-        _parsed(self.folder, text.encode(), check=False)  # check that it can be read
-        new = self.folder / f"{MANIFEST}-{self._digits}"
-        with open(new, "x", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-        to_disk(new)
+        row = whole.to_json()
+        _parsed(self.folder, json.dumps(row).encode(), check=False)  # check that it can be read
         if os.path.lexists(self.folder / MANIFEST) and not holds_manifest(self.folder):
             raise StoreError(f"{self.folder / MANIFEST} was written by another program meanwhile: choose another place")
-        new.replace(self.folder / MANIFEST)
-        to_disk(self.folder)
+        write_manifest(self.folder, self._digits, row)
         return whole
 
 
@@ -201,25 +198,13 @@ def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = Tru
     ``read`` opens files and raises a ``StoreError`` if it cannot.
     """
     for _ in range(OPENINGS):
-        text = _manifest_bytes(folder)
+        text = manifest_bytes(folder)
         try:
             return read(_parsed(folder, text, check=check))
         except StoreError:
-            if _manifest_bytes(folder) == text:
+            if manifest_bytes(folder) == text:
                 raise
     raise StoreError(f"{folder} was replaced {OPENINGS} times while it was opened: wait for the builds to end")
-
-
-def _manifest_bytes(folder: Path) -> bytes:
-    path = folder / MANIFEST
-    try:
-        if path.exists() and not path.is_file():  # opening a pipe would block
-            raise StoreError(f"{path} is not a file: name the folder of a store")
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreError(f"{folder} holds no store: build one, or name the folder of one") from None
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror or error}): correct the permissions") from None
 
 
 def _parsed(folder: Path, text: bytes, *, check: bool) -> Manifest:

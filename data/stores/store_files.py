@@ -1,4 +1,4 @@
-"""The files of a store by name: which names hdtool gives, what it may delete, and where a build may go.
+"""The files of a store: their names, the manifest, which of them hdtool may delete, and where a build may go.
 
 A folder may hold other people's files beside a store. Only regular files whose names have the form that
 a build gives are ever deleted, and a folder that holds other files and no store is no place for a build.
@@ -13,8 +13,10 @@ import stat
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hdtool.data.errors import StoreError, worded
+from hdtool.data.files.atomic_write import to_disk
 from hdtool.data.files.locking import foreign_lock
 
 MANIFEST = "manifest.json"
@@ -53,7 +55,8 @@ FIELDS_OF_OURS = 5
 _BUILD = "[0-9a-f]{8}"
 """Eight hexadecimal digits, drawn for each build."""
 _PART = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in ENDINGS.items()))
-_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
+NEW_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
+"""Names of manifests that are not in their place yet."""
 
 
 def part_name(part: str, build: str) -> str:
@@ -73,11 +76,38 @@ def create(path: Path) -> None:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
 
+def manifest_bytes(folder: Path, needed: str = "store", advice: str = "build one, or name the folder of one") -> bytes:
+    """The content of the manifest in a folder; raises a ``StoreError`` if it has none."""
+    path = folder / MANIFEST
+    try:
+        if path.exists() and not path.is_file():  # opening a pipe would block
+            raise StoreError(f"{path} is not a file: name the folder of a {needed}")
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreError(f"{folder} holds no {needed}: {advice}") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}): correct the permissions") from None
+
+
+def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
+    """Replace the manifest in a folder in one step; the caller holds the lock of the folder."""
+    new = folder / f"{MANIFEST}-{build}"
+    new.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        with open(new, "x", encoding="utf-8", newline="\n") as stream:
+            stream.write(json.dumps(row, indent=1, ensure_ascii=False) + "\n")
+        to_disk(new)
+        new.replace(folder / MANIFEST)
+        to_disk(folder)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
     """Delete the files of all builds but those named ``kept``."""
     for name in os.listdir(folder):
         path = folder / name
-        if name not in kept and (_PART.fullmatch(name) or _MANIFEST.fullmatch(name)) and is_regular(path):
+        if name not in kept and (_PART.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path):
             # Where an open file cannot be deleted, a later build deletes it.
             with suppress(FileNotFoundError, PermissionError):
                 path.unlink()
@@ -89,13 +119,8 @@ def check_destination(folder: Path) -> None:
         if folder.is_dir():
             if holds_history(folder):
                 raise StoreError(f"{folder} holds a history store, which no build replaces: choose another place")
-            names = sorted(os.listdir(folder))
-            other = [] if holds_manifest(folder) else [name for name in names if not _is_ours(folder / name)]
-            if other:
-                raise StoreError(
-                    f"{folder} holds no store, but other files, such as {printable(other[0])}: "
-                    "choose an empty or a new folder"
-                )
+            if not holds_manifest(folder):
+                refuse_other_files(folder, "store", _PART)
         elif os.path.lexists(folder):
             found = "a file" if folder.exists() else "a link to a place that does not exist"
             raise StoreError(f"{folder} is {found}, a folder is needed: choose another place")
@@ -132,10 +157,16 @@ def printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
 
 
-def _is_ours(path: Path) -> bool:
-    if path.name == LOCK:
-        return foreign_lock(path) is None
-    return bool(_PART.fullmatch(path.name) or _MANIFEST.fullmatch(path.name)) and is_regular(path)
+def refuse_other_files(folder: Path, needed: str, parts: re.Pattern[str]) -> None:
+    """Raise if a folder holds more than its lock, new manifests, and parts whose names have this form."""
+    for name in sorted(os.listdir(folder)):
+        path = folder / name
+        is_own = (parts.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path)
+        if not is_own and (name != LOCK or foreign_lock(path)):
+            raise StoreError(
+                f"{folder} holds no {needed}, but other files, such as {printable(name)}: "
+                "choose an empty or a new folder"
+            )
 
 
 def is_regular(path: Path) -> bool:

@@ -137,7 +137,7 @@ def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: py
     whole(store, size)
     other.refresh()
     with monkeypatch.context() as patched:
-        patched.setattr(history_files, "write_history_manifest", no_room)
+        patched.setattr(history_files, "write_manifest", no_room)
         with pytest.warns(RuntimeWarning, match="is not kept on the disk"):
             assert not store.append([9] * 600, [])
     whole(opened(tmp_path), size)
@@ -688,7 +688,7 @@ def test_a_drop_that_fails_leaves_the_store_as_it_was(tmp_path: Path, monkeypatc
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(history_files, "write_history_manifest", fail)
+    monkeypatch.setattr(history_files, "write_manifest", fail)
     with pytest.raises(StoreError, match="cannot be written"):
         drop_conversations(tmp_path, source="secret")
     assert sorted(path.name for path in tmp_path.iterdir()) == before

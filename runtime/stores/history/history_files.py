@@ -30,10 +30,9 @@ from hdtool.data.stores.history_manifest import (
     read_history_manifest,
     stamp_of,
     sweep_history,
-    write_history_manifest,
 )
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store_files import MANIFEST, create
+from hdtool.data.stores.store_files import MANIFEST, create, write_manifest
 from hdtool.runtime.stores.history.history_records import Conversation, Records, State
 from hdtool.runtime.stores.history.history_ring import HistoryRing, create_ring
 
@@ -141,7 +140,7 @@ def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
         old.ring.lengthen(size)
         for part in ("ring", "chains"):
             to_disk(old.manifest.path(folder, part))
-        write_history_manifest(folder, replace(old.manifest, size=size))
+        write_manifest(folder, old.manifest.build, replace(old.manifest, size=size).to_json())
 
 
 def make_anew(
@@ -181,7 +180,7 @@ def _write(folder: Path, manifest: HistoryManifest, old: HistoryRing | None, kep
         Records.created(path, most_places(manifest.most_bytes), State(end, len(moved)), moved)
         for part in ("ring", "chains"):
             to_disk(manifest.path(folder, part))
-        write_history_manifest(folder, manifest)
+        write_manifest(folder, manifest.build, manifest.to_json())
     except BaseException:
         for part in FILES:
             for ending in ("", LOCK_ENDING):
