@@ -73,19 +73,17 @@ class Continuations(NamedTuple):
 class CorpusIndex(Pinned):
     """An index opened for lookups; its files are mapped, read only where they are touched."""
 
-    def __init__(self, folder: Path, tokenizer: TokenizerFingerprint | None = None) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
+    ) -> None:
+        """``manifest`` is that of the folder, if it was read already."""
         self.folder = folder
-        read_store(folder, lambda manifest: self._open(manifest, tokenizer))
+        if manifest:
+            self._open(manifest, tokenizer)
+        else:
+            read_store(folder, lambda found: self._open(found, tokenizer))
 
-    @classmethod
-    def of(cls, folder: Path, manifest: Manifest) -> CorpusIndex:
-        """The index with this manifest, which was read already."""
-        index = cls.__new__(cls)
-        index.folder = folder
-        index._open(manifest)
-        return index
-
-    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None = None) -> None:
+    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None) -> None:
         require(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.end = manifest.tokenizer.vocab_size

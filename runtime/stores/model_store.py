@@ -69,19 +69,17 @@ class Entry(NamedTuple):
 class ModelStore(Pinned):
     """A store opened for lookups; its files are mapped, read only where they are touched."""
 
-    def __init__(self, folder: Path, tokenizer: TokenizerFingerprint | None = None) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
+    ) -> None:
+        """``manifest`` is that of the folder, if it was read already."""
         self.folder = folder
-        read_store(folder, lambda manifest: self._open(manifest, tokenizer))
+        if manifest:
+            self._open(manifest, tokenizer)
+        else:
+            read_store(folder, lambda found: self._open(found, tokenizer))
 
-    @classmethod
-    def of(cls, folder: Path, manifest: Manifest) -> ModelStore:
-        """The store with this manifest, which was read already."""
-        store = cls.__new__(cls)
-        store.folder = folder
-        store._open(manifest)
-        return store
-
-    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None = None) -> None:
+    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None) -> None:
         require(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.vocabulary = manifest.tokenizer.vocab_size
