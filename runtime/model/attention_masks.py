@@ -31,15 +31,13 @@ class AttentionWindow:
         """Whether a context of ``length`` tokens lies in the window as a whole."""
         return (self.window is None or length <= self.window) and (self.chunk is None or length <= self.chunk)
 
-    def allows(self, query: npt.NDArray[np.int64], key: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which key positions are in the window of which query positions, whatever the tree."""
-        query, key = query[:, None], key[None, :]
-        allowed = np.ones((query.shape[0], key.shape[1]), np.bool_)
+    def visible(self, related: Any, query: Any, key: Any) -> Any:
+        """Which ``related`` key positions are in the window of which query positions, as arrays or tensors."""
         if self.window is not None:
-            allowed &= key > query - self.window
+            related = related & (key > query[:, None] - self.window)
         if self.chunk is not None:
-            allowed &= key // self.chunk == query // self.chunk
-        return allowed
+            related = related & (key // self.chunk == query[:, None] // self.chunk)
+        return related
 
 
 FULL = "full_attention"
@@ -107,7 +105,7 @@ def continuation_mask(
     new = positions[length:]
     masks = {}
     for window in windows:
-        hidden = torch.from_numpy(~(window.allows(new, positions) & (positions <= new[:, None]))).to(device)
+        hidden = torch.from_numpy(~window.visible(positions <= new[:, None], new, positions)).to(device)
         mask = torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=device)
         masks[window.kind] = mask.masked_fill_(hidden, torch.finfo(dtype).min)
     return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -170,11 +168,7 @@ def device_mask(
     mask_value = torch.finfo(dtype).min
     masks = {}
     for window in windows:
-        visible = related
-        if window.window is not None:
-            visible = visible & (column_positions > positions[:, None] - window.window)
-        if window.chunk is not None:
-            visible = visible & (column_positions // window.chunk == positions[:, None] // window.chunk)
+        visible = window.visible(related, positions, column_positions)
         mask = torch.zeros((1, 1, rows, extent), dtype=dtype, device=length.device)
         masks[window.kind] = mask.masked_fill_(~visible, mask_value)
     return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -188,7 +182,7 @@ def _additive(
         visible = np.ones((rows, length + rows), np.bool_)
         visible[:, length:] = tree.ancestor_mask
         positions = length + tree.depths
-        visible &= window.allows(positions, np.concatenate([np.arange(length), positions]))
+        visible = window.visible(visible, positions, np.concatenate([np.arange(length), positions]))
         hidden = torch.from_numpy(~visible).to(device)
         return torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=device).masked_fill_(hidden, mask_value)
     if dtype == torch.float32 and device.type == "cpu":
