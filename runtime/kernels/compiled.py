@@ -12,10 +12,15 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import numba
+import numpy.typing as npt
 from numba import types
 from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Array = npt.NDArray[Any]
+"""An array for compiled code, which finds the type of its numbers by itself."""
+Ints = Array
+"""The same, where they are integers of any width."""
 
 # Only function pointers need a wrapper for C. numba's types lack this option.
 _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 
 LANES = 16
 """Width of a vector comparison."""
@@ -21,8 +21,6 @@ MOST_LEVELS = 8
 COMPARABLE = torch.float32, torch.float64
 """Logits of other dtypes are converted to float32: NumPy has no bfloat16."""
 NO_TOKEN, NO_LOGIT = -1, -np.inf
-
-Array = npt.NDArray[Any]
 
 
 class Logits(torch.Tensor):

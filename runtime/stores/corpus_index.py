@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import token_type
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store, require
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.stores.mapped_file import documents_of, mapped_part
 from hdtool.runtime.stores.suffix_search import (
@@ -27,7 +27,6 @@ from hdtool.runtime.stores.suffix_search import (
     SUFFIXES,
     TOKEN,
     TOKENS,
-    Ints,
     ShardPlace,
     Shards,
     find_longest,

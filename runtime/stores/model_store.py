@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store, require
+from hdtool.runtime.kernels.compiled import Ints as Ints
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
@@ -48,8 +48,6 @@ MODEL = np.dtype(
     ],
     align=True,
 )
-
-Ints = npt.NDArray[Any]
 
 
 class Entry(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
 from hdtool.runtime.drafters.hierarchy.estimator import expand
@@ -17,7 +16,7 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import add
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
 from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, places_of
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
@@ -29,8 +28,6 @@ WORTH_ADDING = 0.3
 FIRST_ANSWER = 1 << 10
 """Lower numbers are left to the drafter that the requests share."""
 TABLE_AT, LANE_AT = Memory._fields.index("table"), Memory._fields.index("lane")
-
-Ints = npt.NDArray[Any]
 
 
 class Requests(NamedTuple):

@@ -11,15 +11,13 @@ import mmap
 import os
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.history_manifest import HistoryManifest
 from hdtool.data.stores.store_files import create
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.history.token_log import (
     BEFORE,
     BLOCK,
@@ -44,8 +42,6 @@ ALLOCATED = 1 << 16
 ZEROS = 1 << 20
 PLACE = 8
 CHAIN = 4
-
-Ints = npt.NDArray[Any]
 
 
 class HistoryRing:

@@ -18,12 +18,12 @@ from shutil import disk_usage
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.history_manifest import ANSWERS, read_history_manifest, require_history, stamp_of
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import MANIFEST
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.stores.history.history_files import (
     MOST_BYTES,
@@ -61,8 +61,6 @@ CHECKED = 1.0
 """Seconds after which the free room is looked up again."""
 ATTEMPTS = 100
 """How often an append begins anew because room was made or the store was replaced."""
-
-Ints = npt.NDArray[Any]
 
 
 class HistoryStore(Pinned):

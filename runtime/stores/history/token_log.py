@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.model_store import mixed
@@ -57,8 +56,6 @@ LANE = np.dtype(
     ],
     align=True,
 )
-
-Ints = npt.NDArray[Any]
 
 
 class TokenLog(Pinned):
