@@ -13,7 +13,7 @@ from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.fused.elementwise import copy_numbers, exponentiate
-from hdtool.runtime.kernels.fused.vectors import VECTOR, FloatCode
+from hdtool.runtime.kernels.fused.vectors import FloatCode
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, LANES
@@ -71,12 +71,12 @@ def _weighed(queries: int, vectors: int) -> Any:
     ) -> None:
         code = FloatCode(builder)
         places = [
-            [code.at(sums, builder.add(builder.mul(width, INDEX(query)), INDEX(vector * LANES)))]
+            code.at(sums, builder.add(builder.mul(width, INDEX(query)), INDEX(vector * LANES)))
             for query in range(queries)
             for vector in range(vectors)
         ]
         kept = [code.at(totals, INDEX(query)) for query in range(queries)]
-        first = [*(code.read(place) for (place,) in places), *(code.read(place, FLOAT) for place in kept)]
+        first = [*map(code.read, places), *(code.read(place, FLOAT) for place in kept)]
 
         def add(index: Any, carried: list[Any]) -> list[Any]:
             row = code.at(values, builder.mul(index, width))
@@ -92,9 +92,7 @@ def _weighed(queries: int, vectors: int) -> Any:
             return [*added, *summed]
 
         found = code.loop(count, first, add, 1)
-        for value, (place,) in zip(found, places, strict=False):
-            code.store(value, place)
-        for value, place in zip(found[queries * vectors :], kept, strict=True):
+        for value, place in zip(found, [*places, *kept], strict=True):
             code.store(value, place)
 
     return add_weighed
@@ -116,7 +114,6 @@ def _divide(builder: Any, sums: Any, width: Any, total: Any, written: Any) -> No
 _four_wide, _one_wide = _weighed(4, 4), _weighed(1, 4)
 _four_narrow, _one_narrow = _weighed(4, 1), _weighed(1, 1)
 WIDE = 4 * LANES
-assert VECTOR.count == LANES
 
 
 @compiled

@@ -8,7 +8,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
-from hdtool.runtime.kernels.fused.vectors import VECTOR, FloatCode
+from hdtool.runtime.kernels.fused.vectors import FloatCode
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.vector_code import FLOAT, LANES
@@ -99,7 +99,6 @@ def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written
 
 ROTATED = LANES // 2
 """Numbers that are rotated at once: the width of a head is a multiple of the lanes of a vector, half of it of this."""
-assert VECTOR.count == LANES
 
 
 @compiled

@@ -65,14 +65,12 @@ def _store(builder: Any, value: Any, address: Any) -> None:
 
 def _largest(code: IntegerCode, vectors: list[Any]) -> Any:
     """The largest absolute number."""
-    found, *others = [code.call(f"llvm.fabs.v{PANEL_ROWS}f32", FLOATS, vector) for vector in vectors]
-    for other in others:
-        found = _larger(code, found, other)
-    return code.folded(found, lambda low, high: _larger(code, low, high))
 
+    def larger(first: Any, second: Any) -> Any:
+        return code.builder.select(code.builder.fcmp_ordered(">", first, second), first, second)
 
-def _larger(code: IntegerCode, first: Any, second: Any) -> Any:
-    return code.builder.select(code.builder.fcmp_ordered(">", first, second), first, second)
+    found = reduce(larger, [code.call(f"llvm.fabs.v{PANEL_ROWS}f32", FLOATS, vector) for vector in vectors])
+    return code.folded(found, larger)
 
 
 def _zero_or_nan(code: IntegerCode, vectors: list[Any]) -> Any:

@@ -72,10 +72,6 @@ class TokenLog(Pinned):
         """Places in use."""
         return min(int(self._end[0]), len(self._places))
 
-    @property
-    def nbytes(self) -> int:
-        return self._places.nbytes + self._heads.nbytes + self._owners.nbytes
-
     def lane(self) -> Ints:
         """A record with which one answer after another is appended."""
         return np.zeros(1, LANE)
