@@ -151,10 +151,8 @@ def _fold(values: Array, highest: Array) -> None:
     """The maxima of the columns of each part, read as a matrix of ``FOLD`` rows and ``LANES`` columns."""
     whole = len(values) // BLOCK
     for number in range(whole):
-        part, maxima_of_block = (
-            values[number * BLOCK : (number + 1) * BLOCK],
-            highest[number * LANES : (number + 1) * LANES],
-        )
+        part = values[number * BLOCK : (number + 1) * BLOCK]
+        maxima_of_block = highest[number * LANES : (number + 1) * LANES]
         # Written so that the compiler vectorizes over the lanes; NaN never compares as higher.
         for lane in range(LANES):
             most = np.float32(NO_LOGIT)

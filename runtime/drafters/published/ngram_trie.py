@@ -201,11 +201,8 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
                 place = size if size < most else size - 1
                 size = min(size + 1, most)
                 while place > 0 and counts[place - 1] < count:
-                    nodes[place], counts[place], lengths[place] = (
-                        nodes[place - 1],
-                        counts[place - 1],
-                        lengths[place - 1],
-                    )
+                    nodes[place], counts[place] = nodes[place - 1], counts[place - 1]
+                    lengths[place] = lengths[place - 1]
                     place -= 1
                 nodes[place], counts[place], lengths[place] = child, count, depth
                 waiting[written], depths[written] = child, depth

@@ -49,10 +49,8 @@ class Requests(NamedTuple):
 
 def no_requests(most: int, shards: int, *, history: bool = False) -> Requests:
     """Empty state for ``most`` requests."""
-    tails, places = (
-        np.full((most, LONGEST_MATCH), -1, np.int64),
-        np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64),
-    )
+    tails = np.full((most, LONGEST_MATCH), -1, np.int64)
+    places = np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64)
     lanes = np.zeros(most, LANE)
     lanes_at = lanes.ctypes.data + np.arange(most, dtype=np.int64) * LANE.itemsize
     answers = np.full(1, FIRST_ANSWER if history else 0, np.int64)
