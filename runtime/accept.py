@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of, readable
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.topk import known_argmax
 from hdtool.runtime.sampling.sampler import NOT_FINITE, Mask, Sampler
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree, child_of
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Stats:
     """The rows of ``drafted``, ``accepted`` and ``hits``."""
     _uncounted: list[tuple[npt.NDArray[np.uint8], list[int]]] = field(default_factory=list)
     """The sources and the path of each of the last steps: they are counted when somebody asks, or there are many."""
-    source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: _by_source().astype(np.float64))
+    source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SourceName)))
 
     def add(self, step: Step) -> None:
         self.tokens += len(step.tokens)
@@ -154,7 +154,3 @@ class Stats:
 
     def _per_step(self, seconds: float) -> float:
         return seconds / self.steps if self.steps else 0.0
-
-
-def _by_source() -> npt.NDArray[np.int64]:
-    return np.zeros(len(SourceName), np.int64)

@@ -90,9 +90,8 @@ class _ChosenSize:
     def __init__(self, overhead: float, step: Callable[[], int]) -> None:
         """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step."""
         self._overhead, self._step = overhead, step
-        best_size(
-            gains(np.empty(0)), EXACT, EXACT, EACH, ALL, overhead
-        )  # compiles it, or loads it, before the first step
+        # Compiled, or loaded, before the first step.
+        best_size(gains(np.empty(0)), EXACT, EXACT, EACH, ALL, overhead)
         self._most = LARGEST_BUDGET
         self._pause = 0
         self._paused_until = 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[Any]
+from hdtool.runtime.kernels.compiled import Ints
 
 
 class GrowingContext:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
@@ -21,7 +20,7 @@ from hdtool.runtime.drafters.growing_context import GrowingContext
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import MOST_CANDIDATES
 from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import for_topk, topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
@@ -40,8 +39,6 @@ CANDIDATE_KINDS = LONGEST
 """The first kind of candidates."""
 
 NO_KINDS = np.empty(0, np.int64)
-
-Ints = npt.NDArray[Any]
 
 
 class LogitSpec:

@@ -17,14 +17,11 @@ a part of the draft tree below the root, so a correct guess in it is accepted li
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.tree import ROOT
-
-Ints = npt.NDArray[Any]
 
 
 class Lookahead:

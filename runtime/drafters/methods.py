@@ -16,7 +16,6 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Probs, SharedBudget
 from hdtool.runtime.config import HOME, NEED_HEADS, DecodeConfig, PaperConfig
-from hdtool.runtime.config.methods import HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
@@ -115,34 +114,6 @@ def drafter_within(
         note.cancel()
 
 
-def _plain(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    return NoDraft()
-
-
-def _prompt_lookup(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    return PromptLookup()
-
-
-def _lookahead(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    return lookahead_decoding()
-
-
-def _sam(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    return SamDecoding(budget())
-
-
-def _suffix(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    return SuffixDecoding(budget(), remembers=HISTORY_LETTER in config.drafts_from)
-
-
-def _token_recycling(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    return TokenRecycling(budget(), remembers=HISTORY_LETTER in config.drafts_from)
-
-
-def _racer(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    return Racer(budget(), remembers=HISTORY_LETTER in config.drafts_from)
-
-
 def _corpus(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     if not store_set.corpus:
         raise StoreError(
@@ -180,10 +151,6 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
     )
 
 
-def _logitspec(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    return LogitSpec(budget())
-
-
 def _heads(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     assert target is not None
     saved = heads_for(config.method, config.heads, target.model)
@@ -191,19 +158,19 @@ def _heads(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, targe
 
 
 MAKERS: dict[str, Maker] = {
-    "ar": _plain,
-    "pld": _prompt_lookup,
-    "lade": _lookahead,
-    "sam": _sam,
-    "suffix": _suffix,
+    "ar": lambda config, stores, budget, target: NoDraft(),
+    "pld": lambda config, stores, budget, target: PromptLookup(),
+    "lade": lambda config, stores, budget, target: lookahead_decoding(),
+    "sam": lambda config, stores, budget, target: SamDecoding(budget()),
+    "suffix": lambda config, stores, budget, target: SuffixDecoding(budget(), remembers="H" in config.drafts_from),
     "rest": _corpus,
     "hd-paper": _paper,
     "medusa": _heads,
     "amphista": _heads,
     "hd": _hierarchy,
-    "logitspec": _logitspec,
-    "tr": _token_recycling,
-    "racer": _racer,
+    "logitspec": lambda config, stores, budget, target: LogitSpec(budget()),
+    "tr": lambda config, stores, budget, target: TokenRecycling(budget(), remembers="H" in config.drafts_from),
+    "racer": lambda config, stores, budget, target: Racer(budget(), remembers="H" in config.drafts_from),
     "hd+logitspec": _hierarchy,
     "hd+amphista": _hierarchy,
 }

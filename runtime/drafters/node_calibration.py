@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 PRIOR_WEIGHT = 10.0
@@ -16,7 +15,6 @@ PRIOR_WEIGHT = 10.0
 EMA_WINDOW = 200.0
 """Window of the moving averages, in observations: acceptance rates change with the topic."""
 
-Ints = npt.NDArray[Any]
 Probs = npt.NDArray[np.float64]
 
 

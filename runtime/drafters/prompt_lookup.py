@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.growing_context import GrowingContext
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
-
-Ints = npt.NDArray[Any]
 
 
 class PromptLookup:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 
 LENGTH = 4
 """Tokens of a sequence, without the token before it, which is its key."""
 INITIAL_KEYS = 1 << 10
-
-Ints = npt.NDArray[Any]
 
 
 class SequenceTable:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.tree import ROOT
 
 NO_TOKEN = -1
 """Padding after the end of a sequence that is shorter than others."""
-
-Ints = npt.NDArray[Any]
 
 
 class Trie:

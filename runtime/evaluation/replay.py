@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.evaluation.recorded_logits import RecordedLogits
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
-from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, tree_mask
+from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
@@ -120,7 +120,7 @@ def _play_turn(
         return recorded.after(turn.rankings, done, path, nodes) if recorded and turn.rankings else NO_LOGITS
 
     done = 0
-    clock, truth, masks = time.perf_counter, turn.answer, MaskBuffer()
+    clock, truth, masks = time.perf_counter, turn.answer, AttentionMasks(REACHES, torch.float32, CPU)
     drafter.begin(turn.prompt)
     context = [*turn.prompt, truth[0]]
     drafter.observe(Accepted([], truth[:1]), logits([], 0))
@@ -134,7 +134,7 @@ def _play_turn(
         tree = drafter.draft(context)
         if turn.most is not None:
             tree = tree.clipped(turn.most - done - 1)
-        tree_mask(tree, len(context) - 1, REACHES, torch.float32, CPU, masks)
+        masks.of_tree(tree, len(context) - 1, reused=True)
         (len(context) - 1 + tree.depths).tolist()
         drafted = clock()
         accepted = follow(tree, truth[done:])

@@ -24,9 +24,6 @@ class _Holder:
     def __init__(self) -> None:
         self.generator: Generator | None = None
 
-    def __deepcopy__(self, memo: object) -> _Holder:
-        return _Holder()
-
     def __reduce__(self) -> tuple[type[_Holder], tuple[()]]:
         return _Holder, ()
 

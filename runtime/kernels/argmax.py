@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 
 LANES = 64
@@ -26,8 +26,6 @@ INFINITY: dict[torch.dtype, npt.NDArray[Any]] = {
     torch.float16: np.array([0x7C00], np.int16),
 }
 """The bits of infinity in each type, as an integer of its size."""
-
-Array = npt.NDArray[Any]
 
 
 class LogitBits(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic
 
+from hdtool.runtime.kernels.compiled import generated
 from hdtool.runtime.kernels.memory.raw_memory import BYTES
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.packed.registers import Blocks
@@ -151,37 +151,24 @@ def _prefetch(code: VectorCode, ahead: Any, read: Any, outs: int) -> None:
         code.prefetch(code.after(ahead, byte))
 
 
-def _unpack_row(context: Any, matrix: Any, kind: Any, columns: Any, written: Any) -> Any:
+@generated(types.int64, None, types.int64, types.int64)
+def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any) -> None:
     """Write a matrix row as float32 numbers."""
+    code = VectorCode(builder)
+    read = _read(code, kind)
+    first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
 
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        matrix, _, columns, written = arguments
-        code = VectorCode(builder)
-        read = _read(code, kind)
-        first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
+    def write(column: Any, _: list[Any]) -> list[Any]:
+        expand = read.expander(code.after(first, read.offset(column)))
+        for place in range(read.vectors):
+            at = code.after(numbers, builder.add(column, INDEX(place * LANES)))
+            builder.store(expand(place), builder.bitcast(at, code.vector.as_pointer())).align = ITEM_SIZE
+        return []
 
-        def write(column: Any, _: list[Any]) -> list[Any]:
-            expand = read.expander(code.after(first, read.offset(column)))
-            for place in range(read.vectors):
-                at = code.after(numbers, builder.add(column, INDEX(place * LANES)))
-                builder.store(expand(place), builder.bitcast(at, code.vector.as_pointer())).align = ITEM_SIZE
-            return []
-
-        code.loop(columns, [], write, read.step)
-        return target.get_dummy_value()
-
-    return types.void(types.int64, kind, types.int64, types.int64), generate
+    code.loop(columns, [], write, read.step)
 
 
-def _block_numbers(context: Any, kind: Any) -> Any:
+@generated(None, returns=types.int64)
+def block_numbers(builder: Any, kind: Any) -> Any:
     """The numbers of a block; 1 for a matrix without blocks."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return INDEX(OF_TYPE[kind].numbers if kind in OF_TYPE else 1)
-
-    return types.int64(kind), generate
-
-
-# Typed as Any, because numba passes the context argument itself.
-unpack_row: Any = intrinsic(_unpack_row)
-block_numbers: Any = intrinsic(_block_numbers)
+    return INDEX(OF_TYPE[kind].numbers if kind in OF_TYPE else 1)

@@ -11,9 +11,8 @@ from typing import Any, cast
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, types
-from numba.extending import intrinsic
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE, block_numbers
 from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS
 from hdtool.runtime.kernels.int8.panel_tiles import panel_bytes
@@ -76,8 +75,9 @@ def _add_bias(bias: int, outs: int, rows: int, outputs: int, first: int, end: in
                 written[row, out] += added[out]
 
 
-def _call(
-    context: Any,
+@generated(types.int64, *[types.int64] * ARGUMENTS)
+def call_at(
+    builder: Any,
     function: Any,
     one: Any,
     two: Any,
@@ -88,15 +88,8 @@ def _call(
     seven: Any,
     first: Any,
     end: Any,
-) -> Any:
+) -> None:
     """Call the function at an address."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [INDEX] * ARGUMENTS)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return target.get_dummy_value()
-
-    return types.void(types.int64, *[types.int64] * ARGUMENTS), generate
-
-
-call_at: Any = intrinsic(_call)
+    kind = ir.FunctionType(ir.VoidType(), [INDEX] * ARGUMENTS)
+    called = builder.inttoptr(function, kind.as_pointer())
+    builder.call(called, [one, two, three, four, five, six, seven, first, end])

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, types
 
-from hdtool.runtime.kernels.gemm_tiles import BFLOAT16 as BFLOAT16
 from hdtool.runtime.kernels.gemm_tiles import (
     FEW_ROWS,
+    FLOAT32,
+    ITEM_SIZE,
     MOST_OUTS,
     MOST_ROWS,
     block_numbers,
@@ -22,9 +23,6 @@ from hdtool.runtime.kernels.gemm_tiles import (
     tile,
     unpack_row,
 )
-from hdtool.runtime.kernels.gemm_tiles import FLOAT16 as FLOAT16
-from hdtool.runtime.kernels.gemm_tiles import FLOAT32 as FLOAT32
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE as ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.tile_choice import by_rows
 from hdtool.runtime.kernels.vector_code import LANES

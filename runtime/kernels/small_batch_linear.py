@@ -18,10 +18,11 @@ from hdtool.runtime.kernels.compact_weight import Stored, in_float32, is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.expanded_linear import BlockwiseLinear
 from hdtool.runtime.kernels.gemm_choice import saved_choice
+from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
 from hdtool.runtime.kernels.memory.output_memory import OutputMemory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.product_address import product_of
-from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, COLUMN_MULTIPLE, FLOAT16, FLOAT32
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.team import multiply_together, team_of
 
 TIMED_ROWS = (1, 4, 16, 64)

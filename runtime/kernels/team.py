@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.product_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, PAUSE, VectorCode
@@ -41,63 +40,35 @@ MULTIPLE = 16
 """Matrix rows of a part are a multiple of it: those of whole panels and tiles."""
 
 
-def _load(context: Any, address: Any) -> Any:
+@generated(types.int64, returns=types.int64)
+def load(builder: Any, address: Any) -> Any:
     """What another thread stored last, and all that it stored before."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(arguments[0], INDEX.as_pointer()), "acquire", WORD_SIZE)
-
-    return types.int64(types.int64), generate
+    return builder.load_atomic(builder.inttoptr(address, INDEX.as_pointer()), "acquire", WORD_SIZE)
 
 
-def _store(context: Any, address: Any, value: Any) -> Any:
+@generated(types.int64, types.int64)
+def store(builder: Any, address: Any, value: Any) -> None:
     """Store a number after all that was stored before."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], INDEX.as_pointer())
-        builder.store_atomic(arguments[1], place, "release", WORD_SIZE)
-        return target.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    builder.store_atomic(value, builder.inttoptr(address, INDEX.as_pointer()), "release", WORD_SIZE)
 
 
-def _increase(context: Any, address: Any) -> Any:
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], INDEX.as_pointer())
-        builder.atomic_rmw("add", place, INDEX(1), "acq_rel")
-        return target.get_dummy_value()
-
-    return types.void(types.int64), generate
+@generated(types.int64)
+def increase(builder: Any, address: Any) -> None:
+    builder.atomic_rmw("add", builder.inttoptr(address, INDEX.as_pointer()), INDEX(1), "acq_rel")
 
 
-def _replace(context: Any, address: Any, old: Any, new: Any) -> Any:
+@generated(types.int64, types.int64, types.int64, returns=types.boolean)
+def replace(builder: Any, address: Any, old: Any, new: Any) -> Any:
     """Store a number if nobody has changed the old one."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], INDEX.as_pointer())
-        pair = builder.cmpxchg(place, arguments[1], arguments[2], "acq_rel", "acquire")
-        return builder.extract_value(pair, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), generate
+    pair = builder.cmpxchg(builder.inttoptr(address, INDEX.as_pointer()), old, new, "acq_rel", "acquire")
+    return builder.extract_value(pair, 1)
 
 
-def _pause(context: Any) -> Any:
+@generated()
+def pause(builder: Any) -> None:
     """Let the other thread of a processor core run for a moment."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if PAUSE:
-            VectorCode(builder).call(PAUSE, ir.VoidType())
-        return target.get_dummy_value()
-
-    return types.void(), generate
-
-
-# Typed as Any, because numba passes the context argument itself.
-load: Any = intrinsic(_load)
-store: Any = intrinsic(_store)
-increase: Any = intrinsic(_increase)
-replace: Any = intrinsic(_replace)
-pause: Any = intrinsic(_pause)
+    if PAUSE:
+        VectorCode(builder).call(PAUSE, ir.VoidType())
 
 
 @compiled

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic
 
+from hdtool.runtime.kernels.compiled import generated
 from hdtool.runtime.kernels.vector_code import INDEX
 
 Tile = Callable[..., None]
@@ -20,22 +20,18 @@ def by_rows(tiles: Mapping[int, Tile]) -> Any:
     All arrays are given by addresses; ``kind`` states the format of the matrix.
     """
 
-    def typed(
-        context: Any, matrix: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, apart: Any, rows: Any
-    ) -> Any:
-        def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            matrix, _, *others, rows = arguments
-            end = builder.append_basic_block("end")
-            switch = builder.switch(rows, end)
-            for number, tile in tiles.items():
-                block = builder.append_basic_block(f"rows_{number}")
-                switch.add_case(INDEX(number), block)
-                builder.position_at_end(block)
-                tile(builder, kind, matrix, *others)
-                builder.branch(end)
-            builder.position_at_end(end)
-            return target.get_dummy_value()
+    @generated(types.int64, None, *[types.int64] * 5)
+    def run(
+        builder: Any, matrix: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, apart: Any, rows: Any
+    ) -> None:
+        end = builder.append_basic_block("end")
+        switch = builder.switch(rows, end)
+        for number, tile in tiles.items():
+            block = builder.append_basic_block(f"rows_{number}")
+            switch.add_case(INDEX(number), block)
+            builder.position_at_end(block)
+            tile(builder, kind, matrix, columns, inputs, outputs, apart)
+            builder.branch(end)
+        builder.position_at_end(end)
 
-        return types.void(types.int64, kind, *[types.int64] * 5), generate
-
-    return intrinsic(typed)
+    return run

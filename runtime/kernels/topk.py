@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 
 LANES = 16
 """Width of a vector comparison."""
@@ -21,8 +21,6 @@ MOST_LEVELS = 8
 COMPARABLE = torch.float32, torch.float64
 """Logits of other dtypes are converted to float32: NumPy has no bfloat16."""
 NO_TOKEN, NO_LOGIT = -1, -np.inf
-
-Array = npt.NDArray[Any]
 
 
 class Logits(torch.Tensor):
@@ -153,10 +151,8 @@ def _fold(values: Array, highest: Array) -> None:
     """The maxima of the columns of each part, read as a matrix of ``FOLD`` rows and ``LANES`` columns."""
     whole = len(values) // BLOCK
     for number in range(whole):
-        part, maxima_of_block = (
-            values[number * BLOCK : (number + 1) * BLOCK],
-            highest[number * LANES : (number + 1) * LANES],
-        )
+        part = values[number * BLOCK : (number + 1) * BLOCK]
+        maxima_of_block = highest[number * LANES : (number + 1) * LANES]
         # Written so that the compiler vectorizes over the lanes; NaN never compares as higher.
         for lane in range(LANES):
             most = np.float32(NO_LOGIT)

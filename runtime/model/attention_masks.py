@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +31,13 @@ class AttentionWindow:
         """Whether a context of ``length`` tokens lies in the window as a whole."""
         return (self.window is None or length <= self.window) and (self.chunk is None or length <= self.chunk)
 
-    def allows(self, query: npt.NDArray[np.int64], key: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which key positions are in the window of which query positions, whatever the tree."""
-        query, key = query[:, None], key[None, :]
-        allowed = np.ones((query.shape[0], key.shape[1]), np.bool_)
+    def visible(self, related: Any, query: Any, key: Any) -> Any:
+        """Which ``related`` key positions are in the window of which query positions, as arrays or tensors."""
         if self.window is not None:
-            allowed &= key > query - self.window
+            related = related & (key > query[:, None] - self.window)
         if self.chunk is not None:
-            allowed &= key // self.chunk == query // self.chunk
-        return allowed
+            related = related & (key // self.chunk == query[:, None] // self.chunk)
+        return related
 
 
 FULL = "full_attention"
@@ -77,126 +75,102 @@ class MaskBuffer:
         return torch.from_numpy(self._values[None, None, :rows, : length + rows])
 
 
-def tree_mask(
-    tree: DraftTree,
-    length: int,
-    windows: list[AttentionWindow],
-    dtype: torch.dtype,
-    device: torch.device,
-    buffer: MaskBuffer | None = None,
-) -> Mask:
-    """The additive mask ``[1, 1, rows, length + rows]`` for the root and the nodes of a tree.
+class AttentionMasks:
+    """The additive masks of a model whose layers have these attention windows.
 
-    A model with one kind of layer gets one mask, a model with several kinds one for each. A mask in ``buffer`` is
-    valid until the buffer's next use.
+    A model with one kind of layer gets one mask, a model with several kinds one for each.
     """
-    if len(windows) == 1 and not len(tree) and windows[0].sees_all(length + 1):
-        return None
-    buffer = buffer or MaskBuffer()
-    if not len(tree) and all(window.sees_all(length + 1) for window in windows):
-        return {window.kind: _no_mask(length, dtype, device) for window in windows}
-    masks = {window.kind: _additive(tree, length, window, dtype, device, buffer) for window in windows}
-    return masks if len(masks) > 1 else next(iter(masks.values()))
 
+    def __init__(self, windows: list[AttentionWindow], dtype: torch.dtype, device: torch.device) -> None:
+        self._windows, self._dtype, self._device = windows, dtype, device
+        self._value = torch.finfo(dtype).min
+        self._is_on_host = dtype == torch.float32 and device.type == "cpu"
+        self._buffer = MaskBuffer()
 
-def continuation_mask(
-    rows: int, length: int, windows: list[AttentionWindow], dtype: torch.dtype, device: torch.device
-) -> Mask:
-    """The causal mask ``[1, 1, rows, length + rows]`` for ``rows`` tokens of a prompt after ``length`` kept ones."""
-    positions = torch.arange(length + rows).numpy()
-    new = positions[length:]
-    masks = {}
-    for window in windows:
-        hidden = torch.from_numpy(~(window.allows(new, positions) & (positions <= new[:, None]))).to(device)
-        mask = torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=device)
-        masks[window.kind] = mask.masked_fill_(hidden, torch.finfo(dtype).min)
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    def of_tree(self, tree: DraftTree, length: int, *, reused: bool = False) -> Mask:
+        """The mask ``[1, 1, rows, length + rows]`` for the root and the nodes of a tree.
 
+        If it may be ``reused``, it is valid until the next such call.
+        """
+        is_bare = not len(tree) and all(window.sees_all(length + 1) for window in self._windows)
+        if is_bare and len(self._windows) == 1:
+            return None
+        if is_bare:
+            hidden = torch.zeros((1, length + 1), dtype=torch.bool)
+            return self._of_each(lambda window: self._hiding(hidden))
+        buffer = self._buffer if reused else MaskBuffer()
+        return self._of_each(lambda window: self._of_window(tree, length, window, buffer))
 
-def batch_mask(
-    trees: Sequence[DraftTree],
-    lengths: Sequence[int],
-    windows: list[AttentionWindow],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Mask:
-    """The mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of different ``lengths``.
+    def of_continuation(self, rows: int, length: int) -> Mask:
+        """The causal mask ``[1, 1, rows, length + rows]`` of ``rows`` tokens of a prompt after ``length`` kept ones."""
+        positions = torch.arange(length + rows).numpy()
+        new = positions[length:]
+        causal = positions <= new[:, None]
+        return self._of_each(lambda window: self._hiding(torch.from_numpy(~window.visible(causal, new, positions))))
 
-    Trees are padded to the size of the largest. The logits of padding are unused, but a row must not be fully
-    masked, so padding attends to the first token.
-    """
-    rows = max(map(len, trees)) + 1
-    mask_value = torch.finfo(dtype).min
-    if (
-        len(windows) == 1
-        and windows[0].sees_all(max(lengths) + rows)
-        and dtype == torch.float32
-        and device.type == "cpu"
-    ):
-        values = np.empty((len(trees), 1, rows, max(lengths) + rows), np.float32)
-        parents = np.concatenate([tree.parents for tree in trees])
-        _fill_batch(values[:, 0], parents, np.array([len(tree) for tree in trees]), np.array(lengths), mask_value)
-        return torch.from_numpy(values)
-    masks, buffer = {}, MaskBuffer()
-    for window in windows:
-        mask = torch.full((len(trees), 1, rows, max(lengths) + rows), mask_value, dtype=dtype, device=device)
-        mask[..., 0] = 0.0
-        for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
-            own = len(tree) + 1
-            mask[slot, :, :own, : length + own] = _additive(tree, length, window, dtype, device, buffer)[0]
-        masks[window.kind] = mask
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
+        """The mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of different ``lengths``.
 
+        Trees are padded to the size of the largest. The logits of padding are unused, but a row must not be fully
+        masked, so padding attends to the first token.
+        """
+        rows = max(map(len, trees)) + 1
+        shape, windows = (len(trees), 1, rows, max(lengths) + rows), self._windows
+        if len(windows) == 1 and windows[0].sees_all(shape[-1]) and self._is_on_host:
+            values = np.empty(shape, np.float32)
+            parents = np.concatenate([tree.parents for tree in trees])
+            _fill_batch(values[:, 0], parents, np.array([len(tree) for tree in trees]), np.array(lengths), self._value)
+            return torch.from_numpy(values)
+        buffer = MaskBuffer()
 
-def device_mask(
-    ancestor_mask: torch.Tensor,
-    positions: torch.Tensor,
-    length: torch.Tensor,
-    extent: int,
-    windows: list[AttentionWindow],
-    dtype: torch.dtype,
-) -> Mask:
-    """The mask ``[1, 1, rows, extent]``, computed on the device from ancestor bit masks.
+        def padded(window: AttentionWindow) -> torch.Tensor:
+            mask = torch.full(shape, self._value, dtype=self._dtype, device=self._device)
+            mask[..., 0] = 0.0
+            for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
+                own = len(tree) + 1
+                mask[slot, :, :own, : length + own] = self._of_window(tree, length, window, buffer)[0]
+            return mask
 
-    Its shape does not depend on the ``length`` of the context. Padding rows attend to the context and the root, so
-    that no row is fully masked.
-    """
-    columns = torch.arange(extent, device=length.device)
-    place = columns - length
-    nodes = (ancestor_mask[:, None] >> (place - 1).clamp(0, LARGEST_TREE - 1)) & 1
-    related = (place <= 0) | ((nodes == 1) & (place <= LARGEST_TREE))
-    rows = len(ancestor_mask)
-    column_positions = torch.where(place < 0, columns, positions[place.clamp(0, rows - 1)])
-    mask_value = torch.finfo(dtype).min
-    masks = {}
-    for window in windows:
-        visible = related
-        if window.window is not None:
-            visible = visible & (column_positions > positions[:, None] - window.window)
-        if window.chunk is not None:
-            visible = visible & (column_positions // window.chunk == positions[:, None] // window.chunk)
-        mask = torch.zeros((1, 1, rows, extent), dtype=dtype, device=length.device)
-        masks[window.kind] = mask.masked_fill_(~visible, mask_value)
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+        return self._of_each(padded)
 
+    def on_device(
+        self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
+    ) -> Mask:
+        """The mask ``[1, 1, rows, extent]``, computed on the device from ancestor bit masks.
 
-def _additive(
-    tree: DraftTree, length: int, window: AttentionWindow, dtype: torch.dtype, device: torch.device, buffer: MaskBuffer
-) -> torch.Tensor:
-    rows, mask_value = len(tree) + 1, torch.finfo(dtype).min
-    if not window.sees_all(length + rows):
-        visible = np.ones((rows, length + rows), np.bool_)
-        visible[:, length:] = tree.ancestor_mask
-        positions = length + tree.depths
-        visible &= window.allows(positions, np.concatenate([np.arange(length), positions]))
-        hidden = torch.from_numpy(~visible).to(device)
-        return torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=device).masked_fill_(hidden, mask_value)
-    if dtype == torch.float32 and device.type == "cpu":
-        return buffer.mask(tree.parents, length, mask_value)
-    # The whole context is visible: only the tree's part of the mask is sent to the device.
-    mask = torch.zeros((1, 1, rows, length + rows), dtype=dtype, device=device)
-    mask.narrow(3, length, rows).masked_fill_(torch.from_numpy(~tree.ancestor_mask).to(device), mask_value)
-    return mask
+        Its shape does not depend on the ``length`` of the context. Padding rows attend to the context and the root, so
+        that no row is fully masked.
+        """
+        columns = torch.arange(extent, device=length.device)
+        place = columns - length
+        nodes = (ancestor_mask[:, None] >> (place - 1).clamp(0, LARGEST_TREE - 1)) & 1
+        related = (place <= 0) | ((nodes == 1) & (place <= LARGEST_TREE))
+        column_positions = torch.where(place < 0, columns, positions[place.clamp(0, len(ancestor_mask) - 1)])
+        return self._of_each(lambda window: self._hiding(~window.visible(related, positions, column_positions)))
+
+    def _of_each(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
+        masks = {window.kind: mask_of(window) for window in self._windows}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _of_window(self, tree: DraftTree, length: int, window: AttentionWindow, buffer: MaskBuffer) -> torch.Tensor:
+        rows = len(tree) + 1
+        if not window.sees_all(length + rows):
+            visible = np.ones((rows, length + rows), np.bool_)
+            visible[:, length:] = tree.ancestor_mask
+            positions = length + tree.depths
+            visible = window.visible(visible, positions, np.concatenate([np.arange(length), positions]))
+            return self._hiding(torch.from_numpy(~visible))
+        if self._is_on_host:
+            return buffer.mask(tree.parents, length, self._value)
+        # The whole context is visible: only the tree's part of the mask is sent to the device.
+        mask = torch.zeros((1, 1, rows, length + rows), dtype=self._dtype, device=self._device)
+        hidden = torch.from_numpy(~tree.ancestor_mask).to(self._device)
+        mask.narrow(3, length, rows).masked_fill_(hidden, self._value)
+        return mask
+
+    def _hiding(self, hidden: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros((1, 1, *hidden.shape), dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(hidden.to(self._device), self._value)
 
 
 @compiled
@@ -235,7 +209,3 @@ def _fill_batch(
         values[slot, :own, :length] = 0.0
         _hide_non_ancestors(values[slot], 0, 0, parents[first : first + sizes[slot]], length, mask_value)
         first += sizes[slot]
-
-
-def _no_mask(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((1, 1, 1, length + 1), dtype=dtype, device=device)

@@ -15,7 +15,7 @@ import torch
 
 from hdtool.runtime.budget.node_budget import PASS_SIZES
 from hdtool.runtime.kernels.topk import Logits
-from hdtool.runtime.model.attention_masks import AttentionWindow, device_mask
+from hdtool.runtime.model.attention_masks import AttentionMasks
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, StaticKVCache, must_move
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.placement import device_of
@@ -35,14 +35,14 @@ class StaticSteps:
     def __init__(
         self,
         model: PreTrainedModel,
-        windows: list[AttentionWindow],
+        masks: AttentionMasks,
         vocabulary: int,
         dtype: torch.dtype,
         capture: Capture,
     ) -> None:
         """``vocabulary`` and ``dtype`` are those of the logits."""
         device = device_of(model)
-        self._model, self._windows, self._capture, self._device = model, windows, capture, device
+        self._model, self._masks, self._capture, self._device = model, masks, capture, device
         self._clock = DeviceClock(device)
         self._input = StepInput(device)
         rows = LARGEST_TREE + 1
@@ -133,7 +133,6 @@ class StaticSteps:
 
     def _captured(self, storage: KVTensors, size: int, extent: int, moves: bool) -> Run:
         inputs = self._input.tensors(size)
-        dtype = self._model.dtype
 
         def run() -> None:
             if moves:
@@ -141,7 +140,7 @@ class StaticSteps:
                 for tensor in storage.tensors:
                     tensor.index_copy_(3, targets, tensor.index_select(3, inputs.moved_from))
             indices = torch.arange(size, device=self._device) + inputs.length
-            mask = device_mask(inputs.ancestor_mask, inputs.positions[0], inputs.length, extent, self._windows, dtype)
+            mask = self._masks.on_device(inputs.ancestor_mask, inputs.positions[0], inputs.length, extent)
             logits = self._model(
                 input_ids=inputs.tokens,
                 position_ids=inputs.positions,

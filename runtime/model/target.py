@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, reason_of
-from hdtool.runtime.model.attention_masks import Mask, MaskBuffer, continuation_mask, tree_mask, windows_of
+from hdtool.runtime.model.attention_masks import AttentionMasks, Mask, windows_of
 from hdtool.runtime.model.cache.answer_lock import AnswerLock
 from hdtool.runtime.model.cache.kept_context import KeptContext
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
@@ -84,7 +84,8 @@ class Target:
         """Tokens of the last prompt whose keys and values were in the cache."""
         self._overflow_noted = False
         self.windows = windows_of(self.config)
-        self._mask_buffer, self._tree_input = MaskBuffer(), TreeInput(self.device)
+        self.masks = AttentionMasks(self.windows, self.dtype, self.device)
+        self._tree_input = TreeInput(self.device)
         self._prefill_options = last_logits_only(model)
         self._pending: list[int] = []
         """Tokens of the last pass that are part of the context without being drafted."""
@@ -240,7 +241,7 @@ class Target:
                 if wait:
                     self.wait()
                 return logits
-        mask = tree_mask(tree, self.length, self.windows, self.dtype, self.device, self._mask_buffer)
+        mask = self.masks.of_tree(tree, self.length, reused=True)
         logits = self.run(*self._tree_input.of(tree, self.length), mask, self._cache, certain=tree.certain)[0]
         self.nodes_of_last_pass = len(tree)
         return logits
@@ -343,7 +344,7 @@ class Target:
         """Read tokens after the ``first`` ones, which ``cache`` holds; the logits ``[1, vocabulary]`` after them."""
         self._check_layers_again()
         cache.length = first
-        mask = continuation_mask(len(piece), first, self.windows, self.dtype, self.device)
+        mask = self.masks.of_continuation(len(piece), first)
         positions = range(first, first + len(piece))
         return self.forward([list(piece)], [positions], mask, cache, **self._prefill_options)[0, -1:]
 
@@ -449,7 +450,7 @@ class Target:
             return self._disable_capture(reason)
         expected = self._two_steps()
         like = expected[0]
-        self._steps = StaticSteps(self.model, self.windows, like.shape[-1], like.dtype, capture)
+        self._steps = StaticSteps(self.model, self.masks, like.shape[-1], like.dtype, capture)
         # The first two are captured, and the next two replay them.
         for found, usual in zip([*self._two_steps(), *self._two_steps()], [*expected, *expected], strict=True):
             if self._steps and (distance := deviation(found, usual, self._rounding)):

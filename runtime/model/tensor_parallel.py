@@ -151,9 +151,7 @@ class LeadingTarget(Target):
         return super().verify(tree)
 
     def recompute(self, root: int) -> torch.Tensor:
-        if not self._group:
-            return super().recompute(root)
-        self._group.broadcast("recompute", root)
+        self._broadcast("recompute", root)
         # The followers verify as part of their own recompute.
         group, self._group = self._group, None
         try:

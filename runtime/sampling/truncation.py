@@ -24,8 +24,6 @@ from hdtool.runtime.kernels.topk import write_topk
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.sampling.exponential_race import ExponentialRace, sample, sample_among
 
-Array = npt.NDArray[Any]
-
 MOST_BY_MAXIMA = 128
 """The largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
 CERTAINLY = 0.999

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import token_type
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store, require
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.stores.mapped_file import documents_of, mapped_part
 from hdtool.runtime.stores.suffix_search import (
@@ -27,7 +27,6 @@ from hdtool.runtime.stores.suffix_search import (
     SUFFIXES,
     TOKEN,
     TOKENS,
-    Ints,
     ShardPlace,
     Shards,
     find_longest,
@@ -73,19 +72,17 @@ class Continuations(NamedTuple):
 class CorpusIndex(Pinned):
     """An index opened for lookups; its files are mapped, read only where they are touched."""
 
-    def __init__(self, folder: Path, tokenizer: TokenizerFingerprint | None = None) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
+    ) -> None:
+        """``manifest`` is that of the folder, if it was read already."""
         self.folder = folder
-        read_store(folder, lambda manifest: self._open(manifest, tokenizer))
+        if manifest:
+            self._open(manifest, tokenizer)
+        else:
+            read_store(folder, lambda found: self._open(found, tokenizer))
 
-    @classmethod
-    def of(cls, folder: Path, manifest: Manifest) -> CorpusIndex:
-        """The index with this manifest, which was read already."""
-        index = cls.__new__(cls)
-        index.folder = folder
-        index._open(manifest)
-        return index
-
-    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None = None) -> None:
+    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None) -> None:
         require(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.end = manifest.tokenizer.vocab_size

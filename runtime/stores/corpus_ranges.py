@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.suffix_search import (
@@ -56,8 +55,6 @@ RANGES = np.dtype(
     ],
     align=True,
 )
-
-Ints = npt.NDArray[Any]
 
 
 def no_shards() -> Shards:

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, CorpusSearch
 from hdtool.runtime.stores.model_record import ModelRecord
@@ -26,7 +25,6 @@ WARM_UP = 200
 LOOKUPS = 4000
 CONTEXT = 16
 
-Ints = npt.NDArray[Any]
 Found = tuple[int, list[int], int]
 """Length of the match, tokens that follow and how often."""
 

@@ -107,11 +107,8 @@ def _entries_below(data: Bytes, page_size: int, pages: int, root: int, depth: in
             node = _number(data, start + HEADER + 2 * slot, 2)
             if node < upper or node + NODE > page_size:
                 return -1 - page
-            low, flags, key = (
-                _number(data, start + node, 4),
-                _number(data, start + node + 4, 2),
-                _number(data, start + node + 6, 2),
-            )
+            low, flags = _number(data, start + node, 4), _number(data, start + node + 4, 2)
+            key = _number(data, start + node + 6, 2)
             if is_branch:
                 if node + NODE + key > page_size:
                     return -1 - page

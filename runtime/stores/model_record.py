@@ -34,7 +34,8 @@ import numpy as np
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Tokens, token_type
 from hdtool.data.stores.store import BUILD_COMMANDS, Manifest, damaged
-from hdtool.runtime.stores.model_store import KIND, LONGEST_PREFIX, PHRASE, Ints
+from hdtool.runtime.kernels.compiled import Ints
+from hdtool.runtime.stores.model_store import KIND, LONGEST_PREFIX, PHRASE
 
 PART = "record"
 DOCUMENT = 0

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_store, require
+from hdtool.runtime.kernels.compiled import Ints as Ints
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
@@ -49,8 +49,6 @@ MODEL = np.dtype(
     align=True,
 )
 
-Ints = npt.NDArray[Any]
-
 
 class Entry(NamedTuple):
     """What comes next after a prefix."""
@@ -69,19 +67,17 @@ class Entry(NamedTuple):
 class ModelStore(Pinned):
     """A store opened for lookups; its files are mapped, read only where they are touched."""
 
-    def __init__(self, folder: Path, tokenizer: TokenizerFingerprint | None = None) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
+    ) -> None:
+        """``manifest`` is that of the folder, if it was read already."""
         self.folder = folder
-        read_store(folder, lambda manifest: self._open(manifest, tokenizer))
+        if manifest:
+            self._open(manifest, tokenizer)
+        else:
+            read_store(folder, lambda found: self._open(found, tokenizer))
 
-    @classmethod
-    def of(cls, folder: Path, manifest: Manifest) -> ModelStore:
-        """The store with this manifest, which was read already."""
-        store = cls.__new__(cls)
-        store.folder = folder
-        store._open(manifest)
-        return store
-
-    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None = None) -> None:
+    def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None) -> None:
         require(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.vocabulary = manifest.tokenizer.vocab_size

@@ -17,4 +17,4 @@ def open_store(folder: str | Path) -> CorpusIndex | ModelStore:
 
 def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
     """The store with this manifest, which was read already."""
-    return (CorpusIndex if manifest.kind == KIND else ModelStore).of(folder, manifest)
+    return (CorpusIndex if manifest.kind == KIND else ModelStore)(folder, manifest=manifest)

@@ -15,9 +15,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
 
 PREFIX_EVERY = 256
@@ -31,7 +30,6 @@ WIDE_BRACKET = 1024
 """``narrowed`` uses the sampled prefixes in brackets wider than this."""
 FIRST_STRIDE = 8
 
-Ints = npt.NDArray[Any]
 Int = Any
 """A number of numpy's or Python's: compiled code takes either."""
 

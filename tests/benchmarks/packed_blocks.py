@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
-from hdtool.runtime.kernels.small_batch_gemm import BFLOAT16, FLOAT32, multiply, unpack
+from hdtool.runtime.kernels.small_batch_gemm import multiply, unpack
 
 ROWS = (1, 2, 4, 8, 16, 32)
 SHAPES = ((1536, 576), (576, 1536), (2048, 2048), (8192, 2048))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
 from hdtool.runtime.evaluation.replay import follow
-from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, tree_mask
+from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.tree import DraftTree
@@ -122,7 +123,7 @@ class Player:
         """Per turn: everything that its drafter took, for each step."""
 
     def play(self, turn: RecordedTurn) -> None:
-        peer, truth, masks = self._peer, turn.answer, MaskBuffer()
+        peer, truth, masks = self._peer, turn.answer, AttentionMasks(WINDOWS, torch.float32, CPU)
         context, learned = [*turn.prompt, truth[0]], len(self.learn_us)
         spent, _ = timed(peer.start, turn.prompt)
         self.learn_us.append(timed(peer.learn, Accepted([], truth[:1]))[0])
@@ -130,7 +131,7 @@ class Player:
         while done < len(truth):
             draft_us, drafted = timed(peer.draft, peer.context(context))
             tree = peer.tree(drafted, context[-1])
-            mask_us, _ = timed(tree_mask, tree, len(context) - 1, WINDOWS, torch.float32, CPU, masks)
+            mask_us, _ = timed(partial(masks.of_tree, reused=True), tree, len(context) - 1)
             accepted = follow(tree, truth[done:])
             self.learn_us.append(timed(peer.learn, accepted)[0])
             self.draft_us.append(draft_us)

@@ -16,7 +16,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.kernels.topk import Logits, argmax, known_argmax
-from hdtool.runtime.model.attention_masks import FULL, AttentionWindow, MaskBuffer, device_mask, tree_mask
+from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
 from hdtool.runtime.model.static_steps import SHORTEST_EXTENT, StaticSteps, extent_for
 from hdtool.runtime.model.step_input import MOVES, StepInput
@@ -98,9 +98,9 @@ def test_paths_longer_than_a_step_moves(length: int) -> None:
 @given(st.lists(st.tuples(trees(VOCABULARY), st.integers(1, 300)), min_size=2, max_size=8))
 def test_masks_of_a_reused_buffer_equal_those_of_new_buffers(turns: list[tuple[DraftTree, int]]) -> None:
     """Contexts that grow, and others that begin anew: nothing of an earlier mask is left."""
-    sheet, windows, hidden_at = MaskBuffer(), [AttentionWindow(FULL)], torch.finfo(torch.float32).min
+    masks, hidden_at = AttentionMasks([AttentionWindow(FULL)], torch.float32, CPU), torch.finfo(torch.float32).min
     for tree, length in turns:
-        found = tree_mask(tree, length, windows, torch.float32, CPU, sheet)
+        found = masks.of_tree(tree, length, reused=True)
         if not len(tree):
             assert found is None
             continue
@@ -123,9 +123,9 @@ def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length:
     sent = told.tensors(rows)
     assert sent.tokens[0, :own].tolist() == tree.all_tokens
     assert sent.positions[0, :own].tolist() == (length + tree.depths).tolist()
-    found = device_mask(sent.ancestor_mask, sent.positions[0], sent.length, 192, windows, torch.float32)
-    host = [AttentionWindow(reach.kind, reach.window, reach.chunk) for reach in windows]
-    expected = tree_mask(tree, length, host, torch.float32, CPU)
+    masks = AttentionMasks(windows, torch.float32, CPU)
+    found = masks.on_device(sent.ancestor_mask, sent.positions[0], sent.length, 192)
+    expected = masks.of_tree(tree, length)
     assert isinstance(found, dict)
     for reach in windows:
         mask = found[reach.kind][0, 0]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 
 BUCKETS = 28
 BUCKETS_PER_HALVING = 2.0
@@ -17,8 +15,6 @@ EMA_WINDOW = 200.0
 PRIOR_WEIGHT = 30.0
 """Weight of the acceptance rates found in training, in observations."""
 LOWEST = 1e-4
-
-Array = npt.NDArray[Any]
 
 
 class Calibration:

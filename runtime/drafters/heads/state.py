@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
@@ -16,10 +14,9 @@ from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import BEST
+from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.target import Target
-
-Array = npt.NDArray[Any]
 
 PROMPT_CHUNK = 512
 """Tokens of a prompt that are read in one pass."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache, IndexedHeadsKVCache
 from hdtool.runtime.drafters.heads.modules import Heads, best_of
+from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.cuda_graphs import Capture, Run
 from hdtool.runtime.model.static_steps import extent_for
 
@@ -18,7 +17,6 @@ SIZES = (1, 2, 4, 8, 16)
 HEADER = 2
 """Input words before the tokens: the length of the cache, and the index of the last new token."""
 
-Array = npt.NDArray[Any]
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
 

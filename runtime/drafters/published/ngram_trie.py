@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 
 LENGTH = 10
 """Tokens of an n-gram."""
@@ -38,8 +37,6 @@ TRIE = np.dtype(
     ],
     align=True,
 )
-
-Ints = npt.NDArray[Any]
 
 
 class NgramTrie:
@@ -204,11 +201,8 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
                 place = size if size < most else size - 1
                 size = min(size + 1, most)
                 while place > 0 and counts[place - 1] < count:
-                    nodes[place], counts[place], lengths[place] = (
-                        nodes[place - 1],
-                        counts[place - 1],
-                        lengths[place - 1],
-                    )
+                    nodes[place], counts[place] = nodes[place - 1], counts[place - 1]
+                    lengths[place] = lengths[place - 1]
                     place -= 1
                 nodes[place], counts[place], lengths[place] = child, count, depth
                 waiting[written], depths[written] = child, depth

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
@@ -21,7 +19,7 @@ from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.published.ngram_trie import NgramTrie
 from hdtool.runtime.drafters.published.top_tokens import BEST, NONE, Conversation, TopTokens
 from hdtool.runtime.drafters.trie import Trie
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
@@ -31,8 +29,6 @@ RETRIEVED = 0
 RECYCLED = SourceName.RECYCLED.value
 
 NO_KINDS = np.empty(0, np.int64)
-
-Ints = npt.NDArray[Any]
 
 
 class Racer:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 
 NONE = -1
 START = 0
@@ -20,8 +19,6 @@ START = 0
 TOKENS, STATES, EDGES, LAST = range(4)
 """Sizes in use, and the state of the text so far."""
 STATES_PER_TOKEN, EDGES_PER_TOKEN, SLOTS_PER_TOKEN = 2, 3, 8
-
-Ints = npt.NDArray[Any]
 
 
 class Automaton(NamedTuple):

@@ -25,7 +25,7 @@ from hdtool.runtime.drafters.published.suffix_automaton import (
     SuffixAutomaton,
     advance,
 )
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
@@ -33,8 +33,6 @@ LONGEST = 64
 """The longest match, in tokens."""
 MOST_TOKENS = 1 << 20
 """Tokens of all answers; the answer after so many begins a new memory."""
-
-Ints = npt.NDArray[Any]
 
 
 class SuffixConfig(NamedTuple):

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.published.top_tokens import BEST, NONE, Conversation, TopTokens
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
@@ -36,8 +34,6 @@ RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Prior acceptance rates by rank."""
 
 NO_KINDS = np.empty(0, np.int64)
-
-Ints = npt.NDArray[Any]
 
 
 class TokenRecycling:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.kernels.topk import for_topk, topk
@@ -15,8 +13,6 @@ from hdtool.runtime.tree import DraftTree
 BEST = 8
 """Tokens that are kept for each."""
 NONE = -1
-
-Ints = npt.NDArray[Any]
 
 
 class TopTokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hdtool.runtime.decode import Finish, Step
@@ -90,10 +89,10 @@ class AnswerText:
         calls = calls_of(_json_of(self._required))
         return ("", calls) if calls else (self._required, [])
 
-    def _new_logprobs(self, tokens: int) -> Sequence[TokenLogprobs]:
+    def _new_logprobs(self, tokens: int) -> list[TokenLogprobs]:
         recorded = self._choice.recorded
         if recorded is None:
-            return ()
+            return []
         first = self._reported
         self._reported += tokens
         return recorded[first : self._reported]

@@ -41,7 +41,7 @@ class Answers:
         try:
             self._engine.submit(self._jobs)
         except OverloadError as error:
-            raise RequestError(str(error), status=503, kind=OVERLOADED) from None
+            raise _refusal(error) from None
 
     def _deliver(self, index: int, outcome: Step | Exception) -> None:
         """Called in the thread of the engine."""

@@ -28,7 +28,7 @@ from hdtool.runtime.integrations.server.engine.loop import Engine
 from hdtool.runtime.integrations.server.http import parsed, read_body
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
-from hdtool.runtime.integrations.server.protocol.delta import Collected
+from hdtool.runtime.integrations.server.protocol.delta import Delta
 from hdtool.runtime.integrations.server.protocol.errors import AUTHENTICATION, SERVER, RequestError
 from hdtool.runtime.integrations.server.protocol.responses import ChatFormat, CompletionFormat, Format, usage_of
 from hdtool.runtime.integrations.server.protocol.schema import Asked, ChatRequest, CompletionRequest
@@ -208,7 +208,7 @@ async def _events(answers: Answers, choices: int, form: Format, *, with_usage: b
 
 
 async def _whole(answers: Answers, choices: int, form: Format) -> Response:
-    collected = [Collected() for _ in range(choices)]
+    collected = [Delta() for _ in range(choices)]
     async for index, delta in answers.deltas():
         collected[index].add(delta)
     return JSONResponse(form.whole(collected, usage_of(answers.prompt_tokens, answers.stats)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -17,31 +18,22 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         registry = self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "hdtool_requests", "Requests, by path and status.", ["path", "status"], registry=registry
-        )
-        self._tokens = Counter("hdtool_generated_tokens", "Tokens of answers.", registry=registry)
-        self._prompt_tokens = Counter("hdtool_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self._cached = Counter("hdtool_cached_prompt_tokens", "Tokens of prompts not read again.", registry=registry)
-        self._drafted = Counter("hdtool_draft_tokens", "Draft tokens, by source.", ["source"], registry=registry)
-        self._accepted = Counter(
-            "hdtool_accepted_draft_tokens", "Accepted draft tokens, by source.", ["source"], registry=registry
-        )
-        self._steps = Counter("hdtool_steps", "Forward passes, summed over the answers in them.", registry=registry)
-        self._first = Histogram(
-            "hdtool_time_to_first_token_seconds",
-            "From the end of a request to its first token.",
-            registry=registry,
-            buckets=SECONDS,
-        )
-        self._whole = Histogram(
-            "hdtool_answer_seconds", "From the end of a request to its last token.", registry=registry, buckets=SECONDS
-        )
-        running = Gauge("hdtool_running_answers", "Answers that are being generated.", registry=registry)
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=SECONDS)
+        self._requests = counter("hdtool_requests", "Requests, by path and status.", ["path", "status"])
+        self._tokens = counter("hdtool_generated_tokens", "Tokens of answers.")
+        self._prompt_tokens = counter("hdtool_prompt_tokens", "Tokens of prompts.")
+        self._cached = counter("hdtool_cached_prompt_tokens", "Tokens of prompts not read again.")
+        self._drafted = counter("hdtool_draft_tokens", "Draft tokens, by source.", ["source"])
+        self._accepted = counter("hdtool_accepted_draft_tokens", "Accepted draft tokens, by source.", ["source"])
+        self._steps = counter("hdtool_steps", "Forward passes, summed over the answers in them.")
+        self._first = histogram("hdtool_time_to_first_token_seconds", "From the end of a request to its first token.")
+        self._whole = histogram("hdtool_answer_seconds", "From the end of a request to its last token.")
+        running = gauge("hdtool_running_answers", "Answers that are being generated.")
         running.set_function(lambda: engine.running)
-        waiting = Gauge("hdtool_waiting_answers", "Answers that wait for a place.", registry=registry)
+        waiting = gauge("hdtool_waiting_answers", "Answers that wait for a place.")
         waiting.set_function(lambda: engine.waiting)
-        kept = Gauge("hdtool_prefix_cache_bytes", "Bytes of the contexts that are kept.", registry=registry)
+        kept = gauge("hdtool_prefix_cache_bytes", "Bytes of the contexts that are kept.")
         kept.set_function(lambda: engine.prefixes.bytes if engine.prefixes else 0)
 
     def request(self, path: str, status: int) -> None:

@@ -30,7 +30,6 @@ from hdtool.runtime.integrations.server.protocol.tool_choice import NO_TOOLS, To
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.text_stream import text_of
-from hdtool.runtime.tree import LARGEST_TREE
 
 MOST_GRAMMAR = 65_536
 """Characters of a grammar; larger ones would take seconds to compile."""
@@ -116,8 +115,7 @@ class Preparer:
         """The job of the engine that generates a choice."""
 
         def request(job: Job, drafter: Drafter) -> Request[Job]:
-            if choice.guide:
-                drafter = guided(drafter, choice.guide, self._most_drafted)
+            drafter = guided(drafter, choice.guide, self._decoding.draft_tokens)
             if choice.recorded is not None:
                 drafter = LogprobRecorder(drafter, choice.asked.logprobs or 0, choice.recorded)
             return Request(
@@ -132,11 +130,6 @@ class Preparer:
             )
 
         return Job(tenant, request, deliver)
-
-    @property
-    def _most_drafted(self) -> int:
-        limit = self._decoding.draft_tokens
-        return LARGEST_TREE if limit is None else limit
 
     def _choices(self, asked: Asked, made: Sequence[Asking]) -> list[Choice]:
         seed = secrets.randbits(63) if asked.seed is None else asked.seed

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.config import VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import ANY_TOKEN, Hierarchy
@@ -15,14 +13,13 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import TABLE, clear
 from hdtool.runtime.integrations.vllm.chain import draft_rows, no_requests
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.integrations.vllm.request_matching import NO_TABLE, match_rows
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 
 TABLES_PER_BLOCK = 32
 """Context tables per allocation: large allocations get 2 MiB pages where available, for fewer TLB misses."""
-
-Ints = npt.NDArray[Any]
 
 
 class BatchDrafter(Pinned):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
 from hdtool.runtime.drafters.hierarchy.estimator import expand
@@ -17,7 +16,7 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import add
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
 from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, places_of
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
@@ -29,8 +28,6 @@ WORTH_ADDING = 0.3
 FIRST_ANSWER = 1 << 10
 """Lower numbers are left to the drafter that the requests share."""
 TABLE_AT, LANE_AT = Memory._fields.index("table"), Memory._fields.index("lane")
-
-Ints = npt.NDArray[Any]
 
 
 class Requests(NamedTuple):
@@ -52,10 +49,8 @@ class Requests(NamedTuple):
 
 def no_requests(most: int, shards: int, *, history: bool = False) -> Requests:
     """Empty state for ``most`` requests."""
-    tails, places = (
-        np.full((most, LONGEST_MATCH), -1, np.int64),
-        np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64),
-    )
+    tails = np.full((most, LONGEST_MATCH), -1, np.int64)
+    places = np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64)
     lanes = np.zeros(most, LANE)
     lanes_at = lanes.ctypes.data + np.arange(most, dtype=np.int64) * LANE.itemsize
     answers = np.full(1, FIRST_ANSWER if history else 0, np.int64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
 from ipaddress import ip_address
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -12,36 +11,29 @@ KEY_VARIABLE = "VLLM_API_KEY"
 DEFAULT_PORT = "8000"
 
 
-@dataclass(frozen=True)
 class Endpoint:
     """The address of a server, from its options."""
 
-    host: str | None
-    """None means all interfaces."""
-    port: str
-    socket: str | None
-    """The path of a Unix socket, which replaces host and port."""
-    has_key: bool
-    config: str | None
-    """A file of further options, which vLLM reads itself."""
-
-    @classmethod
-    def of(cls, options: Namespace, environment: Mapping[str, str]) -> Endpoint:
-        keys = options.api_key or [environment.get(KEY_VARIABLE, "")]
-        return cls(options.host or None, options.port or DEFAULT_PORT, options.uds or None, any(keys), options.config)
+    def __init__(self, options: Namespace, environment: Mapping[str, str]) -> None:
+        self._host, self._port = options.host or None, options.port or DEFAULT_PORT
+        self._socket = options.uds
+        """The path of a Unix socket, which replaces host and port."""
+        self._config = options.config
+        """A file of further options, which vLLM reads itself."""
+        self._has_key = any(options.api_key or [environment.get(KEY_VARIABLE)])
 
     def __str__(self) -> str:
-        if self.socket:
-            return f"the server listens on the Unix socket {self.socket}"
-        address = f"the server listens on {self.host or 'all interfaces'}, port {self.port}"
-        return f"{address}, unless {self.config} sets another address" if self.config and not self.host else address
+        if self._socket:
+            return f"the server listens on the Unix socket {self._socket}"
+        address = f"the server listens on {self._host or 'all interfaces'}, port {self._port}"
+        return f"{address}, unless {self._config} sets another address" if self._config and not self._host else address
 
     @property
     def warning(self) -> str | None:
         """What to change if other machines can use the server without a key, else None."""
-        if self.socket or self.has_key or _is_loopback(self.host):
+        if self._socket or self._has_key or _is_loopback(self._host):
             return None
-        unless = f", unless {self.config} sets one" if self.config else ""
+        unless = f", unless {self._config} sets one" if self._config else ""
         return (
             f"other machines can use this server without an API key{unless}: "
             f"set {KEY_VARIABLE} in the environment, or listen on this machine alone with --host 127.0.0.1"

@@ -33,7 +33,7 @@ class Launch:
         self._known = read_options(options)
         named = ModelConfig(self._known.tokenizer or model, trust_remote_code=self._known.trust_remote_code)
         tokenizer = load_tokenizer(named, self._known.tokenizer_revision or self._known.revision)
-        self.endpoint = Endpoint.of(self._known, os.environ)
+        self.endpoint = Endpoint(self._known, os.environ)
         namespace = self._namespace(stores, model)
         weights = ModelConfig(model, trust_remote_code=self._known.trust_remote_code)
         self.store_set = StoreSet.for_tokenizer(

@@ -6,10 +6,9 @@ its tokens per second exceed those of the pass. In a large batch a pass is compu
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
+
+from hdtool.runtime.kernels.compiled import Ints
 
 LOWEST = 0.02
 """Lower bound: less probable drafts cost more to find than they save."""
@@ -24,7 +23,6 @@ EMA_WINDOW = 64.0
 STALL_FACTOR = 4.0
 """Seconds of a pass are clipped to this multiple of the mean, because stalls have other causes."""
 
-Ints = npt.NDArray[Any]
 EMPTY = np.empty(0, np.int64)
 
 

@@ -6,18 +6,13 @@ all of its tokens are a prefix of the row's context, so no request is drafted fr
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.sources.context_table import TABLE, clear, holds
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 
 NO_TABLE = -1
-
-Ints = npt.NDArray[Any]
 
 
 @compiled

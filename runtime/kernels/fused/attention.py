@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.fused.elementwise import copy_numbers, exponentiate
-from hdtool.runtime.kernels.fused.vectors import VECTOR, FloatCode
+from hdtool.runtime.kernels.fused.vectors import FloatCode
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, LANES
@@ -25,48 +24,39 @@ POSITIONS = 64
 """Positions whose values are read together. The capacity of a cache is a multiple of the lanes of a vector."""
 
 
-def _scores(context: Any, keys: Any, width: Any, query: Any, written: Any) -> Any:
+@generated(*[types.int64] * 4)
+def _score(builder: Any, keys: Any, width: Any, query: Any, written: Any) -> None:
     """The products of one query with the keys of as many positions as a vector has lanes."""
+    code = FloatCode(builder)
+    rows = [code.at(keys, builder.mul(width, INDEX(lane))) for lane in range(LANES)]
 
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        keys, width, query, written = arguments
-        code = FloatCode(builder)
-        rows = [code.at(keys, builder.mul(width, INDEX(lane))) for lane in range(LANES)]
+    def add(index: Any, sums: list[Any]) -> list[Any]:
+        numbers = code.read(code.at(query, index))
+        pairs = zip(rows, sums, strict=True)
+        return [code.multiply_add(code.read(code.at(row, index)), numbers, sum_) for row, sum_ in pairs]
 
-        def add(index: Any, sums: list[Any]) -> list[Any]:
-            numbers = code.read(code.at(query, index))
-            pairs = zip(rows, sums, strict=True)
-            return [code.multiply_add(code.read(code.at(row, index)), numbers, sum_) for row, sum_ in pairs]
-
-        sums = code.loop(width, [code.number(0.0)] * LANES, add)
-        code.store(code.sums_of(sums), written)
-        return target.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
+    sums = code.loop(width, [code.number(0.0)] * LANES, add)
+    code.store(code.sums_of(sums), written)
 
 
-def _masked(context: Any, scores: Any, count: Any, scale: Any, mask: Any) -> Any:
+@generated(types.int64, types.int64, types.float32, types.int64, returns=types.float32)
+def _mask(builder: Any, scores: Any, count: Any, scale: Any, mask: Any) -> Any:
     """``scores = scores * scale + mask``; the largest of them."""
+    code = FloatCode(builder)
+    factor = code.splat(scale)
 
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        scores, count, scale, mask = arguments
-        code = FloatCode(builder)
-        factor = code.splat(scale)
+    def apply(index: Any, tops: list[Any]) -> list[Any]:
+        place = code.at(scores, index)
+        found = builder.fadd(builder.fmul(code.read(place), factor), code.read(code.at(mask, index)))
+        code.store(found, place)
+        return [builder.select(builder.fcmp_ordered(">", found, tops[0]), found, tops[0])]
 
-        def apply(index: Any, tops: list[Any]) -> list[Any]:
-            place = code.at(scores, index)
-            found = builder.fadd(builder.fmul(code.read(place), factor), code.read(code.at(mask, index)))
-            code.store(found, place)
-            return [builder.select(builder.fcmp_ordered(">", found, tops[0]), found, tops[0])]
-
-        (tops,) = code.loop(count, [code.number(float("-inf"))], apply)
-        lanes = [builder.extract_element(tops, INDEX(lane)) for lane in range(LANES)]
-        top = lanes[0]
-        for lane in lanes[1:]:
-            top = builder.select(builder.fcmp_ordered(">", lane, top), lane, top)
-        return top
-
-    return types.float32(types.int64, types.int64, types.float32, types.int64), generate
+    (tops,) = code.loop(count, [code.number(float("-inf"))], apply)
+    lanes = [builder.extract_element(tops, INDEX(lane)) for lane in range(LANES)]
+    top = lanes[0]
+    for lane in lanes[1:]:
+        top = builder.select(builder.fcmp_ordered(">", lane, top), lane, top)
+    return top
 
 
 def _weighed(queries: int, vectors: int) -> Any:
@@ -75,70 +65,55 @@ def _weighed(queries: int, vectors: int) -> Any:
     It takes ``vectors`` vectors of a value. ``totals`` are the sums of the weights of each query.
     """
 
-    def typed(
-        context: Any, values: Any, width: Any, weights: Any, apart: Any, count: Any, sums: Any, totals: Any
-    ) -> Any:
-        def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            values, width, weights, apart, count, sums, totals = arguments
-            code = FloatCode(builder)
-            places = [
-                [code.at(sums, builder.add(builder.mul(width, INDEX(query)), INDEX(vector * LANES)))]
-                for query in range(queries)
-                for vector in range(vectors)
-            ]
-            kept = [code.at(totals, INDEX(query)) for query in range(queries)]
-            first = [*(code.read(place) for (place,) in places), *(code.read(place, FLOAT) for place in kept)]
-
-            def add(index: Any, carried: list[Any]) -> list[Any]:
-                row = code.at(values, builder.mul(index, width))
-                numbers = [code.read(code.at(row, INDEX(vector * LANES))) for vector in range(vectors)]
-                added, summed = [], []
-                for query in range(queries):
-                    at = code.at(weights, builder.add(index, builder.mul(apart, INDEX(query))))
-                    weight = code.read(at, FLOAT)
-                    spread = code.splat(weight)
-                    for vector in range(vectors):
-                        added.append(code.multiply_add(numbers[vector], spread, carried[query * vectors + vector]))
-                    summed.append(builder.fadd(carried[queries * vectors + query], weight))
-                return [*added, *summed]
-
-            found = code.loop(count, first, add, 1)
-            for value, (place,) in zip(found, places, strict=False):
-                code.store(value, place)
-            for value, place in zip(found[queries * vectors :], kept, strict=True):
-                code.store(value, place)
-            return target.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), generate
-
-    return intrinsic(typed)
-
-
-def _divided(context: Any, sums: Any, width: Any, total: Any, written: Any) -> Any:
-    """``written = sums / total``"""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, width, total, written = arguments
+    @generated(*[types.int64] * 7)
+    def add_weighed(
+        builder: Any, values: Any, width: Any, weights: Any, apart: Any, count: Any, sums: Any, totals: Any
+    ) -> None:
         code = FloatCode(builder)
-        factor = code.splat(builder.fdiv(FLOAT(1.0), total))
+        places = [
+            code.at(sums, builder.add(builder.mul(width, INDEX(query)), INDEX(vector * LANES)))
+            for query in range(queries)
+            for vector in range(vectors)
+        ]
+        kept = [code.at(totals, INDEX(query)) for query in range(queries)]
+        first = [*map(code.read, places), *(code.read(place, FLOAT) for place in kept)]
 
-        def apply(index: Any, _: list[Any]) -> list[Any]:
-            code.store(builder.fmul(code.read(code.at(sums, index)), factor), code.at(written, index))
-            return []
+        def add(index: Any, carried: list[Any]) -> list[Any]:
+            row = code.at(values, builder.mul(index, width))
+            numbers = [code.read(code.at(row, INDEX(vector * LANES))) for vector in range(vectors)]
+            added, summed = [], []
+            for query in range(queries):
+                at = code.at(weights, builder.add(index, builder.mul(apart, INDEX(query))))
+                weight = code.read(at, FLOAT)
+                spread = code.splat(weight)
+                for vector in range(vectors):
+                    added.append(code.multiply_add(numbers[vector], spread, carried[query * vectors + vector]))
+                summed.append(builder.fadd(carried[queries * vectors + query], weight))
+            return [*added, *summed]
 
-        code.loop(width, [], apply)
-        return target.get_dummy_value()
+        found = code.loop(count, first, add, 1)
+        for value, place in zip(found, [*places, *kept], strict=True):
+            code.store(value, place)
 
-    return types.void(types.int64, types.int64, types.float32, types.int64), generate
+    return add_weighed
 
 
-_score: Any = intrinsic(_scores)
-_mask: Any = intrinsic(_masked)
-_divide: Any = intrinsic(_divided)
+@generated(types.int64, types.int64, types.float32, types.int64)
+def _divide(builder: Any, sums: Any, width: Any, total: Any, written: Any) -> None:
+    """``written = sums / total``"""
+    code = FloatCode(builder)
+    factor = code.splat(builder.fdiv(FLOAT(1.0), total))
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        code.store(builder.fmul(code.read(code.at(sums, index)), factor), code.at(written, index))
+        return []
+
+    code.loop(width, [], apply)
+
+
 _four_wide, _one_wide = _weighed(4, 4), _weighed(1, 4)
 _four_narrow, _one_narrow = _weighed(4, 1), _weighed(1, 1)
 WIDE = 4 * LANES
-assert VECTOR.count == LANES
 
 
 @compiled

@@ -7,8 +7,8 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic
 
+from hdtool.runtime.kernels.compiled import generated
 from hdtool.runtime.kernels.int8.integer_code import (
     DOT_OF_PAIRS,
     DOT_OF_SIGNED,
@@ -160,18 +160,11 @@ def panel_tile(rows: int, dot: str | None = None) -> Tile:
     return generate
 
 
-def _panel_bytes(context: Any, kind: Any, columns: Any) -> Any:
+@generated(None, types.int64, returns=types.int64)
+def panel_bytes(builder: Any, kind: Any, columns: Any) -> Any:
     """The bytes of a panel."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        form = panel_format(OF_TYPE[kind])
-        return builder.mul(builder.udiv(arguments[1], INDEX(PART * form.parts)), INDEX(form.group))
-
-    return types.int64(kind, types.int64), generate
-
-
-# Typed as Any, because numba passes the context argument itself.
-panel_bytes: Any = intrinsic(_panel_bytes)
+    form = panel_format(OF_TYPE[kind])
+    return builder.mul(builder.udiv(columns, INDEX(PART * form.parts)), INDEX(form.group))
 
 
 def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any]) -> list[list[Any]]:

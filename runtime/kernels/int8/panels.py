@@ -128,9 +128,7 @@ def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
     """
     quads = levels.reshape(*levels.shape[:-1], -1, QUAD)
     found = [_joined(quads & 15, 4)]
-    if high_bits == 4:
-        found.append(_joined(quads >> 4, 4))
-    elif high_bits:
+    if high_bits:
         found.append(_joined(quads >> 4, high_bits))
     return found
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic
 
+from hdtool.runtime.kernels.compiled import generated
 from hdtool.runtime.kernels.int8.integer_code import ANY_PROCESSOR, FLOATS, WORDS, IntegerCode
 from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART, panel_format
 from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
@@ -28,40 +28,35 @@ ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
 """1.5 * 2**23: a small number added to it is rounded to an integer, which is in the lowest bits of the sum."""
 
 
-def _quantize_row(context: Any, read: Any, kind: Any, columns: Any, written: Any) -> Any:
+@generated(types.int64, None, types.int64, types.int64)
+def quantize_row(builder: Any, read: Any, kind: Any, columns: Any, written: Any) -> None:
     """Write the records of a row."""
+    code = IntegerCode(builder, ANY_PROCESSOR)
+    form = panel_format(OF_TYPE[kind])
+    numbers, records = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, BYTES)
 
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        read, _, columns, written = arguments
-        code = IntegerCode(builder, ANY_PROCESSOR)
-        form = panel_format(OF_TYPE[kind])
-        numbers, records = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, BYTES)
+    def write(part: Any, _: list[Any]) -> list[Any]:
+        first = code.after(numbers, builder.mul(part, INDEX(PART)))
+        record = code.after(records, builder.mul(part, INDEX(RECORD)))
+        vectors = [code.load(code.after(first, place * PANEL_ROWS), FLOATS, 4) for place in range(VECTORS)]
+        largest = _largest(code, vectors)
+        scale = builder.fadd(builder.fdiv(largest, FLOAT(LARGEST)), _zero_or_nan(code, vectors))
+        inverse = builder.fdiv(FLOAT(LARGEST), largest)
+        inverse = builder.select(builder.fcmp_ordered(">", largest, FLOAT(SMALLEST)), inverse, FLOAT(0.0))
+        levels = [_rounded(code, vector, code.splat(inverse, PANEL_ROWS)) for vector in vectors]
+        for place, level in enumerate(levels):
+            octets = builder.trunc(level, ir.VectorType(OCTET, PANEL_ROWS))
+            _store(builder, octets, code.after(record, place * PANEL_ROWS))
+        halves = [_sum(code, levels[: VECTORS // 2]), _sum(code, levels[VECTORS // 2 :])]
+        whole = builder.add(*halves)
+        _store(builder, scale, code.after(record, SCALE))
+        _store(builder, builder.fmul(scale, builder.sitofp(whole, FLOAT)), code.after(record, SCALED_SUM))
+        for place, total in enumerate(halves if form.scales == 2 else [whole]):
+            correction = builder.mul(total, WORD(-form.offset))
+            _store(builder, correction, code.after(record, CORRECTIONS + 4 * place))
+        return []
 
-        def write(part: Any, _: list[Any]) -> list[Any]:
-            first = code.after(numbers, builder.mul(part, INDEX(PART)))
-            record = code.after(records, builder.mul(part, INDEX(RECORD)))
-            vectors = [code.load(code.after(first, place * PANEL_ROWS), FLOATS, 4) for place in range(VECTORS)]
-            largest = _largest(code, vectors)
-            scale = builder.fadd(builder.fdiv(largest, FLOAT(LARGEST)), _zero_or_nan(code, vectors))
-            inverse = builder.fdiv(FLOAT(LARGEST), largest)
-            inverse = builder.select(builder.fcmp_ordered(">", largest, FLOAT(SMALLEST)), inverse, FLOAT(0.0))
-            levels = [_rounded(code, vector, code.splat(inverse, PANEL_ROWS)) for vector in vectors]
-            for place, level in enumerate(levels):
-                octets = builder.trunc(level, ir.VectorType(OCTET, PANEL_ROWS))
-                _store(builder, octets, code.after(record, place * PANEL_ROWS))
-            halves = [_sum(code, levels[: VECTORS // 2]), _sum(code, levels[VECTORS // 2 :])]
-            whole = builder.add(*halves)
-            _store(builder, scale, code.after(record, SCALE))
-            _store(builder, builder.fmul(scale, builder.sitofp(whole, FLOAT)), code.after(record, SCALED_SUM))
-            for place, total in enumerate(halves if form.scales == 2 else [whole]):
-                correction = builder.mul(total, WORD(-form.offset))
-                _store(builder, correction, code.after(record, CORRECTIONS + 4 * place))
-            return []
-
-        code.loop(builder.udiv(columns, INDEX(PART)), [], write, 1)
-        return target.get_dummy_value()
-
-    return types.void(types.int64, kind, types.int64, types.int64), generate
+    code.loop(builder.udiv(columns, INDEX(PART)), [], write, 1)
 
 
 def _store(builder: Any, value: Any, address: Any) -> None:
@@ -70,14 +65,12 @@ def _store(builder: Any, value: Any, address: Any) -> None:
 
 def _largest(code: IntegerCode, vectors: list[Any]) -> Any:
     """The largest absolute number."""
-    found, *others = [code.call(f"llvm.fabs.v{PANEL_ROWS}f32", FLOATS, vector) for vector in vectors]
-    for other in others:
-        found = _larger(code, found, other)
-    return code.folded(found, lambda low, high: _larger(code, low, high))
 
+    def larger(first: Any, second: Any) -> Any:
+        return code.builder.select(code.builder.fcmp_ordered(">", first, second), first, second)
 
-def _larger(code: IntegerCode, first: Any, second: Any) -> Any:
-    return code.builder.select(code.builder.fcmp_ordered(">", first, second), first, second)
+    found = reduce(larger, [code.call(f"llvm.fabs.v{PANEL_ROWS}f32", FLOATS, vector) for vector in vectors])
+    return code.folded(found, larger)
 
 
 def _zero_or_nan(code: IntegerCode, vectors: list[Any]) -> Any:
@@ -96,7 +89,3 @@ def _rounded(code: IntegerCode, vector: Any, inverse: Any) -> Any:
 
 def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
     return code.folded(reduce(code.builder.add, vectors), code.builder.add)
-
-
-# Typed as Any, because numba passes the context argument itself.
-quantize_row: Any = intrinsic(_quantize_row)

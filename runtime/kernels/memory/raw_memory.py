@@ -11,19 +11,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import compiled, generated
 
 BYTES = ir.IntType(8).as_pointer()
 WORD = ir.IntType(32)
 
 
-def _pointer(context: Any, address: Any) -> Any:
+@generated(types.int64, returns=types.voidptr)
+def pointer(builder: Any, address: Any) -> Any:
     """Convert an integer to a pointer."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], BYTES)
-
-    return types.voidptr(types.int64), generate
+    return builder.inttoptr(address, BYTES)
 
 
 def _prefetch(context: Any, array: Any, index: Any) -> Any:
@@ -43,7 +40,6 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
 
 
 # Typed as Any, because numba passes the context argument itself.
-pointer: Any = intrinsic(_pointer)
 prefetch: Any = intrinsic(_prefetch)
 carray: Any = numba.carray  # type: ignore[attr-defined]
 

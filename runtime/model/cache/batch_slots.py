@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hdtool.runtime.model.attention_masks import batch_mask, tree_mask
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache, StaticKVCache
 from hdtool.runtime.model.step_input import TreeInput
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -62,7 +61,7 @@ class BatchSlots:
         target, cache = self._target, self._caches[slot]
         cache.clear_from(cache.length)
         all_hidden = target.all_hidden
-        mask = tree_mask(DraftTree.bare(root), cache.length, target.windows, target.dtype, target.device)
+        mask = target.masks.of_tree(DraftTree.bare(root), cache.length)
         logits = target.forward([[root]], [[cache.length]], mask, cache)[0]
         target.all_hidden = all_hidden  # the drafters of the other slots still read theirs
         return logits
@@ -74,7 +73,7 @@ class BatchSlots:
         lengths = [cache.length for cache, _ in zip(self._caches, trees, strict=False)]
         if max(lengths) + LARGEST_TREE >= self._storage.capacity:
             self._provide(max(lengths) + max(ROOM, max(lengths) // 2))
-        mask = batch_mask(trees, lengths, target.windows, target.dtype, target.device)
+        mask = target.masks.of_batch(trees, lengths)
         ids, positions = self._input.of_batch(trees, lengths)
         most = ids.shape[1]
         for cache, length in zip(self._caches, lengths, strict=False):

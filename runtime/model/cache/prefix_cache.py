@@ -40,21 +40,17 @@ class PrefixCache:
         """The kept context of an owner that shares the longest beginning with a prompt."""
         wanted = np.asarray(prompt, np.int64)
         best, shared = None, LEAST - 1
-        for kept in self._kept:
+        for place, kept in enumerate(self._kept):
             if kept.owner == owner and (common := _common(kept.tokens, wanted)) > shared:
-                best, shared = kept, common
+                best, shared = place, common
         if best is None:
             return None
-        self._kept.append(self._kept.pop(self._index(best)))
-        return best.cache, shared
-
-    def wants(self, tokens: Sequence[int], size: int) -> bool:
-        """Whether a context of ``size`` bytes would be kept."""
-        return len(tokens) >= LEAST and size <= self._most
+        self._kept.append(self._kept.pop(best))
+        return self._kept[-1].cache, shared
 
     def keep(self, owner: str, tokens: Sequence[int], cache: StaticKVCache) -> None:
         """Keep a context, which belongs to the cache from now on; those that begin it are dropped."""
-        if not self.wants(tokens, cache.storage.bytes):
+        if len(tokens) < LEAST or cache.storage.bytes > self._most:
             return
         context = np.asarray(tokens, np.int64)
         self._kept = [
@@ -63,9 +59,6 @@ class PrefixCache:
         self._kept.append(_Kept(owner, context, cache))
         while self.bytes > self._most:
             self._kept.pop(0)
-
-    def _index(self, wanted: _Kept) -> int:
-        return next(place for place, kept in enumerate(self._kept) if kept is wanted)
 
 
 def _common(first: Tokens, second: Tokens) -> int:

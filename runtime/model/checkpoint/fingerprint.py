@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -66,10 +67,7 @@ def samples(file: Path) -> Iterator[Sample]:
 def _sample(stream: BinaryIO, data: int, name: str, entry: dict[str, Any]) -> Sample:
     start, stop = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    numbers = 1
-    for size in shape:
-        numbers *= size
-    width = max(1, (stop - start) // max(1, numbers))
+    width = max(1, (stop - start) // max(1, math.prod(shape)))
     first = max(0, min((stop - start) // 2, stop - start - SAMPLED)) // width
     stream.seek(data + start + first * width)
     wanted = min(SAMPLED, stop - start - first * width)

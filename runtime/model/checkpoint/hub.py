@@ -99,7 +99,7 @@ def _download_weights(name: str, folder: Path) -> None:
 def _forms(folder: Path) -> Iterator[list[str]]:
     """The names of the files with weights, in the order in which transformers looks for them."""
     adapters = list(ADAPTERS)
-    if not any((folder / index).is_file() for index in INDEXES[:1]):
+    if not (folder / INDEXES[0]).is_file():
         yield [SINGLE[0], *adapters]
     if listed := shards(folder):
         yield [*listed, *adapters]

@@ -89,10 +89,12 @@ def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
     if not files and (folder / REST).is_file():
+        from hdtool.runtime.kernels.compact_weight import is_packed
+
         # All others are packed, and packed weights cannot be changed.
         files = [folder / REST]
         stored_names = {sample.name for sample in samples(folder / REST)}
-        if not all(name in stored_names or _is_packed(parameter) for name, parameter in parameters.items()):
+        if not all(name in stored_names or is_packed(parameter) for name, parameter in parameters.items()):
             return False
     stored = (sample for file in files for sample in samples(file))
     comparable = (
@@ -101,12 +103,6 @@ def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
         if sample.dtype in DTYPES and sample.name in parameters and _is_like(parameters[sample.name], sample)
     )
     return all(_is_equal(parameters[sample.name], sample) for sample in islice(comparable, COMPARED))
-
-
-def _is_packed(parameter: Any) -> bool:
-    from hdtool.runtime.kernels.compact_weight import is_packed
-
-    return is_packed(parameter)
 
 
 def _is_like(parameter: Any, sample: Sample) -> bool:

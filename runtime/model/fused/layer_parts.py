@@ -74,23 +74,13 @@ def parts_of(layer: Module, place: int) -> LayerParts | None:
         return None
     if getattr(attention, "layer_idx", None) != place or not isinstance(width, int) or not width or width % LANES:
         return None
-    parts = _with_heads(layer, tuple(products), tuple(norms), width, epsilons.pop(), scale)
-    return parts if parts and _is_complete(parts) else None
-
-
-def _with_heads(
-    layer: Module,
-    products: tuple[SmallBatchLinear, ...],
-    norms: tuple[Module, ...],
-    width: int,
-    epsilon: float | None,
-    scale: float,
-) -> LayerParts | None:
     heads, left = divmod(products[1].out_features, width)
+    epsilon = epsilons.pop()
     if epsilon is None or left or not heads or products[0].out_features % (heads * width):
         return None
     groups = products[0].out_features // (heads * width)
-    return LayerParts(layer, products, norms, heads, groups, width, epsilon, scale)
+    parts = LayerParts(layer, tuple(products), tuple(norms), heads, groups, width, epsilon, scale)
+    return parts if _is_complete(parts) else None
 
 
 def _is_complete(parts: LayerParts) -> bool:

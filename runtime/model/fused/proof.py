@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module, ModuleList
 
 from hdtool.runtime.kernels.fused.layers import compile_layers
-from hdtool.runtime.model.attention_masks import FULL, Mask, batch_mask, tree_mask
+from hdtool.runtime.model.attention_masks import FULL, Mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import LayerParts, parts_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack, StackedLayers
@@ -102,7 +102,7 @@ class _Proof:
         cache = target.new_cache(length + len(tree) + 1)
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
-        return cache.storage, cache, positions, tree_mask(tree, length, target.windows, target.dtype, target.device)
+        return cache.storage, cache, positions, target.masks.of_tree(tree, length)
 
     def _batch(self) -> Case:
         target, lengths = self._target, BATCH_LENGTHS
@@ -110,8 +110,7 @@ class _Proof:
         rows = max(BATCH_NODES) + 1
         storage = target.allocate(max(lengths) + rows, len(trees))
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        mask = batch_mask(trees, lengths, target.windows, target.dtype, target.device)
-        return storage, SlotKVCache(storage, lengths, rows), positions, mask
+        return storage, SlotKVCache(storage, lengths, rows), positions, target.masks.of_batch(trees, lengths)
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
         storage, cache, positions, mask = case

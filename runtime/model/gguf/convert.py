@@ -92,7 +92,7 @@ class Conversion:
             with self._errors_worded("tokenizer"):
                 AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
 
-    def write_weights(self, configuration: Path, folder: Path) -> Path:
+    def write_weights(self, configuration: Path, folder: Path) -> tuple[Path]:
         """Write the weights; ``configuration`` is what ``write_configuration`` wrote."""
         model = self._model(configuration, folder)
         if self.dtype != torch.float32:
@@ -100,7 +100,7 @@ class Conversion:
                 weight.data = narrowed(weight.data)
         with _progress():
             _save(model, folder)
-        return folder / WEIGHTS
+        return (folder / WEIGHTS,)
 
     def write_packed(self, configuration: Path, folder: Path) -> tuple[Path, Path]:
         """Write which weights stay in the file, and the others; expanded weights that are there are not read again."""

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
@@ -19,7 +19,7 @@ from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.home import converted_at_home
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.file_identity import Signature, content_hash
-from hdtool.runtime.model.gguf.manifest import FORMAT, WEIGHTS, Manifest, manifests, remove, remove_unfinished
+from hdtool.runtime.model.gguf.manifest import FORMAT, Manifest, manifests, remove, remove_unfinished
 from hdtool.runtime.model.gguf.packing import packable
 
 FINGERPRINT_DIGITS = 16
@@ -102,10 +102,14 @@ def _complete(
         print(f"note: reading {conversion.file} into {folder}, once", file=sys.stderr)
         manifest = _with_configuration(conversion, folder, digest, signature)
         _remove_superseded(folder, signature)
+    file = conversion.file
     if packed and not manifest.has_packed:
-        manifest = _add_packed(conversion, folder, manifest, signature)
+        print(f"note: finding the packed weights of {file}, once", file=sys.stderr)
+        manifest = _with_weights(conversion.write_packed, file, folder, manifest, signature)
     if weights and not manifest.has_weights:
-        _add_weights(conversion, folder, manifest, signature)
+        _check_room(conversion, folder)
+        print(f"note: converting the weights of {file}, once: {conversion.bytes:,} bytes in {folder}", file=sys.stderr)
+        _with_weights(conversion.write_weights, file, folder, manifest, signature)
 
 
 def _with_configuration(conversion: Conversion, folder: Path, digest: str, signature: Signature) -> Manifest:
@@ -126,37 +130,31 @@ def _with_configuration(conversion: Conversion, folder: Path, digest: str, signa
     return manifest
 
 
-def _add_packed(conversion: Conversion, folder: Path, manifest: Manifest, signature: Signature) -> Manifest:
-    print(f"note: finding the packed weights of {conversion.file}, once", file=sys.stderr)
-    with _scratch(folder) as place:
-        made = conversion.write_packed(folder, place)
-        for written in made:
-            shutil.copymode(folder / "config.json", written)
-            to_disk(written)
-        _check_unchanged(conversion.file, signature)
-        for written in made:
-            written.replace(folder / written.name)
-    files = {written.name: (folder / written.name).stat().st_size for written in made}
-    manifest = replace(manifest, files={**manifest.files, **files})
-    manifest.write(folder)
-    return manifest
-
-
-def _add_weights(conversion: Conversion, folder: Path, manifest: Manifest, signature: Signature) -> None:
+def _check_room(conversion: Conversion, folder: Path) -> None:
     needed, free = conversion.bytes, shutil.disk_usage(folder).free
     if free < needed + SPARE:
         raise ModelError(
             f"{conversion.file} needs {needed:,} bytes in {folder.parent}, whose disk has {free:,}: make room, or let "
             "HDTOOL_HOME name a folder on another one"
         )
-    print(f"note: converting the weights of {conversion.file}, once: {needed:,} bytes in {folder}", file=sys.stderr)
+
+
+def _with_weights(
+    write: Callable[[Path, Path], Sequence[Path]], file: Path, folder: Path, manifest: Manifest, signature: Signature
+) -> Manifest:
+    """Add the files that ``write`` makes of a folder's configuration in another folder."""
     with _scratch(folder) as place:
-        made = conversion.write_weights(folder, place)
-        shutil.copymode(folder / "config.json", made)  # the library gives it to its owner alone
-        to_disk(made)
-        _check_unchanged(conversion.file, signature)
-        made.replace(folder / WEIGHTS)
-    replace(manifest, files={**manifest.files, WEIGHTS: (folder / WEIGHTS).stat().st_size}).write(folder)
+        made = write(folder, place)
+        for written in made:
+            shutil.copymode(folder / "config.json", written)  # the library gives it to its owner alone
+            to_disk(written)
+        _check_unchanged(file, signature)
+        for written in made:
+            written.replace(folder / written.name)
+    files = {written.name: (folder / written.name).stat().st_size for written in made}
+    manifest = replace(manifest, files={**manifest.files, **files})
+    manifest.write(folder)
+    return manifest
 
 
 @contextmanager

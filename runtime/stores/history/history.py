@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from hdtool.data.stores.history_manifest import ANSWERS
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.history.token_log import LARGEST, TokenLog
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.history.history_store import HistoryStore
-
-Ints = npt.NDArray[Any]
 
 
 class History:

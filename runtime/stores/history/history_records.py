@@ -24,9 +24,9 @@ from weakref import WeakValueDictionary
 import lmdb
 import msgpack
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.lmdb_pages import damage_of
 
 STATE = b"\0"
@@ -46,8 +46,6 @@ LONGEST_SOURCE = 200
 _opened: WeakValueDictionary[str, Records] = WeakValueDictionary()
 """LMDB opens a file once in a process."""
 _opening = threading.Lock()
-
-Ints = npt.NDArray[Any]
 
 
 class State(NamedTuple):

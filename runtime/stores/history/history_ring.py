@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.history_manifest import HistoryManifest
 from hdtool.data.stores.store_files import create
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.history.token_log import (
     BEFORE,
     BLOCK,
@@ -45,8 +42,6 @@ ALLOCATED = 1 << 16
 ZEROS = 1 << 20
 PLACE = 8
 CHAIN = 4
-
-Ints = npt.NDArray[Any]
 
 
 class HistoryRing:
@@ -108,9 +103,9 @@ class HistoryRing:
         search compares tokens anyway, so no chain is built anew.
         """
         chains = self.heads.tobytes()
-        with _descriptor(self._path) as descriptor:
-            os.ftruncate(descriptor, PLACE * size)
-            _write_zeros(descriptor, PLACE * self.size, PLACE * min(size, -(-self.size // ALLOCATED) * ALLOCATED))
+        with open(self._path, "r+b", buffering=0) as stream:
+            stream.truncate(PLACE * size)
+            _write_zeros(stream, PLACE * self.size, PLACE * min(size, -(-self.size // ALLOCATED) * ALLOCATED))
         with open(self._chains_path, "r+b") as stream:
             stream.seek(HEADER + len(chains))
             for _ in range(size // self.size - 1):
@@ -126,8 +121,8 @@ class HistoryRing:
         """Give places room on the disk, when the first of a portion is written for the first time."""
         start, stop = (min(self.size, -(-place // ALLOCATED) * ALLOCATED) for place in (start, stop))
         if start < stop:
-            with _descriptor(self._path) as descriptor:
-                _write_zeros(descriptor, PLACE * start, PLACE * stop)
+            with open(self._path, "r+b", buffering=0) as stream:
+                _write_zeros(stream, PLACE * start, PLACE * stop)
 
 
 def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
@@ -135,10 +130,10 @@ def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
     ring, chains = manifest.path(folder, "ring"), manifest.path(folder, "chains")
     for path in (ring, chains):
         create(path)
-    with _descriptor(ring) as descriptor:
-        os.ftruncate(descriptor, PLACE * manifest.size)
-    with _descriptor(chains) as descriptor:
-        _write_zeros(descriptor, 0, HEADER + CHAIN * max(1, manifest.size // PLACES_PER_CHAIN))
+    with open(ring, "r+b", buffering=0) as stream:
+        stream.truncate(PLACE * manifest.size)
+    with open(chains, "r+b", buffering=0) as stream:
+        _write_zeros(stream, 0, HEADER + CHAIN * max(1, manifest.size // PLACES_PER_CHAIN))
     return HistoryRing(folder, manifest)
 
 
@@ -160,19 +155,10 @@ def _mapped(path: Path, size: int, writable: bool) -> mmap.mmap:
         raise StoreError(f"{path} is missing") from None
 
 
-@contextmanager
-def _descriptor(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _write_zeros(descriptor: int, start: int, stop: int) -> None:
-    os.lseek(descriptor, start, os.SEEK_SET)
+def _write_zeros(stream: FileIO, start: int, stop: int) -> None:
+    stream.seek(start)
     while start < stop:
-        start += os.write(descriptor, bytes(min(ZEROS, stop - start)))
+        start += stream.write(bytes(min(ZEROS, stop - start)))
 
 
 @compiled

@@ -12,18 +12,18 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
 
-import lmdb
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.history_manifest import ANSWERS, read_history_manifest, require_history, stamp_of
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import MANIFEST
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.stores.history.history_files import (
     MOST_BYTES,
@@ -61,8 +61,6 @@ CHECKED = 1.0
 """Seconds after which the free room is looked up again."""
 ATTEMPTS = 100
 """How often an append begins anew because room was made or the store was replaced."""
-
-Ints = npt.NDArray[Any]
 
 
 class HistoryStore(Pinned):
@@ -146,15 +144,16 @@ class HistoryStore(Pinned):
             return False
         if not len(tokens):
             return True
-        with self._lock, self._faults_noted():
-            half = self._open.ring.size // 2
-            ids = np.concatenate([np.asarray(part, np.int32) for part in (prompt_tail, tokens)])
-            count = min(len(tokens), max(half, most_places(self.manifest.most_bytes) // 2) - OVERLAP - 1)
-            before = ids[max(0, len(ids) - count - OVERLAP) : len(ids) - count]
-            self._append(before, ids[len(ids) - count :], source[:LONGEST_SOURCE])
-            self.fault = ""
-            return True
-        return False
+        with self._lock:
+            succeeded = False
+            with self._faults_noted():
+                half = self._open.ring.size // 2
+                ids = np.concatenate([np.asarray(part, np.int32) for part in (prompt_tail, tokens)])
+                count = min(len(tokens), max(half, most_places(self.manifest.most_bytes) // 2) - OVERLAP - 1)
+                before = ids[max(0, len(ids) - count - OVERLAP) : len(ids) - count]
+                self._append(before, ids[len(ids) - count :], source[:LONGEST_SOURCE])
+                self.fault, succeeded = "", True
+            return succeeded
 
     def keep(self, wanted: Callable[[Conversation], bool], *, most_bytes: int | None = None) -> list[Conversation]:
         """Make the store anew with the wanted conversations, and return the others: no file holds their tokens."""
@@ -306,32 +305,14 @@ class HistoryStore(Pinned):
         self._end[0] = 0
         found.ring.fill(self._log, self._end)
 
-    def _faults_noted(self) -> _FaultsNoted:
-        return _FaultsNoted(self)
-
-    def note(self, error: Exception) -> None:
-        """Warn of a failure unless the last attempt failed, too."""
-        message = f"the history is not kept on the disk: {error}"
-        if not self.fault:
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
-        self.fault = message
-
-
-class _FaultsNoted:
-    """Turns the errors of an append or a refresh into a warning; answers go on without the store."""
-
-    def __init__(self, store: HistoryStore) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
-        if not isinstance(error, (OSError, lmdb.Error, StoreError)):
-            return False
+    @contextmanager
+    def _faults_noted(self) -> Iterator[None]:
+        """Warn of an error of an append or refresh unless the last one failed, too; answers go on without the store."""
         try:
-            with worded(self._store.folder):
-                raise error
-        except StoreError as found:
-            self._store.note(found)
-        return True
+            with worded(self.folder):
+                yield
+        except StoreError as error:
+            message = f"the history is not kept on the disk: {error}"
+            if not self.fault:
+                warnings.warn(message, RuntimeWarning, stacklevel=5)
+            self.fault = message

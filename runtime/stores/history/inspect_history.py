@@ -8,15 +8,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.stores.history_manifest import FORMAT
 from hdtool.data.stores.store_files import HISTORY
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.history.history_store import HistoryStore
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, matches
 from hdtool.runtime.stores.inspect_store import PATH, SHOWN, Found, latency
-
-Ints = npt.NDArray[Any]
 
 
 def description(store: HistoryStore) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.history.token_log import (
     BEFORE,
     BLOCK,
@@ -28,8 +27,6 @@ LONGEST_MATCH = 32
 """Tokens that a place is compared with."""
 MATCHES = 32
 """Places that are found at most after a context."""
-
-Ints = npt.NDArray[Any]
 
 
 @compiled

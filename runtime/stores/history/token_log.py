@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.model_store import mixed
@@ -58,8 +57,6 @@ LANE = np.dtype(
     align=True,
 )
 
-Ints = npt.NDArray[Any]
-
 
 class TokenLog(Pinned):
     """A ring in memory, which grows up to ``most`` places; 12 bytes for each."""
@@ -74,10 +71,6 @@ class TokenLog(Pinned):
     def __len__(self) -> int:
         """Places in use."""
         return min(int(self._end[0]), len(self._places))
-
-    @property
-    def nbytes(self) -> int:
-        return self._places.nbytes + self._heads.nbytes + self._owners.nbytes
 
     def lane(self) -> Ints:
         """A record with which one answer after another is appended."""

@@ -7,14 +7,14 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.batch import Batch, Outcome, Request
+from hdtool.runtime.batch import Batch, Outcome, Reading, Request
 from hdtool.runtime.config import DecodeConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.integrations.server.engine.job import Job
-from hdtool.runtime.integrations.server.engine.single_answers import SingleAnswers
+from hdtool.runtime.integrations.server.engine.single_answers import SingleAnswers, SingleReading
 from hdtool.runtime.integrations.server.engine.tenants import Tenants
 from hdtool.runtime.model.cache.prefix_cache import PrefixCache
 from hdtool.runtime.model.target import Target
@@ -31,36 +31,6 @@ class EngineError(Exception):
     """The engine failed; the message is for its log alone."""
 
 
-class PromptReading(Protocol):
-    """A job whose prompt is being read."""
-
-    @property
-    def request(self) -> Request[Job]: ...
-
-    def read(self, most: int | None = None) -> bool: ...
-
-    def end(self) -> None: ...
-
-
-class Running(Protocol):
-    """What is common to a batch of several answers and of one."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def is_full(self) -> bool: ...
-
-    def start(self, request: Request[Job]) -> PromptReading: ...
-
-    def join(self, reading: Any) -> Outcome[Job]: ...
-
-    def step(self) -> list[Outcome[Job]]: ...
-
-    def remove(self, request: Request[Job]) -> None: ...
-
-    def end(self) -> None: ...
-
-
 class Engine:
     """Answers jobs in the order in which they were submitted, several at once."""
 
@@ -74,14 +44,14 @@ class Engine:
         self._changed = threading.Condition()
         self._is_stopping = False
         self._drafters: dict[Job, Drafter] = {}
-        self._reading: PromptReading | None = None
+        self._reading: Reading[Job] | SingleReading[Job] | None = None
         self._new_batch()
         tenants.rows = lambda: len(self._batch)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _new_batch(self) -> None:
         decoding = self._decoding
-        self._batch: Running
+        self._batch: Batch[Job] | SingleAnswers[Job]
         if decoding.batch_size == 1:
             self._batch = SingleAnswers[Job](
                 self._target, max_new_tokens=decoding.max_new_tokens, prefix_caching=self.prefixes is not None
@@ -147,7 +117,8 @@ class Engine:
         if self._reading is None and not self._batch.is_full:
             self._start_next()
         if self._reading is not None and self._reading.read(PIECE_BESIDE if len(self._batch) else PIECE_ALONE):
-            reading, self._reading = self._reading, None
+            reading: Any = self._reading  # of the kind that the batch has
+            self._reading = None
             self._running[reading.request.key] = reading.request
             self._hand_out(self._batch.join(reading))
         if len(self._batch):

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hdtool.runtime.integrations.server.engine.logprobs import TokenLogprobs
 from hdtool.runtime.integrations.server.protocol.tool_calls import ToolCall
 
 
-@dataclass(frozen=True)
-class Delta:
-    """What one step adds to an answer."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: Sequence[ToolCall] = ()
-    logprobs: Sequence[TokenLogprobs] = ()
-    finish: str | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.calls or self.logprobs or self.finish)
-
-
 @dataclass
-class Collected:
-    """An answer as a whole."""
+class Delta:
+    """What one step adds to an answer, or several of them."""
 
     text: str = ""
     reasoning: str = ""
@@ -33,9 +18,12 @@ class Collected:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: str | None = None
 
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.reasoning += delta.reasoning
-        self.calls += delta.calls
-        self.logprobs += delta.logprobs
-        self.finish = delta.finish or self.finish
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls or self.logprobs or self.finish)
+
+    def add(self, later: Delta) -> None:
+        self.text += later.text
+        self.reasoning += later.reasoning
+        self.calls += later.calls
+        self.logprobs += later.logprobs
+        self.finish = later.finish or self.finish

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hdtool.runtime.integrations.server.engine.logprobs import TokenLogprobs
-from hdtool.runtime.integrations.server.protocol.delta import Collected, Delta
+from hdtool.runtime.integrations.server.protocol.delta import Delta
 from hdtool.runtime.integrations.server.protocol.tool_calls import ToolCall
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.text_stream import text_of
@@ -27,7 +27,7 @@ class ChatFormat:
         self._made = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._calls: dict[int, int] = {}
 
-    def whole(self, answers: Sequence[Collected], usage: Row) -> Row:
+    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
         choices = []
         for index, answer in enumerate(answers):
             message: Row = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
@@ -97,7 +97,7 @@ class CompletionFormat:
         }
         self._offsets = [len(echo) for echo in echoes]
 
-    def whole(self, answers: Sequence[Collected], usage: Row) -> Row:
+    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
         choices = [
             self._choice(index, self._echoes[index] + answer.text, answer.logprobs, answer.finish)
             for index, answer in enumerate(answers)
