@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import (
     CORPUS_ORDERS,
@@ -34,7 +33,7 @@ from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
 )
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import (
     FEWEST_SAMPLES,
@@ -53,8 +52,6 @@ DRAFTING = -1
 """In place of an emitted token to learn from."""
 MOST_OF_THE_REST = 0.9
 """The candidates of the last logit get at most this part of the probability that is left in the end."""
-
-Ints = npt.NDArray[Any]
 
 
 @compiled

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
@@ -33,6 +32,7 @@ from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import note as no
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow, restart
 from hdtool.runtime.drafters.hierarchy.workspace import WORK, Memory
 from hdtool.runtime.kernels.clock import HAS_CLOCK
+from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.source_names import Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -50,8 +50,6 @@ CALIBRATION_PRIOR, DECAY = 10.0, 0.995
 """Tokens that the calibration begins with, both expected and accepted, and the decay of both in each step."""
 TOLERANCE = 1.1
 """Probabilities are scaled down only where they exceed acceptance by this factor: smaller differences are noise."""
-
-Array = npt.NDArray[Any]
 
 
 class Hierarchy(Pinned):

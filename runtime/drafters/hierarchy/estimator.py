@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import (
     CONTEXT_ORDERS,
@@ -36,7 +35,7 @@ from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
 )
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import (
     LONGEST_RANGE,
@@ -57,8 +56,6 @@ HIGHEST_OTHER = LONGEST_RANGE
 """The highest n-gram order of evidence other than matches in tokens."""
 BEFORE_ORDER = 3
 """Trained heads and plug-ins come before the evidence of this n-gram order."""
-
-Ints = npt.NDArray[Any]
 
 
 @compiled

@@ -10,20 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.candidates import find, rescale, whole
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS
 from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_after
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.stores.corpus_ranges import ROWS
 
 LEARNING_RATE = 0.03
 """Of the logarithm of a gain."""
 LEAST_GAIN, MOST_GAIN = 1 / 16, 64.0
-
-Array = npt.NDArray[Any]
 
 
 @compiled

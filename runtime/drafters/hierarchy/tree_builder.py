@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import learn
 from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
@@ -22,7 +21,7 @@ from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import end_chains
 from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import clear, pass_by
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.clock import lap, start_clock
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, narrow, places_of
@@ -40,8 +39,6 @@ LEFT_TO_LEARN = 0.02
 """Below so much that is left, shorter orders learn nothing from an emitted token."""
 SOURCES = len(SourceName)
 GRAMMAR = SourceName.GRAMMAR.value
-
-Ints = npt.NDArray[Any]
 
 
 @compiled

@@ -6,10 +6,9 @@ of a microsecond, and each one that a compiled function passes on costs a dozen 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import ORDERS, WEIGHTS
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import CONTEXT_MATCHES
@@ -21,7 +20,7 @@ from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import NEIGHBOURS
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import RECYCLED
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import RANGES, ROWS, SAMPLES
@@ -85,8 +84,6 @@ WORK = np.dtype(
     ],
     align=True,
 )
-
-Array = npt.NDArray[Any]
 
 
 class Memory(NamedTuple):

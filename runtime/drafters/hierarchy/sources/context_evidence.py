@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     CHAINS,
@@ -22,7 +21,7 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import (
     length_at,
     level_of,
 )
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.tree import LARGEST_TREE
 
@@ -41,8 +40,6 @@ CONTEXT_MATCHES = np.dtype(
     ],
     align=True,
 )
-
-Array = npt.NDArray[Any]
 
 
 @compiled

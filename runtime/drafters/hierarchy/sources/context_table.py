@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.model_store import mixed
 
@@ -45,8 +44,6 @@ TABLE = np.dtype(
     ],
     align=True,
 )
-
-Ints = npt.NDArray[Any]
 
 
 class ContextTable:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.config import MOST_HEADS
+from hdtool.runtime.kernels.compiled import Array
 
 BEST = 10
 """Tokens of each head."""
@@ -23,8 +21,6 @@ HEADS = np.dtype(
     ],
     align=True,
 )
-
-Array = npt.NDArray[Any]
 
 
 def note(memory: Array, tokens: Array, probs: Array) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.runtime.drafters.hierarchy.sources.context_table import PLACES, level_of
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, MATCHES, search
 from hdtool.runtime.stores.history.token_log import LOG, TOKEN, end_of, places_of
@@ -35,8 +34,6 @@ LOG_MATCHES = np.dtype(
     ],
     align=True,
 )
-
-Array = npt.NDArray[Any]
 
 
 @compiled

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 
 MOST_CANDIDATES = 60
 KINDS = 8
@@ -21,8 +20,6 @@ LAST = np.dtype(
     ],
     align=True,
 )
-
-Array = npt.NDArray[Any]
 
 
 @compiled

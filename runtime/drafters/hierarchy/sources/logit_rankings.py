@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import LAST, MOST_CANDIDATES, remember
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import NEIGHBOURS, look_round
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import BEST, Recycled
+from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.topk import NO_LOGIT, for_topk, topk
-
-Array = npt.NDArray[Any]
 
 
 class RankedNodes(NamedTuple):

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 
 PLACES = 8
 """Positions after the root."""
@@ -37,8 +36,6 @@ NEIGHBOURS = np.dtype(
     ],
     align=True,
 )
-
-Array = npt.NDArray[Any]
 
 
 @compiled

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.source_names import PLUGINS, Evidence
 
 MOST_PLUGINS = len(PLUGINS)
@@ -34,8 +33,6 @@ PLUGIN = np.dtype(
     ],
     align=True,
 )
-
-Array = npt.NDArray[Any]
 
 
 def note(plugin: Any, evidence: Evidence, context: Sequence[int]) -> None:

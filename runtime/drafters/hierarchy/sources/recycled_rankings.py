@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
 from hdtool.runtime.stores.model_store import mixed
@@ -49,8 +48,6 @@ RECYCLED = np.dtype(
     ],
     align=True,
 )
-
-Array = npt.NDArray[Any]
 
 
 class Recycled(Pinned):
