@@ -56,7 +56,7 @@ def bench_shape(
     from hdtool.cli.output.store_output import print_left_out
     from hdtool.data.progress import bar
     from hdtool.runtime.evaluation.model_shapes import load_shape
-    from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, fitting
+    from hdtool.runtime.evaluation.recorded_model import fitting, paired_benchmark
     from hdtool.runtime.evaluation.recorded_turns import TurnReader
     from hdtool.runtime.model.checkpoint.identity import checkpoint_of
     from hdtool.runtime.model.cpu_threads import choose_threads
@@ -75,11 +75,12 @@ def bench_shape(
         left_out = len(every) - len(turns)
         print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
     store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, model=checkpoint_of(loading))
-    benchmark = PairedBenchmark(partial(_runners, config.methods, loaded, store_set, decoding))
+    timings: dict[str, Timing] = {}
+    new_runners = partial(_runners, config.methods, loaded, store_set, decoding)
     with bar(len(turns), "answers", quiet=quiet) as shown:
-        for done in benchmark.run(turns):
-            shown.to(done)
-    found = _report(loaded, str(traces), len(turns), benchmark.results)
+        for timings in paired_benchmark(new_runners, turns):  # noqa: B007 - the last ones are reported
+            shown.advance()
+    found = _report(loaded, str(traces), len(turns), timings)
     print(json.dumps(found, ensure_ascii=False) if as_json else table(found))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
@@ -26,9 +27,6 @@ from hdtool.runtime.config import ModelConfig, StoresConfig
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SEQUENCES = 20_000
 """Sequences of each length in the model store."""

@@ -5,28 +5,13 @@ The gradient of the logits is known in closed form, so each chunk computes its l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 CHUNK_BYTES = 32 * 2**20
 """Size of the float32 logits of a chunk."""
-
-
-def cross_entropy(
-    states: torch.Tensor,
-    weight: torch.Tensor,
-    probs: torch.Tensor,
-    rows: torch.Tensor,
-    labels: torch.Tensor,
-    lm_weight: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of ``states @ weight.T``, and how many labels are the arg-max.
-
-    The loss of a state is the cross-entropy to its row of ``probs``, plus ``lm_weight`` times that to its label.
-    """
-    found: tuple[torch.Tensor, torch.Tensor] = _CrossEntropy.apply(states, weight, probs, rows, labels, lm_weight)  # type: ignore[no-untyped-call]
-    return found
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -68,3 +53,10 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         states, weight = ctx.saved_tensors
         return states * gradients[0], weight * gradients[0], None, None, None, None
+
+
+cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _CrossEntropy.apply
+"""The summed loss of ``states @ weight.T``, and how many labels are the arg-max; arguments as in ``forward``.
+
+The loss of a state is the cross-entropy to its row of ``probs``, plus ``lm_weight`` times that to its label.
+"""

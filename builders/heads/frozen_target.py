@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.model.target import Target
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 PROBE_TOKENS = 4
 

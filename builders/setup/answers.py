@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from statistics import fmean
+from typing import Any
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
@@ -15,6 +16,7 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.evaluation.bench import Bench
 from hdtool.runtime.evaluation.contenders import DraftingContender
 from hdtool.runtime.evaluation.lineup import Lineup
+from hdtool.runtime.evaluation.scores import mean_speed
 from hdtool.runtime.evaluation.verify import Verifier
 from hdtool.runtime.evaluation.warm_up import questions_to_warm_up
 from hdtool.runtime.kernels.int8.int8_linear import has_int8_activations
@@ -26,25 +28,6 @@ SECONDS = 40.0
 """Plain decoding of the chosen prompts takes about as long."""
 FEWEST, MOST, MOST_BY_LIBRARY = 3, 24, 4
 """Prompts; fewer of them suffice for transformers, which is several times slower and only compared with."""
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What the model answered, and how fast."""
-
-    tokens_per_second: dict[str, float]
-    """By method."""
-    tokens_per_step: float
-    prompts: int
-    identical: int
-    """Prompts to which all methods that answered them gave the same tokens; with activations in 8 bits, all but
-    transformers, which does not round them."""
-    near_ties: int
-    """Of the others, those whose differences rounding explains."""
-
-    @property
-    def lossless(self) -> bool:
-        return self.identical + self.near_ties == self.prompts
 
 
 def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
@@ -61,7 +44,7 @@ def answer(
     max_new_tokens: int,
     chat: bool | None,
     on_progress: Callable[[int], None],
-) -> Answers:
+) -> dict[str, Any]:
     """Answer the first prompts that fit the model's context, each with a fresh drafter; transformers answers a few."""
     decoding = DecodeConfig(max_new_tokens=max_new_tokens)
     contenders = Lineup(loaded, store_set, model, decoding, SamplingConfig()).contenders((LIBRARY, PLAIN, DRAFTED))
@@ -81,13 +64,18 @@ def answer(
     ]
     drafting = contenders[DRAFTED]
     assert isinstance(drafting, DraftingContender)
-    return Answers(
-        {name: _speed([by_method[name] for by_method in found if name in by_method]) for name in contenders},
-        _tokens_per_step([by_method[DRAFTED] for by_method in found]),
-        len(asked),
-        len(asked) - len(different),
-        sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),
-    )
+    return {
+        "tokens_per_second": {
+            name: mean_speed([by_method[name] for by_method in found if name in by_method]) for name in contenders
+        },
+        "tokens_per_step": fmean(tokens for by_method in found for tokens in by_method[DRAFTED].step_tokens),
+        "prompts": len(asked),
+        # All methods that answered them gave the same tokens; with activations in 8 bits, all but transformers, which
+        # does not round them.
+        "identical": len(asked) - len(different),
+        # Of the others, those whose differences rounding explains.
+        "near_ties": sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),
+    }
 
 
 def _is_identical(by_method: dict[str, AnsweredQuestion], compared: Sequence[str]) -> bool:
@@ -103,13 +91,3 @@ def _is_near_tie(
     ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
     check = verifier.check(prompt.id, ids, prompt.grammar)
     return all(explanation.near_tie for explanation in verifier.explain(check.differences))
-
-
-def _speed(answered: Sequence[AnsweredQuestion]) -> float:
-    """The mean over prompts, as ``bench`` prints it."""
-    return fmean(question.tokens_per_second for question in answered)
-
-
-def _tokens_per_step(answered: Sequence[AnsweredQuestion]) -> float:
-    steps = [tokens for question in answered for tokens in question.step_tokens]
-    return sum(steps) / len(steps)

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.setup.answers import answer, number_of_prompts
 from hdtool.builders.setup.held_out import held_out, opening_of
@@ -49,9 +50,6 @@ from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import rankings_in
 from hdtool.runtime.stores.store_set import StoreSet
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Result = dict[str, Any]
 STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
@@ -288,15 +286,13 @@ class Stages:
         number = config.limit or number_of_prompts(config.max_new_tokens, plain)
         prompts = read_prompts(self._folder.held_out)
         with bar(min(number, len(prompts)), "prompts", quiet=self._plan.quiet) as shown:
-            return asdict(
-                answer(
-                    self._loaded,
-                    self._store_set,
-                    self._plan.model,
-                    prompts,
-                    number,
-                    config.max_new_tokens,
-                    self._plan.chat,
-                    shown.to,
-                )
+            return answer(
+                self._loaded,
+                self._store_set,
+                self._plan.model,
+                prompts,
+                number,
+                config.max_new_tokens,
+                self._plan.chat,
+                shown.to,
             )

@@ -38,12 +38,10 @@ class WorkFolder:
     @contextmanager
     def opened(self) -> Iterator[WorkFolder]:
         """Read the results while no other process writes them."""
-        with worded(ResultError, f"{self.path} cannot be written", ADVICE):
-            self.path.mkdir(parents=True, exist_ok=True)
         busy = ResultError(f"another setup of these logs is running in {self.path}: wait for it")
         with worded(ResultError, f"{self.path} cannot be written", ADVICE):
-            lock = exclusive(self.path / LOCK, busy)
-        with lock:
+            self.path.mkdir(parents=True, exist_ok=True)
+        with exclusive(self.path / LOCK, busy):
             if self._file.exists():
                 kept = json_object(self._file.path)
                 self.stages, self._conditions = kept["stages"], kept.get("conditions", {})

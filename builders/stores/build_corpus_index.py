@@ -7,6 +7,7 @@ bounded by the size of a shard and not by that of the corpus.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ def build_corpus_index(
             raise StoreError("the corpus holds no text at all: name files that do")
         text, suffixes, heads, prefixes = map(build.path, ("documents", "suffixes", "heads", "signposts"))
         files = ShardFiles(text, suffixes, heads, prefixes, width, end)
-        files.lay_out(shards)
+        files.create()
         (engine or LocalEngine()).sort(files, shards)
         np.array(shards, np.int64).tofile(build.path("shards"))
         tokens = sum(shard.suffixes for shard in shards)
@@ -60,23 +61,17 @@ def build_corpus_index(
 
 def _write_documents(file: DocumentFile, documents: Iterable[Document], most: int) -> list[ShardPlace]:
     """Stream the documents to disk, in shards of at most ``most`` tokens and ends."""
-    shards: list[ShardPlace] = []
-    start = documents_before = 0
-
-    def close() -> None:
-        nonlocal start, documents_before
-        size, ends = file.size - start, file.documents - documents_before
-        last = shards[-1] if shards else ShardPlace(0, 0, 0, 0, 0)
-        prefix = last.prefix + sampled_prefixes_in(last.suffixes)
-        shards.append(ShardPlace(start, size, last.suffix + last.suffixes, size - ends, prefix))
-        start, documents_before = file.size, file.documents
-
+    borders = [(0, 0)]  # tokens and ends, and ends, before each shard
     for document in documents:
         for at in range(0, len(document.ids), most - 1):
             piece = document.ids[at : at + most - 1]
-            if file.size - start + len(piece) + 1 > most:
-                close()
+            if file.size - borders[-1][0] + len(piece) + 1 > most:
+                borders.append((file.size, file.documents))
             file.add(piece, document.source)
-    if file.size > start:
-        close()
+    shards: list[ShardPlace] = []
+    prefix = 0
+    for (start, ends), (stop, more_ends) in pairwise([*borders, (file.size, file.documents)]):
+        if suffixes := stop - more_ends - (start - ends):  # none without documents
+            shards.append(ShardPlace(start, stop - start, start - ends, suffixes, prefix))
+            prefix += sampled_prefixes_in(suffixes)
     return shards

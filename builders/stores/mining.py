@@ -19,7 +19,8 @@ def mined(answers: Answers, length: int, top_k: int, per_key: int) -> list[Group
 
 def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -> list[Group]:
     """Sequences of a length as next tokens by prefix and, for the longest, also as phrases by first token."""
-    tokens = answers.tokens[frequent.places[:, None] + np.arange(length)]
+    places, *_ = frequent
+    tokens = answers.tokens[places[:, None] + np.arange(length)]
     groups = [_group(tokens, frequent, length - 1, per_key)]
     if length == PHRASE + 1:
         groups.append(_group(tokens, frequent, 1, per_key))
@@ -28,13 +29,14 @@ def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -
 
 def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group:
     """Sequences by their prefixes, the most frequent first."""
-    counts = np.minimum(frequent.counts, LARGEST_COUNT)
+    _, counts, totals, distinct = frequent
+    counts = np.minimum(counts, LARGEST_COUNT)
     order = np.lexsort([*tokens.T[:prefix], -counts, *tokens.T[prefix:]][::-1])
-    tokens, frequent, counts = tokens[order], frequent[order], counts[order]
+    tokens, counts = tokens[order], counts[order]
     firsts = np.flatnonzero(np.append(True, (tokens[1:, :prefix] != tokens[:-1, :prefix]).any(1))[: len(tokens)])
     sizes = np.diff(np.append(firsts, len(tokens)))
     chosen = np.arange(len(tokens)) - np.repeat(firsts, sizes) < per_key
-    totals, distinct = frequent.totals[firsts], frequent.distinct[firsts]
+    totals, distinct = totals[order[firsts]], distinct[order[firsts]]
     if prefix + 1 < tokens.shape[1]:
         totals, distinct = np.add.reduceat(counts, firsts), sizes  # those counted are of another prefix
     return Group(

@@ -8,10 +8,11 @@ table and not on the input.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.stores.model_store import Ints, mixed, sequence_hash, slot_of
@@ -34,24 +35,9 @@ class Answers:
         return np.dtype(np.int32 if len(self.tokens) < 2**31 else np.int64)
 
 
-@dataclass(frozen=True)
-class Frequent:
-    """Sequences of one length, an item each: a prefix and the token that comes next."""
-
-    places: Ints
-    """The place of each in the documents."""
-    counts: Ints
-    totals: Ints
-    """The counts of all sequences with the same prefix."""
-    distinct: Ints
-    """The number of different sequences with the same prefix."""
-
-    def __getitem__(self, chosen: Ints) -> Frequent:
-        return Frequent(*(getattr(self, field.name)[chosen] for field in fields(self)))
-
-    def __add__(self, other: Frequent) -> Frequent:
-        both = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-        return Frequent(*(np.concatenate(pair) for pair in both))
+Frequent = npt.NDArray[np.int64]
+"""Sequences of one length, each a prefix and the token that comes next: a row of their places in the documents, one of
+their counts, one of the counts of all sequences with the same prefix, and one of how many these are."""
 
 
 def most_frequent(answers: Answers, length: int, top_k: int) -> Frequent:
@@ -71,8 +57,7 @@ def frequent_of_part(answers: Answers, length: int, part: int, parts: int, top_k
     size = _slots(answers)
     table, repeats = np.full(size, -1, answers.place_type), np.zeros(size, np.uint32)
     if _count(answers.tokens, answers.end, length, part, parts, answers.once, table, repeats):
-        found = _all_of(answers.tokens, length, table, repeats)
-        return found[_best(answers.tokens, found.places, found.counts, length, top_k)]
+        return _best(answers.tokens, _all_of(answers.tokens, length, table, repeats), length, top_k)
     del table, repeats  # the part does not fit; its halves are counted one after the other
     halves = (frequent_of_part(answers, length, half, 2 * parts, top_k) for half in (part, part + parts))
     return united(answers, length, halves, top_k)
@@ -80,10 +65,9 @@ def frequent_of_part(answers: Answers, length: int, part: int, parts: int, top_k
 
 def united(answers: Answers, length: int, found: Iterable[Frequent], top_k: int) -> Frequent:
     """The most frequent sequences of several parts."""
-    best = Frequent(*np.empty((4, 0), np.int64))
+    best = np.empty((4, 0), np.int64)
     for more in found:
-        best += more
-        best = best[_best(answers.tokens, best.places, best.counts, length, top_k)]
+        best = _best(answers.tokens, np.hstack([best, more]), length, top_k)
     return best
 
 
@@ -101,13 +85,14 @@ def _all_of(tokens: Ints, length: int, table: Ints, repeats: Ints) -> Frequent:
     used = np.flatnonzero(table >= 0)
     places, counts = table[used].astype(np.int64), repeats[used] + np.int64(1)
     totals, distinct = _by_prefix(tokens, places, counts, length - 1, np.full(table_size(len(used)), -1, np.int32))
-    return Frequent(places, counts, totals, distinct)
+    return np.stack([places, counts, totals, distinct])
 
 
-def _best(tokens: Ints, places: Ints, counts: Ints, length: int, most: int) -> Ints:
-    """Which of some different sequences are the ``most`` frequent; among equals those with the smaller tokens."""
+def _best(tokens: Ints, found: Frequent, length: int, most: int) -> Frequent:
+    """The ``most`` frequent of some different sequences; among equals those with the smaller tokens."""
+    places, counts, *_ = found
     if len(places) <= most:
-        return np.arange(len(places))
+        return found
     least = np.sort(counts)[-most]  # numpy sorts numbers with many equals faster than it selects from them
     best = [np.flatnonzero(counts > least)]
     equal = np.flatnonzero(counts == least)
@@ -118,7 +103,7 @@ def _best(tokens: Ints, places: Ints, counts: Ints, length: int, most: int) -> I
         best.append(equal[column < largest])
         missing -= len(best[-1])
         equal = equal[column == largest]
-    return np.concatenate([*best, equal])
+    return found[:, np.concatenate([*best, equal])]
 
 
 @compiled

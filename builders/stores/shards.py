@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardPlace, sampled_prefixes_in
+from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardPlace
 
 Tokens = npt.NDArray[Any]
 
@@ -49,17 +48,10 @@ class ShardFiles:
     width: np.dtype[Any]
     end: int
 
-    def lay_out(self, shards: Sequence[ShardPlace]) -> None:
-        """Give the files their sizes."""
-        last = shards[-1]
-        prefixes = last.prefix + sampled_prefixes_in(last.suffixes)
-        for path, size in (
-            (self.suffixes, (last.suffix + last.suffixes) * 4),
-            (self.heads, len(shards) * (self.end + 1) * 4),
-            (self.sampled_prefixes, prefixes * PREFIX_TOKENS * self.width.itemsize),
-        ):
-            with open(path, "wb") as stream:
-                stream.truncate(size)
+    def create(self) -> None:
+        """Create the files; each shard extends them as far as its parts go."""
+        for path in (self.suffixes, self.heads, self.sampled_prefixes):
+            path.touch()
 
     def tokens(self, shard: ShardPlace) -> Tokens:
         return np.fromfile(self.documents, self.width, shard.tokens, offset=shard.token * self.width.itemsize)

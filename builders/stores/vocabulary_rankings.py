@@ -5,8 +5,6 @@ One pass for each batch of tokens, each after the token that begins a text, if t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -23,25 +21,20 @@ WHOLE = 1_000_000
 
 def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) -> Ints:
     """A row for each token: the best tokens after it, then their probabilities; -1 and 0 where nothing is known."""
-    with bar(vocabulary, "rankings", quiet=quiet) as shown:
-        return _rankings(loaded, vocabulary, shown.to)
-
-
-def _rankings(loaded: Loaded, vocabulary: int, on_progress: Callable[[int], None]) -> Ints:
     target, begin = loaded.target, loaded.tokenizer.bos_token_id
     rows: Ints = np.full((vocabulary, 2 * RANKED), -1, np.int32)
     rows[:, RANKED:] = 0
     readable = min(vocabulary, target.vocabulary)
-    for start in range(0, readable, BATCH):
-        ids = torch.arange(start, min(readable, start + BATCH), device=target.device)[:, None]
-        if begin is not None:
-            ids = torch.cat([torch.full_like(ids, begin), ids], 1)
-        with torch.inference_mode():
+    with bar(vocabulary, "rankings", quiet=quiet) as shown, torch.inference_mode():
+        for start in range(0, readable, BATCH):
+            ids = torch.arange(start, min(readable, start + BATCH), device=target.device)[:, None]
+            if begin is not None:
+                ids = torch.cat([torch.full_like(ids, begin), ids], 1)
             logits = target.model(input_ids=ids, use_cache=False).logits[:, -1, :readable].float()
-        best, scores = topk(logits, RANKED)
-        probs = np.exp(scores - logits.logsumexp(-1, keepdim=True).cpu().numpy())
-        usable = np.isfinite(probs)
-        rows[start : start + len(ids), :RANKED] = np.where(usable, best, -1)
-        rows[start : start + len(ids), RANKED:] = np.where(usable, probs * WHOLE, 0)
-        on_progress(start + len(ids))
+            best, scores = topk(logits, RANKED)
+            probs = np.exp(scores - logits.logsumexp(-1, keepdim=True).cpu().numpy())
+            usable = np.isfinite(probs)
+            rows[start : start + len(ids), :RANKED] = np.where(usable, best, -1)
+            rows[start : start + len(ids), RANKED:] = np.where(usable, probs * WHOLE, 0)
+            shown.to(start + len(ids))
     return rows

@@ -37,12 +37,14 @@ class DecodeConfig(Settings):
     method: str = setting(
         "hd",
         "Drafting method: " + "; ".join(f"{name}, {method.description}" for name, method in METHODS.items()) + ".",
-        values=METHODS,
+        choices=METHODS,
     )
     max_new_tokens: int = setting(256, "Maximum number of tokens in an answer.", least=1)
     draft_tokens: int | None = setting(
         None,
         f"Maximum number of draft tokens per step, 0 to {LARGEST_BUDGET}. Default: by the measured time of passes.",
+        least=0,
+        most=LARGEST_BUDGET,
     )
     sources: str = setting(
         ALL_LETTERS,
@@ -72,14 +74,11 @@ class DecodeConfig(Settings):
     tree: str = setting(
         "dynamic",
         "Draft tree of medusa and amphista: dynamic, the most probable paths of each step, or static, as trained.",
-        values=TREES,
+        choices=TREES,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
-        _require_draft_tokens(self.draft_tokens)
-        require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
         object.__setattr__(self, "sources", source_letters("sources", self.sources, ALL_LETTERS))
         method = METHODS[self.method]
         in_memory = self.method in HIERARCHIES or not method.history or self.history in (MEMORY, NO_HISTORY)
@@ -123,11 +122,8 @@ class RecordingConfig(Settings):
         "Record so many of the model's best tokens at each position, for replays of methods that read logits; "
         "logitspec reads 61.",
         least=0,
+        most=MOST_RANKED,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.rankings <= MOST_RANKED, "rankings", self.rankings, f"at most {MOST_RANKED}")
 
 
 @dataclass(frozen=True)
@@ -170,6 +166,8 @@ class ReplayConfig(Settings):
         None,
         f"Maximum number of draft tokens per step, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by "
         "--cost.",
+        least=0,
+        most=LARGEST_BUDGET,
     )
     sources: str = setting(
         STORE_LETTERS,
@@ -195,7 +193,6 @@ class ReplayConfig(Settings):
             if self.methods.count(method) > 1:
                 raise OptionError(f"method {method} is given twice: name each method once")
             self.decoding(method)
-        _require_draft_tokens(self.draft_tokens)
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
 
     def methods_with(self, *, corpus: bool, rankings: bool = False) -> tuple[str, ...]:
@@ -233,7 +230,3 @@ class PaperConfig:
         source_letters("order", self.order, SOURCE_LETTERS)
         require(1 <= self.sequences <= 9, "sequences", self.sequences, "between 1 and 9")
         require(1 <= self.window <= 9, "window", self.window, "between 1 and 9")
-
-
-def _require_draft_tokens(given: int | None) -> None:
-    require(given is None or 0 <= given <= LARGEST_BUDGET, "draft-tokens", given, f"between 0 and {LARGEST_BUDGET}")

@@ -16,11 +16,15 @@ MOST_HEADS = 8
 class HeadsConfig(Settings):
     """Architecture of drafting heads: Amphista (arXiv:2406.13170), its ablations, or Medusa (arXiv:2401.10774)."""
 
-    heads: int = setting(4, "Number of heads; each predicts one token further ahead.", option="num_heads")
+    heads: int = setting(
+        4, "Number of heads; each predicts one token further ahead.", option="num_heads", least=1, most=MOST_HEADS
+    )
     rank: int = setting(64, "Rank of each head's output layer; 0: full.", option="lm_head_rank")
-    auto_embedding: int = setting(1, "Layers in which the heads attend to each other: 0, 1, or 2 for Amphista-alpha.")
+    auto_embedding: int = setting(
+        1, "Layers in which the heads attend to each other: 0, 1, or 2 for Amphista-alpha.", least=0, most=2
+    )
     positions: bool = setting(True, "Learn a position for each head.")
-    adaptation: int = setting(2, "Causal layers between the model and the heads: 0, 1 or 2.")
+    adaptation: int = setting(2, "Causal layers between the model and the heads: 0, 1 or 2.", least=0, most=2)
     sampled_token: bool = setting(True, "Feed the sampled token to these layers.")
     mlp: int | None = setting(None, "MLP width of these layers. Default: that of the model.", least=1)
     draft_vocabulary: int | None = setting(
@@ -29,10 +33,7 @@ class HeadsConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(1 <= self.heads <= MOST_HEADS, "num-heads", self.heads, f"between 1 and {MOST_HEADS}")
         require(self.rank >= 0, "lm-head-rank", self.rank, "1 or more, or 0 for full output layers")
-        require(0 <= self.auto_embedding <= 2, "auto-embedding", self.auto_embedding, "0, 1 or 2")
-        require(0 <= self.adaptation <= 2, "adaptation", self.adaptation, "0, 1 or 2")
 
     @property
     def plain(self) -> HeadsConfig:
@@ -56,7 +57,7 @@ class TrainConfig(Settings):
     val_fraction: float = setting(0.05, "Share of the texts held out for evaluation and for the choice of the tree.")
     save_every: int = setting(50, "Steps between checkpoints.", least=1)
     seed: int = setting(0, "Seed of initial weights and of the order of texts.", least=0)
-    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION)
+    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION, least=0, most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,4 +66,3 @@ class TrainConfig(Settings):
         require(0 <= self.warm_up < 1, "warm-up", self.warm_up, "at least 0 and below 1")
         require(0 <= self.lm_weight < float("inf"), "lm-weight", self.lm_weight, "0 or more")
         require(0 < self.val_fraction < 1, "val-fraction", self.val_fraction, "above 0 and below 1")
-        require(0 <= self.max_bad_fraction <= 1, "max-bad-fraction", self.max_bad_fraction, "between 0 and 1")

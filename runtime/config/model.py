@@ -40,7 +40,7 @@ class ModelConfig(Settings):
         "auto",
         f"{', '.join(DTYPES)}. auto: float32 on CPUs, with weights of 16 bits, of GGUF files and of torchao kept "
         "so; else that of the checkpoint.",
-        values=DTYPES,
+        choices=DTYPES,
     )
     attn_implementation: str | None = setting(
         None,
@@ -58,21 +58,21 @@ class ModelConfig(Settings):
         MEASURED,
         f"Matrix products of linear layers on a CPU: {', '.join(PRODUCTS)}, which are torch's and hdtool's. measured: "
         "the faster one for each layer, as measured once. Fix one where two machines must compute alike.",
-        values=PRODUCTS,
+        choices=PRODUCTS,
     )
     activations: str = setting(
         "float32",
         "Inputs of products with packed weights, of a GGUF file or of torchao, on a CPU: float32, as "
         "transformers has them, or int8, as llama.cpp has them: faster, rounded to 8 bits.",
-        values=ACTIVATIONS,
+        choices=ACTIVATIONS,
     )
     device_map: str | None = setting(
-        None, f"Spread the model over all GPUs: {', '.join(DEVICE_MAPS)}.", values=DEVICE_MAPS
+        None, f"Spread the model over all GPUs: {', '.join(DEVICE_MAPS)}.", choices=DEVICE_MAPS
     )
     quantization: str | None = setting(
         None,
         f"Quantize the weights on loading: {', '.join(QUANTIZATIONS)} (torchao, bitsandbytes). Default: none.",
-        values=QUANTIZATIONS,
+        choices=QUANTIZATIONS,
     )
     generation_config: str | None = setting(
         None, "A generation_config.json or its folder instead of the model's; none: the library's defaults."
@@ -80,16 +80,8 @@ class ModelConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        maps = self.device_map is None or self.device_map in DEVICE_MAPS
-        require(maps, "device-map", self.device_map, f"one of {', '.join(DEVICE_MAPS)}")
-        known = self.quantization is None or self.quantization in QUANTIZATIONS
-        require(known, "quantization", self.quantization, f"one of {', '.join(QUANTIZATIONS)}")
         alone = self.device_map is None or self.device == "auto"
         require(alone, "device", self.device, "left out with --device-map, which chooses the devices")
-        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        require(self.products in PRODUCTS, "products", self.products, f"one of {', '.join(PRODUCTS)}")
-        activations = self.activations in ACTIVATIONS
-        require(activations, "activations", self.activations, f"one of {', '.join(ACTIVATIONS)}")
         attention = self.attn_implementation
         usable = attention is None or attention in ATTENTIONS
         expected = f"{' or '.join(ATTENTIONS)}, which take the masks of draft trees"

@@ -12,7 +12,7 @@ from hdtool.runtime.config.setting import Settings, require, setting
 class VllmConfig(Settings):
     """How hdtool drafts inside vLLM."""
 
-    draft_tokens: int = setting(8, "Maximum number of draft tokens per request and step.")
+    draft_tokens: int = setting(8, "Maximum number of draft tokens per request and step.", least=1, most=LARGEST_BUDGET)
     min_draft_prob: float | None = setting(
         None, "Minimum probability of a draft token, 0 to 1. Default: by the measured time of passes."
     )
@@ -22,8 +22,6 @@ class VllmConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        largest = LARGEST_BUDGET
-        require(1 <= self.draft_tokens <= largest, "draft-tokens", self.draft_tokens, f"between 1 and {largest}")
         fits = self.min_draft_prob is None or 0 < self.min_draft_prob <= 1
         require(fits, "min-draft-prob", self.min_draft_prob, "above 0 and at most 1")
 
@@ -33,7 +31,7 @@ class ServerConfig(Settings):
     """The address and the limits of hdtool's own server."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface of this machine.")
-    port: int = setting(8000, "Port to listen on; 0 is any free one.")
+    port: int = setting(8000, "Port to listen on; 0 is any free one.", least=0, most=2**16 - 1)
     api_key_file: str | None = setting(
         None,
         "File with a key on each line, or the name of a tenant and its key. Default: HDTOOL_API_KEY in the "
@@ -52,5 +50,4 @@ class ServerConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.port < 2**16, "port", self.port, "between 0 and 65535")
         require(self.body_seconds > 0, "body-seconds", self.body_seconds, "above 0")

@@ -12,15 +12,23 @@ T = TypeVar("T")
 
 
 def setting(
-    default: T, help: str, *, option: str = "", alias: str = "", values: Iterable[str] = (), least: int | None = None
+    default: T,
+    help: str,
+    *,
+    option: str = "",
+    alias: str = "",
+    values: Iterable[str] = (),
+    choices: Iterable[str] = (),
+    least: int | None = None,
+    most: int | None = None,
 ) -> T:
     """A field of a settings class.
 
-    ``option`` and ``alias`` name its option if the field has another name, ``values`` are some that it takes, and
-    ``least`` is the smallest number.
+    ``option`` and ``alias`` name its option if the field has another name. ``values`` are some that it takes, and
+    ``choices`` are all of them; ``least`` is the smallest number, and ``most`` the largest one.
     """
-    metadata = {"help": help, "option": option, "alias": alias, "values": tuple(values), "least": least}
-    return field(default=default, metadata=metadata)
+    described = {"help": help, "option": option, "alias": alias, "values": (*values, *choices)}
+    return field(default=default, metadata={**described, "choices": (*choices,), "least": least, "most": most})
 
 
 def option_of(one: Field[Any]) -> str:
@@ -34,9 +42,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            value, least = getattr(self, one.name), one.metadata.get("least")
-            if least is not None and value is not None:
-                require(value >= least, option_of(one), value, f"{least} or more")
+            value = getattr(self, one.name)
+            if value is None or not one.metadata:
+                continue
+            choices, least, most = (one.metadata[limit] for limit in ("choices", "least", "most"))
+            require(not choices or value in choices, option_of(one), value, f"one of {', '.join(choices)}")
+            if least is not None:
+                expected = f"{least} or more" if most is None else f"between {least} and {most}"
+                require(least <= value and (most is None or value <= most), option_of(one), value, expected)
 
 
 def require(holds: bool, name: str, found: object, expected: str) -> None:

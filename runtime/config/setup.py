@@ -27,7 +27,7 @@ class SetupConfig(Settings):
         least=1,
     )
     max_new_tokens: int = setting(128, "Maximum number of tokens in each of these answers.", least=1)
-    max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION)
+    max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION, least=0, most=1)
     rankings: bool = setting(
         False,
         "Add to the model store what the model ranks highest after each token of its vocabulary: a pass for each 256 "
@@ -37,4 +37,3 @@ class SetupConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.held_out < 1, "held-out-fraction", self.held_out, "above 0 and below 1")
-        require(0 <= self.max_bad_fraction <= 1, "max-bad-fraction", self.max_bad_fraction, "between 0 and 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hdtool
@@ -63,7 +64,7 @@ def _hub() -> Iterator[Finding]:
     cache = Path(constants.HF_HUB_CACHE)
     models = sum(1 for _ in cache.glob("models--*"))
     found = _writable("hub cache", cache, "HF_HOME")
-    yield Finding(found.name, f"{found.found}, {counted(models, 'model')}", found.state, found.advice)
+    yield replace(found, found=f"{found.found}, {counted(models, 'model')}")
     if constants.HF_HUB_OFFLINE:
         yield Finding("hub", "HF_HUB_OFFLINE is set: nothing is downloaded", NOTE, "unset HF_HUB_OFFLINE to download")
     elif get_token() is None:

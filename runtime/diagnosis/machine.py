@@ -14,17 +14,17 @@ from hdtool.data.stores.home import home
 from hdtool.runtime.diagnosis.finding import MEND, NOTE, Finding
 from hdtool.runtime.kernels.cpu_name import processor_name
 
-OLDEST_PYTHON = (3, 11)
 DRIVERS = ("nvidia-smi", "rocm-smi")
 """Programs that come with the driver of a GPU."""
 TORCH_PAGE = "https://pytorch.org/get-started/locally"
 
 
 def machine_findings() -> Iterator[Finding]:
-    yield _python()
+    yield Finding("Python", f"{platform.python_version()} in {sys.prefix}")
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
     yield Finding("processor", f"{processor_name()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}")
-    yield from _memory()
+    if available := available_memory():
+        yield Finding("memory", f"{available / 1e9:.1f} GB available")
     yield from _devices()
     yield _threads()
 
@@ -37,19 +37,6 @@ def available_memory() -> int | None:
         return int(rows["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-
-
-def _python() -> Finding:
-    found = f"{platform.python_version()} in {sys.prefix}"
-    if sys.version_info < OLDEST_PYTHON:
-        oldest = ".".join(map(str, OLDEST_PYTHON))
-        return Finding("Python", found, MEND, f"install Python {oldest} or newer, and hdtool in it")
-    return Finding("Python", found)
-
-
-def _memory() -> Iterator[Finding]:
-    if available := available_memory():
-        yield Finding("memory", f"{available / 1e9:.1f} GB available")
 
 
 def _devices() -> Iterator[Finding]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
@@ -35,17 +34,13 @@ def model_findings(config: ModelConfig) -> Iterator[Finding]:
         settings = load_settings(config)
         refuse_by_configuration(settings)
         yield Finding("family", f"{settings.model_type}, which can verify draft trees as far as its settings show")
-        yield from _quantized(config, settings)
+        if library := library_of(settings):
+            require_libraries(config.name, settings, None)
+            yield Finding("quantized", f"by {library}, whose packages are there")
         yield from _weights(config, folder)
         yield from _tokenizer(config)
     except HdtoolError as error:
         yield Finding("model", str(error), MEND)
-
-
-def _quantized(config: ModelConfig, settings: Any) -> Iterator[Finding]:
-    if library := library_of(settings):
-        require_libraries(config.name, settings, None)
-        yield Finding("quantized", f"by {library}, whose packages are there")
 
 
 def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:

@@ -43,7 +43,7 @@ def _unfit(needed: list[Requirement]) -> Iterator[Finding]:
     faults = [(each, _version(each.name)) for each in needed if not _fits(each)]
     for each, version in faults:
         found = f"{version}, and {each.specifier} is needed" if version else f"missing, and {each} is needed"
-        yield Finding(each.name, found, MEND, f'pip install "{_plain(each)}"')
+        yield Finding(each.name, found, MEND, f'pip install "{each.name}{each.specifier}"')
     if not faults:
         yield Finding("others", f"all {len(needed)} packages that hdtool needs are there, in versions that fit")
 
@@ -77,7 +77,3 @@ def _version(name: str) -> str | None:
 def _fits(requirement: Requirement) -> bool:
     version = _version(requirement.name)
     return version is not None and requirement.specifier.contains(version, prereleases=True)
-
-
-def _plain(requirement: Requirement) -> str:
-    return f"{requirement.name}{requirement.specifier}"

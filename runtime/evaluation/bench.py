@@ -122,28 +122,16 @@ def in_turn(names: Sequence[str], turn: int) -> list[str]:
 
 def hash_of(questions: Sequence[Prompt]) -> str:
     """A hash of a list of questions."""
-    rows = [
-        [
-            question.id,
-            question.category,
-            question.messages,
-            question.later_turns,
-            *_structure_of(question),
-            *_prediction_of(question),
-        ]
-        for question in questions
-    ]
+    rows = []
+    for question in questions:
+        row: list[Any] = [question.id, question.category, question.messages, question.later_turns]
+        grammar = [question.grammar.kind.value, question.grammar.text] if question.grammar else None
+        if grammar or question.tools:  # nothing for free text, whose hash stays as it was
+            row += [grammar, question.tools]
+        if question.prediction:
+            row.append(question.prediction)
+        rows.append(row)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
-
-def _prediction_of(question: Prompt) -> list[str]:
-    return [question.prediction] if question.prediction else []
-
-
-def _structure_of(question: Prompt) -> list[Any]:
-    """The grammar and tools of a question; nothing for free text, whose hash stays as it was."""
-    grammar = [question.grammar.kind.value, question.grammar.text] if question.grammar else None
-    return [grammar, list(question.tools)] if grammar or question.tools else []
 
 
 def _of_median_speed(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:

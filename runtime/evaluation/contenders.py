@@ -8,26 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish, Step, decode, room_for
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.generate_settings import generate_options, refuse_settings
+from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import guided
 from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.text_stream import text_of
-
-if TYPE_CHECKING:
-    from transformers import LogitsProcessor, PreTrainedModel
-
-    from hdtool.runtime.grammar.guide import Guide
 
 T = TypeVar("T")
 
@@ -156,15 +152,7 @@ class GenerateContender:
         # Without drafts every pass brings one token, and the hook that counts passes is left out of the timing.
         with passes.counted(self._model, wanted=bool(self._drafting)):
             output_ids, seconds = timed(self._model.device, generated)
-        ended = output_ids[-1] in self._loaded.stops
-        return AnsweredTurn(
-            text_of(self._loaded.tokenizer, output_ids),
-            output_ids,
-            passes.tokens(len(output_ids)) if self._drafting else [1] * len(output_ids),
-            seconds,
-            finish=str(Finish.STOP if ended else at_the_end),
-            nodes=passes.drafted,
-        )
+        return passes.answer(self._loaded, output_ids, seconds, at_the_end, drafts=bool(self._drafting))
 
 
 def generate_ids(
@@ -208,6 +196,20 @@ class Passes:
         """The tokens of each pass, of ``answered`` tokens in total."""
         ends = [*self._known[1:], self._known[0] + answered]
         return [end - start for start, end in zip(self._known, ends, strict=True)]
+
+    def answer(
+        self, loaded: Loaded, output_ids: list[int], seconds: float, at_the_end: Finish, *, drafts: bool
+    ) -> AnsweredTurn:
+        """The answer that the passes gave; without drafts, each gave one token."""
+        ended = output_ids[-1] in loaded.stops
+        return AnsweredTurn(
+            text_of(loaded.tokenizer, output_ids),
+            output_ids,
+            self.tokens(len(output_ids)) if drafts else [1] * len(output_ids),
+            seconds,
+            finish=str(Finish.STOP if ended else at_the_end),
+            nodes=self.drafted,
+        )
 
     @contextmanager
     def counted(self, model: PreTrainedModel, *, wanted: bool) -> Iterator[None]:

@@ -23,10 +23,7 @@ def draw_cost(curve: CostCurve, path: Path) -> None:
     for place, (context, times) in enumerate(zip(curve.contexts, curve.milliseconds, strict=True)):
         color = colormaps["viridis"](0.9 * place / max(1, len(curve.contexts) - 1))
         axes.plot(curve.nodes, times, marker="o", markersize=3.5, color=color, label=f"{context:,}")
-    axes.set_xlabel("draft nodes in the pass")
-    axes.set_ylabel("milliseconds")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="draft nodes in the pass", ylabel="milliseconds", xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="context, tokens", fontsize="small", title_fontsize="small")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from hdtool.data.errors import ModelError
 from hdtool.data.stores.store import TokenizerFingerprint
@@ -23,9 +25,6 @@ from hdtool.runtime.kernels.small_batch_linear import has_own_products, share_we
 from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 GENERATE = set(PEERS) - set(LLAMA_CPP)
 PROMPT_LOOKUP_TOKENS = 10

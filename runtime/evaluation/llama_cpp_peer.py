@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hdtool.data.errors import ModelError, reason_of
 from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.decode import Finish, room_for
+from hdtool.runtime.decode import room_for
 from hdtool.runtime.evaluation.contenders import Passes, timed
+from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.text_stream import text_of
-
-if TYPE_CHECKING:
-    from hdtool.runtime.grammar.guide import Guide
 
 PACKAGE = "llama-cpp-python"
 DRAFTED_ON_CPU, DRAFTED_ON_GPU = 2, 10
@@ -73,15 +70,7 @@ class LlamaCppContender:
         self._llama.reset()
         self._passes = passes = Passes(len(prompt))
         output_ids, seconds = timed(torch.device("cpu"), partial(self._generated, prompt, room))
-        ended = output_ids[-1] in self._loaded.stops
-        return AnsweredTurn(
-            text_of(self._loaded.tokenizer, output_ids),
-            output_ids,
-            passes.tokens(len(output_ids)) if self._looks_up else [1] * len(output_ids),
-            seconds,
-            finish=str(Finish.STOP if ended else at_the_end),
-            nodes=passes.drafted,
-        )
+        return passes.answer(self._loaded, output_ids, seconds, at_the_end, drafts=self._looks_up)
 
     def _generated(self, prompt: list[int], room: int) -> list[int]:
         found: list[int] = []

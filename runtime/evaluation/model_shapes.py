@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hdtool.data.errors import ModelError, OptionError
-from hdtool.runtime.config import SHAPES
+from hdtool.runtime.config import SHAPES, ModelConfig
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.load import Loaded, load_tokenizer, pick_device, pick_dtype
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.target import Target
-
-if TYPE_CHECKING:
-    from hdtool.runtime.config import ModelConfig
 
 SEED = 0
 

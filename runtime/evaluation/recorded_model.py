@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,47 +91,39 @@ def generate_runner(target: Target, **options: Any) -> ReplayRunner:
     return run
 
 
-@dataclass
-class PairedBenchmark:
-    """All contenders answer a turn before the next turn starts; the order rotates from turn to turn.
+def paired_benchmark(
+    new_runners: Callable[[], Mapping[str, ReplayRunner]], turns: Sequence[RecordedTurn]
+) -> Iterator[dict[str, Timing]]:
+    """Time all contenders on recorded turns; yields what each took so far, after every turn.
 
-    Each runs every turn once: the warm-up has runners of its own, whose history is discarded.
+    All of them answer a turn before the next turn starts; the order rotates from turn to turn. Each runs every turn
+    once: the longest is run before as a warm-up, so that no cache grows in a measured one, by runners of its own, whose
+    history is discarded. A contender that fails is left out with a note, so that the figures of the others are not
+    lost.
     """
+    longest = max(turns, key=lambda turn: len(turn.prompt) + len(turn.answer))
+    failed = {name for name, runner in new_runners().items() if _timed(name, runner, longest) is None}
+    runners = {name: runner for name, runner in new_runners().items() if name not in failed}
+    totals: dict[str, list[Timing]] = {name: [] for name in runners}
+    for place, turn in enumerate(turns):
+        for name in in_turn(list(totals), place):
+            timing = _timed(name, runners[name], turn)
+            if timing is None:
+                del totals[name]
+            else:
+                totals[name].append(timing)
+        yield {name: _sum(parts) for name, parts in totals.items()}
 
-    new_runners: Callable[[], Mapping[str, ReplayRunner]]
-    results: dict[str, Timing] = field(default_factory=dict)
 
-    def run(self, turns: Sequence[RecordedTurn]) -> Iterator[int]:
-        """Yields how many turns are done.
-
-        The longest turn is run once before as a warm-up, so that no cache grows in a measured one. A contender that
-        fails is left out with a note, so that the figures of the others are not lost.
-        """
-        working = self.new_runners()
-        longest = max(turns, key=lambda turn: len(turn.prompt) + len(turn.answer))
-        failed = {name for name, runner in working.items() if self._timed(name, runner, longest) is None}
-        runners = {name: runner for name, runner in self.new_runners().items() if name not in failed}
-        totals: dict[str, list[Timing]] = {name: [] for name in runners}
-        for place, turn in enumerate(turns):
-            for name in in_turn(list(totals), place):
-                timing = self._timed(name, runners[name], turn)
-                if timing is None:
-                    del totals[name]
-                else:
-                    totals[name].append(timing)
-            self.results = {name: _sum(parts) for name, parts in totals.items()}
-            yield place + 1
-
-    @staticmethod
-    def _timed(name: str, runner: ReplayRunner, turn: RecordedTurn) -> Timing | None:
-        """The timing of a turn; None, with a note, if the contender failed."""
-        try:
-            return runner(turn)
-        except HdtoolError:
-            raise
-        except Exception as error:  # compilers and kernels raise errors of many classes
-            print(f"note: {name} is left out, because it failed ({reason_of(error)})", file=sys.stderr)
-            return None
+def _timed(name: str, runner: ReplayRunner, turn: RecordedTurn) -> Timing | None:
+    """The timing of a turn; None, with a note, if the contender failed."""
+    try:
+        return runner(turn)
+    except HdtoolError:
+        raise
+    except Exception as error:  # compilers and kernels raise errors of many classes
+        print(f"note: {name} is left out, because it failed ({reason_of(error)})", file=sys.stderr)
+        return None
 
 
 def _added(steps: Sequence[Step]) -> Stats:

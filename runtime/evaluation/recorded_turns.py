@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.chat import conversation_text, encode_text, has_chat_template
 from hdtool.data.conversations.rankings import Rankings
@@ -15,9 +16,6 @@ from hdtool.data.traces import Recorded, Trace
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 from hdtool.runtime.text_stream import text_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

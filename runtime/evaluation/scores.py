@@ -66,7 +66,7 @@ def scores_of(results: Results, baseline: str | None = None) -> Scores:
     for task, places in _places(results.answers[methods[0]]).items():
         answers = {method: [rows[place] for place in places] for method, rows in results.answers.items()}
         right = answers[reference] if reference else None
-        speed = _speed(answers[against])
+        speed = mean_speed(answers[against])
         tasks[task] = {
             method: _score(rows, speed, right if greedy or method not in PEERS else None)
             for method, rows in answers.items()
@@ -92,7 +92,8 @@ def _places(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
     return (tasks if len(tasks) > 1 else {}) | {OVERALL: list(range(len(questions)))}
 
 
-def _speed(answers: Sequence[AnsweredQuestion]) -> float:
+def mean_speed(answers: Sequence[AnsweredQuestion]) -> float:
+    """Tokens per second, the mean over questions."""
     return fmean(answer.tokens_per_second for answer in answers)
 
 
@@ -105,8 +106,8 @@ def _score(answers: Sequence[AnsweredQuestion], baseline: float, right: Sequence
     )
     return Score(
         questions=len(answers),
-        tokens_per_second=_speed(answers),
-        speedup=_speed(answers) / baseline,
+        tokens_per_second=mean_speed(answers),
+        speedup=mean_speed(answers) / baseline,
         tokens_per_step=fmean(steps),
         identical=None
         if right is None

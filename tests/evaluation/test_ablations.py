@@ -88,9 +88,9 @@ def test_a_source_that_is_not_there_is_in_no_choice() -> None:
 def test_a_study_of_the_demo_agrees_with_itself() -> None:
     answer = [7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 11]
     found = Study([[turn([5, 6], answer)]], SHELF, workers=1).results()
-    alone, first_of_all = found.subsets()[0], found.orders()
-    assert first_of_all is not None
-    assert alone["CMS"] == first_of_all["CMS"]
+    alone, in_order = {row.sources: row for row in found.subsets()[0].rows}, found.orders()
+    assert in_order is not None
+    assert alone["CMS"] == next(row for row in in_order.rows if row.sources == "CMS")
     assert alone["C"].tokens_per_step > alone["M"].tokens_per_step, "the answer repeats itself alone"
     (paper, own) = found.coverage()
     assert paper.positions == own.positions == len(answer)

@@ -14,7 +14,7 @@ from hdtool.cli.app import run
 from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
-from hdtool.runtime.evaluation.recorded_model import PairedBenchmark, ReplayRunner, Timing, drafting_runner, fitting
+from hdtool.runtime.evaluation.recorded_model import ReplayRunner, Timing, drafting_runner, fitting, paired_benchmark
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.model.load import load_tokenizer
@@ -93,9 +93,9 @@ def test_the_warm_up_is_no_history() -> None:
     def runners() -> dict[str, ReplayRunner]:
         return {"hd": drafting_runner(target, drafter_for(config, target, StoreSet()))}
 
-    benchmark, steps = PairedBenchmark(runners), []
-    for _ in benchmark.run(turns):
-        stats = benchmark.results["hd"].stats
+    steps = []
+    for timings in paired_benchmark(runners, turns):
+        stats = timings["hd"].stats
         assert stats
         steps.append(stats.steps)
     assert steps[0] == len(answer) and steps[1] - steps[0] < 12
@@ -118,9 +118,8 @@ def test_a_contender_that_fails_is_left_out(works: int, capsys: pytest.CaptureFi
         return {"generate-static": failing, "ar": drafting_runner(target, plain)}
 
     turns = [RecordedTurn("", "", 0, [1, 2, 3], [4] * 5) for _ in range(3)]
-    benchmark = PairedBenchmark(runners)
-    assert list(benchmark.run(turns)) == [1, 2, 3]
-    assert benchmark.results.keys() == {"ar"} and benchmark.results["ar"].tokens == 15
+    *_, last = found = list(paired_benchmark(runners, turns))
+    assert len(found) == 3 and last.keys() == {"ar"} and last["ar"].tokens == 15
     assert "note: generate-static is left out, because it failed (no compiler was found)" in capsys.readouterr().err
     assert len(ran) == works + 1
 

@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_the_same_rankings_only(recording: Path, capfd: pytes
     assert run([*command, "--rankings", "3"]) == 1
     assert f"was answered with rankings {BEST}, not 3: choose another --out" in capfd.readouterr().err
     assert run([*command, "--rankings", "65"]) == 2
-    assert "--rankings must be at most 64, got 65" in capfd.readouterr().err
+    assert "--rankings must be between 0 and 64, got 65" in capfd.readouterr().err
 
 
 def test_logits_of_a_step_have_what_was_recorded_and_nothing_else() -> None:

@@ -162,7 +162,7 @@ def test_the_answers_of_generate_may_differ(tmp_path: Path, capfd: pytest.Captur
     assert "\ngenerate does not round activations: its answers may differ" in shown
     config = ModelConfig(file, device="cpu", activations="int8")
     found = answer(load(config), StoreSet(), config, read_prompts(prompts), 3, 24, None, lambda _: None)
-    assert (found.prompts, found.identical, found.near_ties) == (3, 3, 0)
+    assert (found["prompts"], found["identical"], found["near_ties"]) == (3, 3, 0)
 
 
 def test_other_models_refuse_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.report.tables import Case
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.text_stream import TextStream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LENGTHS = range(60, 301)
 """Tokens of an answer that is worth showing and fits a screen."""

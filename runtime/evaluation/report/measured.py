@@ -8,14 +8,7 @@ from dataclasses import dataclass
 
 from hdtool.data.bench_results import Results
 from hdtool.data.spec_bench import AnsweredQuestion
-from hdtool.runtime.evaluation.report.tables import (
-    Durations,
-    Share,
-    Shares,
-    Speeds,
-    Table,
-    wins_of,
-)
+from hdtool.runtime.evaluation.report.tables import Durations, Share, Shares, Speeds, Table, wins_of
 from hdtool.runtime.evaluation.scores import OVERALL, Scores, scores_of
 from hdtool.runtime.source_names import source_named
 

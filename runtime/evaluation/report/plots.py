@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hdtool.runtime.evaluation.report.tables import (
-    Coverage,
-    Durations,
-    Repeats,
-    Shares,
-    Sizes,
-    Speeds,
-    Trials,
-)
+from hdtool.runtime.evaluation.report.tables import Coverage, Durations, Repeats, Shares, Sizes, Speeds, Trials
 from hdtool.runtime.evaluation.report.theme import Theme
 from hdtool.runtime.source_names import source_of
 
@@ -51,9 +43,7 @@ def durations(data: Durations, axes: Axes, theme: Theme) -> None:
         axes.plot(tokens, seconds, marker, color=colour, alpha=0.5, markersize=4, markeredgewidth=0)
         ends = np.array([tokens.min(), tokens.max()])
         axes.plot(ends, start + slope * ends, color=colour, label=f"{method}, {slope * 1e3:.2f} ms a token")
-    axes.set_xlabel("tokens of the answer")
-    axes.set_ylabel("seconds")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="tokens of the answer", ylabel="seconds", ylim=(0, None))
     _legend(axes, 2)
 
 
@@ -61,9 +51,7 @@ def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
     for (method, speeds), marker in zip(data.methods.items(), cycle(MARKERS), strict=False):
         axes.plot(data.places, speeds, marker + "-", color=theme.method(method), label=method)
     axes.set_xticks(data.places)
-    axes.set_xlabel("temperature")
-    axes.set_ylabel("tokens per second")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="temperature", ylabel="tokens per second", ylim=(0, None))
     _legend(axes, min(4, len(data.methods)))
 
 
@@ -86,8 +74,7 @@ def shares(data: Shares, axes: Axes, theme: Theme) -> None:
         axes.bar(0, 0, color=theme.foreground, edgecolor=theme.foreground, label=label, **look)
     axes.set_xticks(places, names)
     axes.grid(False, axis="x")
-    axes.set_ylim(0, 108)
-    axes.set_ylabel("percent")
+    axes.set(ylabel="percent", ylim=(0, 108))
     _legend(axes, 2)
 
 
@@ -145,10 +132,8 @@ def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
     for (name, values), marker in zip(data.places.items(), cycle(MARKERS), strict=False):
         colour = theme.source(PLACES[name])
         axes.plot(data.generations, 100 * np.array(values), marker + "-", color=colour, label=name)
-    axes.set_xlabel("generation, in the order in which they were made")
-    axes.set_ylabel("4-grams seen before, percent")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
+    axes.set(xlabel="generation, in the order in which they were made", ylabel="4-grams seen before, percent")
+    axes.set(xlim=(0, None), ylim=(0, None))
     _legend(axes, 2)
 
 
@@ -156,9 +141,7 @@ def distances(data: Repeats, axes: Axes, theme: Theme) -> None:
     axes.plot(data.distances, 100 * np.array(data.within), "o-", color=theme.source("context"))
     axes.set_xscale("log", base=2)
     axes.set_xticks(data.distances[::2], [f"{distance:,}" for distance in data.distances[::2]], rotation=30)
-    axes.set_xlabel("tokens back, at most")
-    axes.set_ylabel("4-grams last seen there, percent")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="tokens back, at most", ylabel="4-grams last seen there, percent", ylim=(0, None))
 
 
 def sizes(data: Sizes, axes: Axes, theme: Theme) -> None:
@@ -176,8 +159,7 @@ def sizes(data: Sizes, axes: Axes, theme: Theme) -> None:
     axes.set_xticks(tokens, [f"{place:.2g}" for place in tokens])
     axes.minorticks_off()
     axes.set_xlabel("million tokens in the corpus index (over the lines: tokens per step)")
-    axes.set_ylabel("µs a step")
-    axes.set_ylim(0, 1.15 * max(row.draft_us_p90 for row in data.rows))
+    axes.set(ylabel="µs a step", ylim=(0, 1.15 * max(row.draft_us_p90 for row in data.rows)))
     _legend(axes, 2)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.conversations.conversation import STOPPED
 from hdtool.data.progress import bar
@@ -15,9 +16,6 @@ from hdtool.runtime.evaluation.report.cases import case_of
 from hdtool.runtime.evaluation.report.corpus_sizes import PARTS, BuildIndex, sizes
 from hdtool.runtime.evaluation.report.figures import ReportData
 from hdtool.runtime.evaluation.report.repeats import repeats
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def data_of(

@@ -86,9 +86,6 @@ class Trials:
     method: str
     rows: tuple[Trial, ...]
 
-    def __getitem__(self, sources: str) -> Trial:
-        return next(row for row in self.rows if row.sources == sources)
-
     @property
     def best(self) -> Trial:
         return max(self.rows, key=lambda row: row.tokens_per_step)

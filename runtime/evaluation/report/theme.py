@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,6 @@ class Theme:
     background: str
     foreground: str
     muted: str
-    methods: Mapping[str, str]
 
     @property
     def sources(self) -> dict[str, str]:
@@ -64,16 +63,12 @@ class Theme:
         return self.sources.get(name, self.foreground)
 
     def method(self, name: str) -> str:
-        return self.methods.get(name, self.foreground)
+        light, dark = METHOD_COLOURS.get(name, (self.foreground, self.foreground))
+        return light if self.name == "light" else dark
 
 
-def _theme(place: int, name: str, background: str, foreground: str, muted: str) -> Theme:
-    methods = {method: colours[place] for method, colours in METHOD_COLOURS.items()}
-    return Theme(name, background, foreground, muted, methods)
-
-
-LIGHT = _theme(0, "light", background="#ffffff", foreground="#1d2229", muted="#d5d9df")
-DARK = _theme(1, "dark", background="#14181d", foreground="#e4e8ee", muted="#3a424d")
+LIGHT = Theme("light", background="#ffffff", foreground="#1d2229", muted="#d5d9df")
+DARK = Theme("dark", background="#14181d", foreground="#e4e8ee", muted="#3a424d")
 THEMES = (LIGHT, DARK)
 
 Draw = Callable[["Axes", Theme], None]
