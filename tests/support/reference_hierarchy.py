@@ -303,11 +303,12 @@ class SlowHierarchy:
         self.near = [
             {token: min(NEIGHBOR_KINDS - 1, int(-np.log2(share / whole))) for token, share in of.items()}
             for of, whole in zip(shares, wholes, strict=True)
+            if of
         ]
 
     def _weigh_recency(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
-        """The chance of each candidate times the gain of its recency; the sum stays."""
-        if not self.use_context or not chances:
+        """The chance of each candidate times the gain of its recency, unless its position is ranked; the sum stays."""
+        if not self.use_context or not chances or node.depth < len(self.near):
             return chances
         gained = {
             token: chance

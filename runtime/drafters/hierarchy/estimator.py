@@ -30,6 +30,7 @@ from hdtool.runtime.drafters.hierarchy.sources.followers import clear, sort
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import PREDICTION as PREDICTED
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import find_matches as find_in_log
+from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_after
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import (
     fetch_rankings,
 )
@@ -134,13 +135,15 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
         # Rankings of single tokens that nothing replaces count less than what followed the token in texts.
         left = add_recycled(work, weights, recycled, node, 1, left, floor, truth)
         lap(work, RECYCLED)
-    if truth == DRAFTING and work.has[CONTEXT]:
+    # A ranking of the same position by the target says more than recency does, and much the same.
+    is_ranked = place_after(memory.near[0], work.depths[node]) >= 0
+    if truth == DRAFTING and work.has[CONTEXT] and not is_ranked:
         weigh_recency(work, weights.recency, table, node)
         lap(work, CONTEXT)
     if node == 0 and last.count > 0 and left >= least:
         add_last(work, weights, last, left, floor, truth)
         lap(work, LAST)
-    if truth == DRAFTING and memory.near[0].count > 0:
+    if truth == DRAFTING and is_ranked:
         agree(work, weights.gains, memory.near[0], node)
         lap(work, RECYCLED)
     if node > 0:

@@ -27,8 +27,6 @@ LEAST_GAIN, MOST_GAIN = 1 / 16, 64.0
 def agree(work: Any, gains: Any, near: Any, node: int) -> None:
     """Multiply the probabilities of candidates that a ranking of their position holds, and keep the sum."""
     place = place_after(near, work.depths[node])
-    if place < 0:
-        return
     before = whole(work)
     for named in range(near.named[place]):
         at = find(work, near.tokens[place, named])
