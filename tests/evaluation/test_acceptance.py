@@ -11,7 +11,7 @@ from tests.support.project import ROOT
 
 ANSWERS = ROOT / "tests" / "support" / "demo_answers.jsonl"
 """Greedy answers to 32 of the demo's prompts, as `hdtool collect --max-new-tokens 200` wrote them."""
-TOKENS_PER_STEP = {"pld": 2.448, "rest": 1.918, "hd-paper": 3.164, "hd": 5.038}
+TOKENS_PER_STEP = {"pld": 2.448, "rest": 1.918, "hd-paper": 3.164, "hd": 5.099}
 """With 32 draft tokens, the demo's stores, and answers replayed one after another.
 
 `hdtool replay --traces tests/support/demo_answers.jsonl --methods pld,rest,hd-paper,hd --workers 1`
