@@ -8,8 +8,9 @@ from functools import cache, partial
 from pathlib import Path
 
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.store import FolderCheck, Manifest, checksum, read_manifest
+from hdtool.data.stores.store import Manifest, checksum, read_manifest
 from hdtool.data.stores.store_files import holds_manifest
+from hdtool.data.stores.store_replacement import FolderCheck
 
 
 @cache

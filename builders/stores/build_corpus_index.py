@@ -17,7 +17,8 @@ from hdtool.builders.stores.engine import Engine, LocalEngine
 from hdtool.builders.stores.shards import ShardFiles
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, token_type
-from hdtool.data.stores.store import FolderCheck, Manifest, TokenizerFingerprint, building
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint
+from hdtool.data.stores.store_replacement import FolderCheck, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.stores.corpus_index import KIND
 from hdtool.runtime.stores.suffix_search import ShardPlace, sampled_prefixes_in

@@ -18,7 +18,8 @@ from hdtool.builders.stores.engine import Engine, LocalEngine
 from hdtool.builders.stores.sequences import Answers
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, stored_documents, token_type
-from hdtool.data.stores.store import Checkpoint, FolderCheck, Manifest, TokenizerFingerprint, building
+from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint
+from hdtool.data.stores.store_replacement import FolderCheck, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.stores.model_record import NGRAMS, PART, ModelRecord, writing
 from hdtool.runtime.stores.model_store import KIND, PHRASE, Ints

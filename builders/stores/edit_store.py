@@ -18,18 +18,9 @@ from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, Tokens, stored_documents, with_sources
-from hdtool.data.stores.store import (
-    FolderCheck,
-    InputShare,
-    Manifest,
-    TokenizerFingerprint,
-    check_destination,
-    read_store,
-    recorded_name,
-    require,
-    unchanged,
-)
+from hdtool.data.stores.store import InputShare, Manifest, TokenizerFingerprint, check_destination, read_store, require
 from hdtool.data.stores.store_files import printable
+from hdtool.data.stores.store_replacement import FolderCheck, recorded_name, unchanged
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.mapped_file import documents_of
 from hdtool.runtime.stores.model_record import ModelRecord

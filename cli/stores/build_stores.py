@@ -11,15 +11,9 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, option
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import ModelError, OptionError
-from hdtool.data.stores.store import (
-    Checkpoint,
-    FolderCheck,
-    Manifest,
-    TokenizerFingerprint,
-    check_destination,
-    refuse_replacing,
-)
+from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint, check_destination
 from hdtool.data.stores.store_files import CORPUS, MODEL
+from hdtool.data.stores.store_replacement import FolderCheck, refuse_replacing
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 

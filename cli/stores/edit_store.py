@@ -14,8 +14,9 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import only
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_manifest, refuse_replacing, require
+from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_manifest, require
 from hdtool.data.stores.store_files import MODEL, holds_history
+from hdtool.data.stores.store_replacement import refuse_replacing
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 LARGEST_AGE = 36_500

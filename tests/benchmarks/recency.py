@@ -101,10 +101,10 @@ def fit(candidates: Candidates) -> torch.Tensor:
     def step() -> torch.Tensor:
         optimizer.zero_grad()
         loss = candidates.loss(logarithms) + PENALTY * logarithms.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
-    optimizer.step(step)  # type: ignore[no-untyped-call]
+    optimizer.step(step)
     return logarithms.detach()
 
 

@@ -20,12 +20,12 @@ from hdtool.data.stores.store import (
     InputShare,
     Manifest,
     TokenizerFingerprint,
-    building,
     damaged,
     read_manifest,
     require,
 )
 from hdtool.data.stores.store_files import PARTS
+from hdtool.data.stores.store_replacement import building
 
 MARK = TokenizerFingerprint("0123", 100)
 

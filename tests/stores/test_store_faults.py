@@ -25,8 +25,9 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores
 from hdtool.data.stores import store_files
 from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerFingerprint, building, damaged, read_manifest
+from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerFingerprint, damaged, read_manifest
 from hdtool.data.stores.store_files import PARTS
+from hdtool.data.stores.store_replacement import building
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores
 from hdtool.runtime.stores import suffix_search as suffixes
