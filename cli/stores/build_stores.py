@@ -90,8 +90,10 @@ def _build(
     tokenizer = load_tokenizer(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     model = checkpoint_of(loading) if kind == MODEL else None
-    folder = out or _folder_at_home(kind, model, fingerprint, namespace, loading.name)
-    _check_folder(folder, check)
+    folder = out
+    if folder is None:
+        folder = _folder_at_home(kind, model, fingerprint, namespace, loading.name)
+        _check_folder(folder, check)
     build: Callable[..., Manifest]
     if kind == MODEL:
         found = rankings_for(loading, fingerprint, quiet=quiet) if rankings else None

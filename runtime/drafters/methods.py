@@ -16,6 +16,7 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Probs, SharedBudget
 from hdtool.runtime.config import HOME, NEED_HEADS, DecodeConfig, PaperConfig
+from hdtool.runtime.config.methods import HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
@@ -142,7 +143,7 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
         last="L" in config.drafts_from,
         recycled="R" in config.drafts_from,
         heads=heads,
-        history=store_set.history if "H" in config.drafts_from else None,
+        history=store_set.history if HISTORY_LETTER in config.drafts_from else None,
         plugins={
             number: source.evidence
             for number, source in plugins().items()
@@ -162,15 +163,19 @@ MAKERS: dict[str, Maker] = {
     "pld": lambda config, stores, budget, target: PromptLookup(),
     "lade": lambda config, stores, budget, target: lookahead_decoding(),
     "sam": lambda config, stores, budget, target: SamDecoding(budget()),
-    "suffix": lambda config, stores, budget, target: SuffixDecoding(budget(), remembers="H" in config.drafts_from),
+    "suffix": lambda config, stores, budget, target: SuffixDecoding(
+        budget(), remembers=HISTORY_LETTER in config.drafts_from
+    ),
     "rest": _corpus,
     "hd-paper": _paper,
     "medusa": _heads,
     "amphista": _heads,
     "hd": _hierarchy,
     "logitspec": lambda config, stores, budget, target: LogitSpec(budget()),
-    "tr": lambda config, stores, budget, target: TokenRecycling(budget(), remembers="H" in config.drafts_from),
-    "racer": lambda config, stores, budget, target: Racer(budget(), remembers="H" in config.drafts_from),
+    "tr": lambda config, stores, budget, target: TokenRecycling(
+        budget(), remembers=HISTORY_LETTER in config.drafts_from
+    ),
+    "racer": lambda config, stores, budget, target: Racer(budget(), remembers=HISTORY_LETTER in config.drafts_from),
     "hd+logitspec": _hierarchy,
     "hd+amphista": _hierarchy,
 }

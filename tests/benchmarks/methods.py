@@ -73,24 +73,35 @@ def row_of(label: str, played: ReplayResult, *, reads_logits: bool) -> str:
     return f"| {label} | {groups} | **{played.tokens_per_step:.3f}** | {played.nodes_per_step:.1f} | {times} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of_recordings(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--model-db", default="none")
     parser.add_argument("--corpus-db", default="none")
+    return parser
+
+
+def read_recordings(options: argparse.Namespace, *, chat: bool | None = None) -> tuple[Conversations, StoreSet]:
+    """The recorded conversations, and the stores to draft from."""
+    loading = ModelConfig(model=options.model)
+    reader = TurnReader.of_model(loading, chat)
+    conversations = [reader.turns(trace) for trace in read_traces([options.traces]) if trace.answers]
+    stores = StoreSet.for_tokenizer(
+        reader.tokenizer, StoresConfig(options.model_db, options.corpus_db), model=checkpoint_of(loading)
+    )
+    return conversations, stores
+
+
+def main() -> None:
+    parser = parser_of_recordings(__doc__)
     parser.add_argument("--draft-tokens", type=int, default=32)
     parser.add_argument("--methods")
     parser.add_argument("--raw", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    loading = ModelConfig(model=options.model)
-    reader = TurnReader.of_model(loading, False if options.raw else None)
-    conversations = [reader.turns(trace) for trace in read_traces([options.traces]) if trace.answers]
+    conversations, stores = read_recordings(options, chat=False if options.raw else None)
     turns = [turn for one in conversations for turn in one]
-    stores = StoreSet.for_tokenizer(
-        reader.tokenizer, StoresConfig(options.model_db, options.corpus_db), model=checkpoint_of(loading)
-    )
     ranked = all(turn.rankings for turn in turns)
     config = ReplayConfig(tuple(options.methods.split(",")) if options.methods else (), options.draft_tokens)
     tokens = sum(len(turn.answer) for turn in turns)

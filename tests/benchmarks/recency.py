@@ -9,17 +9,13 @@ conversations that they were not fitted on.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hdtool.data.traces import read_traces
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import ModelConfig, StoresConfig
 from hdtool.runtime.drafters.hierarchy.backoff_weights import RECENCY
 from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
@@ -27,9 +23,9 @@ from hdtool.runtime.drafters.hierarchy.estimator import expand
 from hdtool.runtime.drafters.hierarchy.recency import prob_class
 from hdtool.runtime.drafters.hierarchy.tree_builder import LEAST_LEFT, LEAST_PART, feed
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.stores.store_set import StoreSet
+from tests.benchmarks.methods import parser_of_recordings, read_recordings
 
 PENALTY = 3e-4
 """Of squared logarithms of gains, so that rare classes stay near 1."""
@@ -109,18 +105,7 @@ def fit(candidates: Candidates) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--model-db", default="none")
-    parser.add_argument("--corpus-db", default="none")
-    options = parser.parse_args()
-    model = ModelConfig(options.model)
-    reader = TurnReader.of_model(model)
-    stores = StoreSet.for_tokenizer(
-        reader.tokenizer, StoresConfig(options.model_db, options.corpus_db), model=checkpoint_of(model)
-    )
-    conversations = [reader.turns(trace) for trace in read_traces([options.traces])]
+    conversations, stores = read_recordings(parser_of_recordings(__doc__).parse_args())
     halves = [read_candidates(conversations[half::2], stores) for half in range(2)]
     print("| gains | log loss, nats |" + "".join(f" among {most}, % |" for most in RANKS))
     print("|---" * (2 + len(RANKS)) + "|")

@@ -342,9 +342,9 @@ class SlowHierarchy:
     def expand(
         self, node: Node, least: float, floor: float
     ) -> tuple[dict[int, dict[int, float]], dict[int, float], list[Evidence]]:
-        """The parts of the chance of each candidate, by source; its chance; and all that was said."""
+        """The parts of the chance of each candidate, by source; its chance; and all evidence."""
         parts: dict[int, dict[int, float]] = {}
-        said: list[Evidence] = []
+        evidences: list[Evidence] = []
         left_open = 1.0
         node.known = 0
         self.look_up(node)
@@ -352,7 +352,7 @@ class SlowHierarchy:
         def weigh(evidence: Evidence | None) -> None:
             nonlocal left_open
             if evidence:
-                said.append(evidence)
+                evidences.append(evidence)
                 weight = self.weight[evidence.level, evidence.bucket]
                 for token, count in evidence.counts.items():
                     if (part := left_open * weight / evidence.read * count) >= floor:
@@ -379,7 +379,7 @@ class SlowHierarchy:
                     break
         chances = self._weigh_recency(node, {token: sum(part.values()) for token, part in parts.items()})
         if not node.above and left_open >= least:
-            # Whoever learns from what was said takes the parts from here.
+            # Learning takes the parts from here.
             whole = sum(self.rates[kind] for kind in self.last.values())
             self.last_parts = {
                 token: left_open / max(1.0, whole / MOST_OF_THE_REST) * self.rates[kind]
@@ -392,7 +392,7 @@ class SlowHierarchy:
                     chances[token] = chances.get(token, 0.0) + part
         if not node.known and left_open < least:
             node.known = LONGEST_PREFIX
-        return parts, chances, said
+        return parts, chances, evidences
 
     def draft(self, most: int) -> list[Node]:
         root = Node(self.context)
@@ -424,16 +424,16 @@ class SlowHierarchy:
     def hear(self, token: int) -> None:
         """One step of expectation maximisation, and the token is part of the context."""
         self.last_parts, self.last_open = {}, 0.0
-        said = self.expand(Node(self.context), LEFT_TO_LEARN, 0.0)[2]
+        *_, evidences = self.expand(Node(self.context), LEFT_TO_LEARN, 0.0)
         explained, left_open = [], 1.0
-        for evidence in said:
+        for evidence in evidences:
             weight = self.weight[evidence.level, evidence.bucket]
             explained.append(left_open * weight * evidence.counts.get(token, 0) / evidence.read)
             left_open *= 1 - weight
         guessed = self.last_parts.get(token, 0.0)
         heard = sum(explained) + guessed + left_open * UNSEEN
         left = 1.0
-        for evidence, part in zip(said, explained, strict=True):
+        for evidence, part in zip(evidences, explained, strict=True):
             at = evidence.level, evidence.bucket
             fading = min(1.0, EMA_WINDOW / self.asked[at])
             self.credit[at] = self.credit[at] * fading + part / heard

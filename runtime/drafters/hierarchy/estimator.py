@@ -135,16 +135,16 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
         # Rankings of single tokens that nothing replaces count less than what followed the token in texts.
         left = add_recycled(work, weights, recycled, node, 1, left, floor, truth)
         lap(work, RECYCLED)
-    # A ranking of the same position by the target says more than recency does, and much the same.
-    is_ranked = place_after(memory.near[0], work.depths[node]) >= 0
-    if truth == DRAFTING and work.has[CONTEXT] and not is_ranked:
+    # The target's own ranking of the same position already reflects recency.
+    ranked = place_after(memory.near[0], work.depths[node])
+    if truth == DRAFTING and work.has[CONTEXT] and ranked < 0:
         weigh_recency(work, weights.recency, table, node)
         lap(work, CONTEXT)
     if node == 0 and last.count > 0 and left >= least:
         add_last(work, weights, last, left, floor, truth)
         lap(work, LAST)
-    if truth == DRAFTING and is_ranked:
-        agree(work, weights.gains, memory.near[0], node)
+    if truth == DRAFTING and ranked >= 0:
+        agree(work, weights.gains, memory.near[0], ranked)
         lap(work, RECYCLED)
     if node > 0:
         memory.ranges[0].lowest[node] = lowest

@@ -13,7 +13,6 @@ import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.candidates import find, rescale, whole
 from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS
-from hdtool.runtime.drafters.hierarchy.sources.positions_ahead import place_after
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.stores.corpus_ranges import ROWS
@@ -24,9 +23,8 @@ LEAST_GAIN, MOST_GAIN = 1 / 16, 64.0
 
 
 @compiled
-def agree(work: Any, gains: Any, near: Any, node: int) -> None:
+def agree(work: Any, gains: Any, near: Any, place: int) -> None:
     """Multiply the probabilities of candidates that a ranking of their position holds, and keep the sum."""
-    place = place_after(near, work.depths[node])
     before = whole(work)
     for named in range(near.named[place]):
         at = find(work, near.tokens[place, named])

@@ -1,7 +1,7 @@
 """Recency of candidates: how long ago the conversation had the same token.
 
-A text returns to its own words: a token that it had lately is more probable than counts of n-grams predict, and one
-that it never had is less probable (cache language models; Kuhn and De Mori, 1990). Sources contribute parts of a
+Texts tend to reuse their own words: a token that occurred lately is more probable than n-gram counts predict, and one
+that never occurred is less probable (cache language models; Kuhn and De Mori, 1990). Sources contribute parts of a
 probability, which add up; recency multiplies the sum, and small probabilities most, as few counts stand against it.
 """
 

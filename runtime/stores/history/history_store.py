@@ -145,15 +145,14 @@ class HistoryStore(Pinned):
         if not len(tokens):
             return True
         with self._lock:
-            succeeded = False
             with self._faults_noted():
                 half = self._open.ring.size // 2
                 ids = np.concatenate([np.asarray(part, np.int32) for part in (prompt_tail, tokens)])
                 count = min(len(tokens), max(half, most_places(self.manifest.most_bytes) // 2) - OVERLAP - 1)
                 before = ids[max(0, len(ids) - count - OVERLAP) : len(ids) - count]
                 self._append(before, ids[len(ids) - count :], source[:LONGEST_SOURCE])
-                self.fault, succeeded = "", True
-            return succeeded
+                self.fault = ""
+            return not self.fault
 
     def keep(self, wanted: Callable[[Conversation], bool], *, most_bytes: int | None = None) -> list[Conversation]:
         """Make the store anew with the wanted conversations, and return the others: no file holds their tokens."""
