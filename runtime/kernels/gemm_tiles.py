@@ -7,6 +7,7 @@ rows, so a row has the same bits alone and beside others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hdtool.runtime.kernels.compiled import generated
 from hdtool.runtime.kernels.memory.raw_memory import BYTES
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.packed.registers import Blocks
-from hdtool.runtime.kernels.tile_choice import Tile
+from hdtool.runtime.kernels.tile_choice import Tile, cases
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, LANES, SHORT, VectorCode
 
 ITEM_SIZE = 4
@@ -25,6 +26,8 @@ FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.int16(0), np.uint16(0)
 """Arguments whose type states the format of a matrix. Compiled code has no type for 16-bit floats: integers of 16 bits
 stand for them."""
 NUMBERS = {types.float32: (FLOAT, 4), types.int16: (SHORT, 2), types.uint16: (HALF, 2)}
+PREFETCHED = 2048
+"""Bytes from a block that is unpacked to what is prefetched."""
 SUMS = 16 if LANES == 16 else 8
 """Sums of a tile, which must fit into the registers with what is multiplied: AVX has 16 registers, ARM needs four for
 what AVX-512 has in one."""
@@ -97,46 +100,118 @@ def outs_beside(rows: int) -> int:
     return max(outs for outs in (1, 2, 4) if outs * rows <= SUMS or outs == 1)
 
 
-def tile(outs: int, rows: int) -> Tile:
-    """The multiplication of ``outs`` rows of a matrix by ``rows`` input rows."""
+def tile(outs: int, rows: int, *, interleaved: bool = False) -> Tile:
+    """The multiplication of ``outs`` rows of a matrix by ``rows`` input rows, which may be interleaved."""
 
     def generate(builder: Any, kind: Any, matrix: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> None:
         code = VectorCode(builder)
-        read = _read(code, kind)
-        first, stride = builder.inttoptr(matrix, BYTES), read.stride(columns)
-        places = [code.after(first, builder.mul(stride, INDEX(out))) for out in range(outs + 1)]
-        numbers = builder.inttoptr(inputs, FLOAT.as_pointer())
-        ahead = places.pop()
-
-        def multiply(column: Any, sums: list[Any]) -> list[Any]:
-            offset = read.offset(column)
-            _prefetch(code, code.after(ahead, builder.mul(offset, INDEX(outs))), read, outs)
-            expanders = [read.expander(code.after(out, offset)) for out in places]
-            for place in range(read.vectors):
-                at = builder.add(column, INDEX(place * LANES))
-                factors = _factors(code, numbers, at, columns, rows)
-                for out, expand in enumerate(expanders):
-                    weights = expand(place)
-                    for row, factor in enumerate(factors):
-                        sum_ = out * rows + row
-                        sums[sum_] = code.multiply_add(weights, factor, sums[sum_])
-            return sums
-
-        zero = ir.Constant(code.vector, [0.0] * LANES)
-        sums = code.loop(columns, [zero] * (outs * rows), multiply, read.step)
-        written = builder.inttoptr(outputs, FLOAT.as_pointer())
-        for out in range(outs):
-            for row in range(rows):
-                where = builder.add(builder.mul(apart, INDEX(row)), INDEX(out))
-                builder.store(code.total(sums[out * rows + row]), code.after(written, where))
+        stride, zeros = _read(code, kind).stride(columns), [_zero(code)] * (outs * rows)
+        sums = _sums(code, kind, matrix, stride, columns, inputs, zeros, rows, interleaved, prefetches=True)
+        _write_totals(code, sums, rows, outputs, apart)
 
     return generate
 
 
-def _factors(code: VectorCode, inputs: Any, at: Any, columns: Any, rows: int) -> list[Any]:
+def partial_tile(outs: Mapping[int, int], *, last: bool) -> Any:
+    """An intrinsic that does so for some columns of a float32 matrix, which may be the ``last`` ones.
+
+    Rows of the matrix are ``stride`` bytes from each other. ``sums`` has the sums of the columns before, a vector each,
+    but for the ``first`` columns. The number of interleaved input rows, its last argument, is a key of ``outs``, the
+    matrix rows beside them.
+    """
+
+    @generated(*[types.int64] * 5, types.boolean, *[types.int64] * 3)
+    def run(
+        builder: Any,
+        matrix: Any,
+        stride: Any,
+        columns: Any,
+        inputs: Any,
+        sums: Any,
+        first: Any,
+        outputs: Any,
+        apart: Any,
+        rows: Any,
+    ) -> None:
+        code = VectorCode(builder)
+        for number, beside in cases(builder, rows, outs):
+            start = builder.inttoptr(sums, FLOAT.as_pointer())
+            places = [code.after(start, LANES * place) for place in range(beside * number)]
+            kept = [code.load(place, code.vector, ITEM_SIZE) for place in places]
+            before = [builder.select(first, _zero(code), one) for one in kept]
+            found = _sums(code, types.float32, matrix, stride, columns, inputs, before, number, interleaved=True)
+            if last:
+                _write_totals(code, found, number, outputs, apart)
+            else:
+                for sum_, place in zip(found, places, strict=True):
+                    builder.store(sum_, builder.bitcast(place, code.vector.as_pointer())).align = ITEM_SIZE
+
+    return run
+
+
+def _zero(code: VectorCode) -> Any:
+    return ir.Constant(code.vector, [0.0] * LANES)
+
+
+def _sums(
+    code: VectorCode,
+    kind: Any,
+    matrix: Any,
+    stride: Any,
+    columns: Any,
+    inputs: Any,
+    first: Sequence[Any],
+    rows: int,
+    interleaved: bool,
+    prefetches: bool = False,
+) -> list[Any]:
+    """The sums, matrix row by matrix row, after the products of these columns are added to the ``first`` ones.
+
+    With ``prefetches``, the next tile of the matrix is fetched from memory meanwhile.
+    """
+    builder, read, outs = code.builder, _read(code, kind), len(first) // rows
+    start = builder.inttoptr(matrix, BYTES)
+    places = [code.after(start, builder.mul(stride, INDEX(out))) for out in range(outs + 1)]
+    numbers = builder.inttoptr(inputs, FLOAT.as_pointer())
+    ahead = places.pop()
+
+    def multiply(column: Any, sums: list[Any]) -> list[Any]:
+        offset = read.offset(column)
+        if prefetches:
+            _prefetch(code, code.after(ahead, builder.mul(offset, INDEX(outs))), read, outs)
+        expanders = [read.expander(code.after(out, offset)) for out in places]
+        for place in range(read.vectors):
+            at = builder.add(column, INDEX(place * LANES))
+            factors = _factors(code, numbers, at, columns, rows, interleaved)
+            for out, expand in enumerate(expanders):
+                weights = expand(place)
+                for row, factor in enumerate(factors):
+                    sum_ = out * rows + row
+                    sums[sum_] = code.multiply_add(weights, factor, sums[sum_])
+        return sums
+
+    return code.loop(columns, first, multiply, read.step)
+
+
+def _write_totals(code: VectorCode, sums: Sequence[Any], rows: int, outputs: Any, apart: Any) -> None:
+    """Write the totals of sums, as many at once as a vector has lanes."""
+    builder, outs = code.builder, len(sums) // rows
+    together = LANES // outs
+    written = builder.inttoptr(outputs, FLOAT.as_pointer())
+    for first in range(0, rows, together):
+        some = range(first, min(first + together, rows))
+        of_rows = [sums[out * rows + row] for row in some for out in range(outs)]
+        totals = code.sums_of([*of_rows, *[_zero(code)] * (LANES - len(of_rows))])
+        for row in some:
+            found = code.part(totals, (row - first) * outs, outs)
+            where = code.after(written, builder.mul(apart, INDEX(row)))
+            builder.store(found, builder.bitcast(where, found.type.as_pointer())).align = ITEM_SIZE
+
+
+def _factors(code: VectorCode, inputs: Any, at: Any, columns: Any, rows: int, interleaved: bool) -> list[Any]:
     """The numbers of each input row at a column."""
     builder = code.builder
-    if rows > FEW_ROWS:
+    if interleaved:
         first = code.after(inputs, builder.mul(at, INDEX(rows)))
         places = [code.after(first, row * LANES) for row in range(rows)]
     else:
@@ -159,13 +234,30 @@ def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any)
     first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
 
     def write(column: Any, _: list[Any]) -> list[Any]:
-        expand = read.expander(code.after(first, read.offset(column)))
+        block = code.after(first, read.offset(column))
+        code.prefetch(code.after(block, PREFETCHED))
+        expand = read.expander(block)
         for place in range(read.vectors):
             at = code.after(numbers, builder.add(column, INDEX(place * LANES)))
             builder.store(expand(place), builder.bitcast(at, code.vector.as_pointer())).align = ITEM_SIZE
         return []
 
     code.loop(columns, [], write, read.step)
+
+
+@generated(*[types.int64] * 4)
+def copy_vectors(builder: Any, read: Any, count: Any, written: Any, apart: Any) -> None:
+    """Write a row of float32 numbers with its vectors ``apart`` vectors from each other."""
+    code = VectorCode(builder)
+    first, numbers = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, FLOAT.as_pointer())
+
+    def write(column: Any, _: list[Any]) -> list[Any]:
+        to = code.after(numbers, builder.mul(column, apart))
+        found = code.load(code.after(first, column), code.vector, ITEM_SIZE)
+        builder.store(found, builder.bitcast(to, code.vector.as_pointer())).align = ITEM_SIZE
+        return []
+
+    code.loop(count, [], write)
 
 
 @generated(None, returns=types.int64)

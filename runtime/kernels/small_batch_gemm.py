@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import njit
 
 from hdtool.runtime.kernels.gemm_tiles import (
     FEW_ROWS,
-    FLOAT32,
     ITEM_SIZE,
     MOST_OUTS,
     MOST_ROWS,
@@ -23,22 +22,19 @@ from hdtool.runtime.kernels.gemm_tiles import (
     tile,
     unpack_row,
 )
-from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.many_rows_gemm import interleave, multiply_many
 from hdtool.runtime.kernels.tile_choice import by_rows
-from hdtool.runtime.kernels.vector_code import LANES
 
 COLUMN_MULTIPLE = 64
 """The number of columns must be a multiple of this."""
-MOST_IN_REGISTERS = 3 * MOST_ROWS
-"""Input rows up to which large blocks are unpacked in registers, once for each tile; for more, they are unpacked
-once."""
-LARGE_BLOCK = 256
-"""Numbers of a block that takes longer to unpack than to write and read again."""
+MOST_IN_REGISTERS, MOST_OF_NUMBERS = 11, 64
+"""Input rows up to which blocks are unpacked in registers, once for each tile; for more, they are unpacked once. A
+matrix of numbers takes little unpacking or none."""
 
 _OUTS = (0, *(outs_beside(rows) for rows in range(1, MOST_ROWS + 1)))
 _single = by_rows({1: tile(1, 1)})
 _few = by_rows({rows: tile(_OUTS[rows], rows) for rows in range(1, FEW_ROWS + 1)})
-_many = by_rows({rows: tile(_OUTS[rows], rows) for rows in range(FEW_ROWS + 1, MOST_ROWS + 1)})
+_many = by_rows({rows: tile(_OUTS[rows], rows, interleaved=True) for rows in range(FEW_ROWS + 1, MOST_ROWS + 1)})
 
 
 @njit(cache=True, nogil=True)
@@ -61,16 +57,15 @@ def multiply(
     """
     stride = columns // block_numbers(kind) * size
     whole = outs - outs % MOST_OUTS
-    if block_numbers(kind) == 1 or rows <= FEW_ROWS:
+    if rows > (MOST_OF_NUMBERS if block_numbers(kind) == 1 else MOST_IN_REGISTERS):
+        multiply_many(matrix, kind, stride, whole, columns, inputs, rows, outputs, apart)
+    elif block_numbers(kind) == 1 or rows <= FEW_ROWS:
         for out in range(0, whole, MOST_OUTS):
             written = outputs + out * ITEM_SIZE
             _multiply_few(matrix + out * stride, kind, stride, columns, inputs, rows, written, apart)
-    elif rows <= MOST_IN_REGISTERS or block_numbers(kind) < LARGE_BLOCK:
+    else:
         interleaved = np.empty(rows * columns, np.float32)
         _multiply_interleaved(matrix, kind, stride, whole, columns, inputs, rows, outputs, apart, interleaved)
-    else:
-        unpacked = np.empty(MOST_OUTS * columns, np.float32)
-        _multiply_unpacked(matrix, kind, stride, whole, columns, inputs, rows, outputs, apart, unpacked)
     for out in range(whole, outs):
         for row in range(rows):
             read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * apart + out) * ITEM_SIZE
@@ -108,12 +103,12 @@ def _multiply_interleaved(
 
     A tile reads them in the order of memory then; rows that are a power of two apart would share one set of the cache.
     """
-    source = array_at(inputs, (rows, columns), types.float32)
     groups = (rows + MOST_ROWS - 1) // MOST_ROWS
     row = 0
     for group in range(groups):
         some = (rows - row) // (groups - group)
-        _interleave(source[row : row + some], interleaved[row * columns :])
+        offset = row * columns * ITEM_SIZE
+        interleave(inputs + offset, some, columns, interleaved.ctypes.data + offset, some)
         row += some
     for out in range(0, outs, MOST_OUTS):
         row = 0
@@ -128,38 +123,6 @@ def _multiply_interleaved(
             else:  # nine rows are five and four
                 _multiply_few(tile_rows, kind, stride, columns, inputs + first, some, written, apart)
             row += some
-
-
-@njit(cache=True, nogil=True)
-def _interleave(inputs: npt.NDArray[np.float32], written: npt.NDArray[np.float32]) -> None:
-    rows, columns = inputs.shape
-    place = 0
-    for column in range(0, columns, LANES):
-        for row in range(rows):
-            for lane in range(LANES):
-                written[place + lane] = inputs[row, column + lane]
-            place += LANES
-
-
-@njit(cache=True, nogil=True)
-def _multiply_unpacked(
-    matrix: int,
-    kind: Any,
-    stride: int,
-    outs: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    apart: int,
-    unpacked: npt.NDArray[np.float32],
-) -> None:
-    """Unpack some matrix rows into the cache, and multiply them by all input rows."""
-    first, width = unpacked.ctypes.data, columns * ITEM_SIZE
-    for out in range(0, outs, MOST_OUTS):
-        for place in range(MOST_OUTS):
-            unpack_row(matrix + (out + place) * stride, kind, columns, first + place * width)
-        _multiply_few(first, FLOAT32, width, columns, inputs, rows, outputs + out * ITEM_SIZE, apart)
 
 
 @njit(cache=True, nogil=True)

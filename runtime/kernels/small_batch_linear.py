@@ -25,8 +25,8 @@ from hdtool.runtime.kernels.product_address import product_of
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.team import multiply_together, team_of
 
-TIMED_ROWS = (1, 4, 16, 64)
-"""Numbers of rows at which both products are timed; other numbers of rows use the next larger one."""
+TIMED_ROWS = (1, 4, 16, 64, 256)
+"""Numbers of rows at which both products are timed; others use the next larger one, or the last."""
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 REPEATS = 3
 CLEARLY_SLOWER = 1.25
@@ -35,7 +35,7 @@ number of rows, so nearly equal times do not decide against it."""
 CALL_SECONDS = 5e-6
 """Python's way to our own product may be longer than the one to torch's by this much. Compiled layers do not go it, and
 leave a whole pass to Python if a single product of it, as small as that of the keys, is not our own."""
-PRODUCT = "product 4"
+PRODUCT = "product 5"
 """The version of our own product, to which saved measurements belong."""
 TIMED_LAYERS = 4
 """Layers of a shape that are timed in turn: a single one would stay in the cache."""
@@ -52,14 +52,12 @@ class ProductChoice:
     """
 
     def __init__(self, weights: list[torch.Tensor], fixed: bool | None = None) -> None:
-        """``fixed`` states the product for all numbers of rows that our own takes; None measures it."""
+        """``fixed`` states the product for all numbers of rows; None measures it."""
         self._weights, self._fixed = weights, fixed
         self._own: dict[int, tuple[bool, ...]] = {}
 
     def own(self, rows: int) -> bool:
         """Whether our own product is the faster one for this number of rows."""
-        if rows > TIMED_ROWS[-1]:
-            return False
         if self._fixed is not None:
             return self._fixed
         threads = torch.get_num_threads()
@@ -67,7 +65,7 @@ class ProductChoice:
             tried = saved_choice(_choice_file(_shape_in_words(self._weights[0]), threads), TIMED_ROWS, self._measured)
             nearest = (min(most for most in TIMED_ROWS if rows <= most) for rows in range(TIMED_ROWS[-1] + 1))
             self._own.setdefault(threads, tuple(tried[most] for most in nearest))
-        return self._own[threads][rows]
+        return self._own[threads][min(rows, TIMED_ROWS[-1])]
 
     def _measured(self) -> dict[int, bool]:
         return {most: self._own_is_faster(most) for most in TIMED_ROWS}

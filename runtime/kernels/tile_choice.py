@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from numba import types
 
 from hdtool.runtime.kernels.compiled import generated
 from hdtool.runtime.kernels.vector_code import INDEX
 
+Case = TypeVar("Case")
 Tile = Callable[..., None]
 """Generates the code of a tile, from a builder, the type of the matrix and the other arguments of ``by_rows``."""
 
@@ -24,14 +25,20 @@ def by_rows(tiles: Mapping[int, Tile]) -> Any:
     def run(
         builder: Any, matrix: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, apart: Any, rows: Any
     ) -> None:
-        end = builder.append_basic_block("end")
-        switch = builder.switch(rows, end)
-        for number, tile in tiles.items():
-            block = builder.append_basic_block(f"rows_{number}")
-            switch.add_case(INDEX(number), block)
-            builder.position_at_end(block)
+        for _, tile in cases(builder, rows, tiles):
             tile(builder, kind, matrix, columns, inputs, outputs, apart)
-            builder.branch(end)
-        builder.position_at_end(end)
 
     return run
+
+
+def cases(builder: Any, number: Any, by_number: Mapping[int, Case]) -> Iterator[tuple[int, Case]]:
+    """Each case of a number with its key; code that is generated meanwhile runs in this case alone."""
+    end = builder.append_basic_block("end")
+    switch = builder.switch(number, end)
+    for key, case in by_number.items():
+        block = builder.append_basic_block(f"case_{key}")
+        switch.add_case(INDEX(key), block)
+        builder.position_at_end(block)
+        yield key, case
+        builder.branch(end)
+    builder.position_at_end(end)

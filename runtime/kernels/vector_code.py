@@ -92,6 +92,30 @@ class VectorCode:
         """The sum of all lanes, always in the same order."""
         return self.folded(vector, self.builder.fadd)
 
+    def sums_of(self, vectors: Sequence[Any]) -> Any:
+        """The sums of as many vectors as there are lanes, one in each lane, added as ``total`` adds them."""
+        vectors, count = list(vectors), LANES
+        while count > 1:
+            count //= 2
+            first, second = [], []
+            for lane in range(LANES):
+                # The lower half of a group of lanes is of the first vector, the upper half of the second one.
+                group, place = lane // (2 * count), lane % (2 * count)
+                base = 2 * count * group + place % count + (LANES if place >= count else 0)
+                first.append(base)
+                second.append(base + count)
+            pairs = range(len(vectors) // 2)
+            vectors = [
+                self.builder.fadd(
+                    *(
+                        self.builder.shuffle_vector(vectors[pair], vectors[pair + len(pairs)], self.integers(lanes))
+                        for lanes in (first, second)
+                    )
+                )
+                for pair in pairs
+            ]
+        return vectors[0]
+
     def folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """One number of a vector: its halves are combined until one is left."""
         lanes = vector.type.count

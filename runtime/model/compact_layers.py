@@ -24,6 +24,7 @@ from hdtool.runtime.kernels.compact_weight import FORMATS, CompactWeight, Stored
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.packed.torchao_weights import packed_weight
+from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS, MOST_OF_NUMBERS
 from hdtool.runtime.kernels.small_batch_linear import KINDS, fits_own_product, own_linear
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint.fingerprint import samples
@@ -34,7 +35,7 @@ Place = tuple[Module, str]
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
 """The method of transformers that names parameters with a dtype of their own."""
-TRIED_ROWS = range(1, MOST_ROWS + 1)
+TRIED_ROWS = (*range(1, MOST_ROWS + 1), MOST_IN_REGISTERS + 1, MOST_OF_NUMBERS + 1)
 """Together, these use all tiles of the compiled product."""
 _loading = Lock()
 

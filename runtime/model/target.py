@@ -26,7 +26,7 @@ from hdtool.runtime.model.families import (
     refuse_by_configuration,
     refuse_by_logits,
 )
-from hdtool.runtime.model.fused.layer_stack import check_layers_again, takes_all_rows
+from hdtool.runtime.model.fused.layer_stack import check_layers_again, takes_number
 from hdtool.runtime.model.fused.whole_pass import WholePass
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.model.llm_int8 import RowByRow
@@ -321,7 +321,7 @@ class Target:
     def read(self, context: Sequence[int], cache: StaticKVCache) -> torch.Tensor:
         """Prefill ``cache`` with a whole context and return the logits ``[1, vocabulary]`` after it."""
         self._check_layers_again()
-        if takes_all_rows(self.model):
+        if takes_number(self.model, PIECE):
             return self._read_in_pieces(context, cache)
         cache.length = self.cached_tokens = 0
         # No mask: the model makes its own or uses a causal kernel.

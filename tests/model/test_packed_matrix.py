@@ -113,7 +113,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> Non
 
 
 @pytest.mark.parametrize("format", ALL)
-def test_many_rows_have_the_bits_of_the_product_of_torch(format: BlockFormat) -> None:
+def test_blocks_of_a_matrix_have_the_bits_of_the_product_of_torch(format: BlockFormat) -> None:
     matrix = some_matrix(format, 2 * BLOCK_NUMBERS // LONGEST_BLOCK + 5, LONGEST_BLOCK)
     numbers, bias = torch.randn(1, 70, LONGEST_BLOCK), torch.randn(len(matrix))
     assert torch.equal(BlockwiseLinear()(numbers, matrix, bias), linear(numbers, matrix.float(), bias))

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.kernels import small_batch_linear as layers
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
+from hdtool.runtime.kernels.many_rows_gemm import BLOCK_NUMBERS, GROUP, MOST_COLUMNS, MOST_TOGETHER
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_OF_NUMBERS
 from hdtool.runtime.kernels.small_batch_linear import (
     TIMED_LAYERS,
     TIMED_ROWS,
@@ -54,7 +56,7 @@ def own_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(input.numel() // input.shape[-1])
         return own_linear(input, *others)
 
-    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= MOST)
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: True)
     monkeypatch.setattr(layers, "own_linear", noted)
     return seen
 
@@ -98,11 +100,12 @@ def test_nan_stays_in_its_row(rows: int, outs: int, data: st.DataObject) -> None
 
 def test_a_row_does_not_depend_on_other_rows(own_rows: list[int]) -> None:
     layer, numbers = layer_of(256, 30), torch.randn(MOST, 256)
+    tried = [*range(1, MOST_OF_NUMBERS + 2 * GROUP), MOST]
     with torch.inference_mode():
         alone = torch.cat([layer(row) for row in numbers.split(1)])
-        for rows in range(1, MOST + 1):
+        for rows in tried:
             assert torch.equal(layer(numbers[:rows]), alone[:rows])
-    assert own_rows == [1] * MOST + list(range(1, MOST + 1))
+    assert own_rows == [1] * MOST + tried
 
 
 @pytest.mark.parametrize(
@@ -123,11 +126,24 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, own_rows: list[
     assert len(own_rows) == 1
 
 
-def test_many_rows_use_the_product_of_torch(own_rows: list[int]) -> None:
+def test_the_product_of_torch_is_used_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, numbers = layer_of(), torch.randn(MOST + 1, COLUMN_MULTIPLE)
+    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: False)
     with torch.inference_mode():
         assert torch.equal(layer(numbers), linear(numbers, layer.weight, layer.bias))
-    assert own_rows == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MOST_COLUMNS, MOST_COLUMNS + COLUMN_MULTIPLE, 3 * MOST_COLUMNS])
+def test_rows_of_prompts_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
+    outs = BLOCK_NUMBERS // columns + 2 * MOST_OUTS + 3
+    matrix, numbers = torch.randn(outs, columns).to(dtype), torch.randn(MOST_TOGETHER + GROUP + 1, columns)
+    alone = torch.cat([own_linear(row, matrix) for row in numbers.split(1)])
+    for rows in (MOST_OF_NUMBERS + 1, MOST_OF_NUMBERS + GROUP - 1, MOST_TOGETHER, len(numbers)):
+        assert torch.equal(own_linear(numbers[:rows], matrix), alone[:rows])
+        others = torch.full((rows, columns), float("nan"))
+        others[rows // 2] = numbers[rows // 2]
+        assert torch.equal(own_linear(others, matrix)[rows // 2], alone[rows // 2])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +217,7 @@ def test_unsupported_layers_are_not_changed() -> None:
 
 
 def test_the_faster_product_is_chosen_by_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower_by: dict[int, float] = {1: 2.0, 4: 1.5, 16: 0.5, 64: 2.0}
+    slower_by: dict[int, float] = {1: 2.0, 4: 1.5, 16: 0.5, 64: 2.0, 256: 0.5}
     timed: list[tuple[int, int]] = []
 
     def seconds(product: Any, numbers: torch.Tensor, weights: list[torch.Tensor]) -> float:
@@ -212,7 +228,7 @@ def test_the_faster_product_is_chosen_by_measurement(monkeypatch: pytest.MonkeyP
     threads = torch.get_num_threads()
     choice = ProductChoice([torch.ones(3, COLUMN_MULTIPLE)] * (TIMED_LAYERS + 1))
     own = [choice.own(rows) for rows in range(MOST + 2)]
-    assert own == [True] * 5 + [False] * 12 + [True] * 48 + [False]
+    assert own == [True] * 5 + [False] * 12 + [True] * 48 + [False] * (MOST - 63)
     assert {layers for _, layers in timed} == {TIMED_LAYERS}
     tried = len(timed)
     try:
@@ -229,7 +245,7 @@ def test_the_faster_product_is_chosen_by_measurement(monkeypatch: pytest.MonkeyP
 def test_the_product_can_be_fixed(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_seconds", lambda *_: pytest.fail("it was measured"))
     choice = ProductChoice([torch.ones(3, COLUMN_MULTIPLE)], own)
-    assert [choice.own(rows) for rows in (1, MOST, MOST + 1)] == [own, own, False]
+    assert [choice.own(rows) for rows in (1, MOST, MOST + 1)] == [own] * 3
     target = load(ModelConfig(device="cpu", products="own" if own else "torch")).target
     made: Any = next(layer for layer in target.model.modules() if isinstance(layer, SmallBatchLinear))
     assert made.choice.own(1) == own

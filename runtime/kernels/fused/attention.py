@@ -12,10 +12,10 @@ from typing import Any
 from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
-from hdtool.runtime.kernels.fused.elementwise import copy_numbers, exponentiate
+from hdtool.runtime.kernels.fused.elementwise import exponentiate
 from hdtool.runtime.kernels.fused.vectors import FloatCode
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
-from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, LANES
 
 QUERIES = 16

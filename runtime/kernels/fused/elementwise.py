@@ -10,7 +10,6 @@ from numba import types
 from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.fused.vectors import FloatCode
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
-from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.vector_code import FLOAT, LANES
 
 
@@ -107,10 +106,3 @@ def norm_rows(read: int, rows: int, width: int, weight: int, epsilon: Any, writt
     for row in range(rows):
         offset = row * width * ITEM_SIZE
         norm_row(read + offset, weight, width, epsilon, written + offset)
-
-
-@compiled
-def copy_numbers(read: int, count: int, written: int) -> None:
-    source, target = array_at(read, (count,), types.float32), array_at(written, (count,), types.float32)
-    for place in range(count):  # an assignment of slices takes four seconds longer to compile
-        target[place] = source[place]

@@ -16,14 +16,13 @@ from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.fused.attention import attend, attention_numbers, query_blocks
 from hdtool.runtime.kernels.fused.elementwise import (
     add_in_place,
-    copy_numbers,
     gate_in_place,
     norm_row,
     norm_rows,
     rotate_head,
 )
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
-from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.product_address import ARGUMENTS
 from hdtool.runtime.kernels.team import LEAST_NUMBERS, WORD_SIZE, compute_together, multiply_together, parts_of
 

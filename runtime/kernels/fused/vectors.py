@@ -6,7 +6,6 @@ bits wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -48,32 +47,6 @@ class FloatCode(VectorCode):
 
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = ITEM_SIZE
-
-    def sums_of(self, vectors: Sequence[Any]) -> Any:
-        """The sums of as many vectors as there are lanes, one in each lane, added as ``total`` adds them."""
-        vectors, count = list(vectors), LANES
-        while count > 1:
-            count //= 2
-            first, second = [], []
-            for lane in range(LANES):
-                # The lower half of a group of lanes is of the first vector, the upper half of the second one.
-                group, place = lane // (2 * count), lane % (2 * count)
-                base = 2 * count * group + place % count + (LANES if place >= count else 0)
-                first.append(base)
-                second.append(base + count)
-            pairs = range(len(vectors) // 2)
-            vectors = [
-                self.builder.fadd(
-                    *(
-                        self.builder.shuffle_vector(
-                            vectors[pair], vectors[pair + len(pairs)], ir.Constant(WORDS, lanes)
-                        )
-                        for lanes in (first, second)
-                    )
-                )
-                for pair in pairs
-            ]
-        return vectors[0]
 
     def exp(self, x: Any) -> Any:
         """The exponential; that of NaN is NaN."""

@@ -24,8 +24,9 @@ from hdtool.runtime.model.fused.layer_parts import LayerParts
 from hdtool.runtime.model.fused.unchanged import Unchanged
 from hdtool.runtime.model.fused.weight_table import table_of
 
-MOST_ROWS = 64
-"""Larger passes, such as prefills, are bound by multiplications: the library's layers compute them."""
+MOST_ROWS, MOST_THREADS = 64, 8
+"""Larger passes, such as those of prompts, are computed here if all products are our own, and with no more threads than
+this: what lies between the products is the work of one."""
 MOST_WORK = 1 << 23
 """Where products are those of torch: numbers of rows, positions and queries' widths, multiplied, above which attention
 is the library's, which uses all threads. Compiled attention has one there: a team gained nothing, because the threads
@@ -130,7 +131,8 @@ class LayerStack:
 
     def takes_number(self, rows: int) -> bool:
         """Whether a pass of so many rows is computed in compiled code."""
-        return self.takes_all_rows or rows <= MOST_ROWS
+        few_threads = torch.get_num_threads() <= MOST_THREADS
+        return self.takes_all_rows or rows <= MOST_ROWS or (few_threads and self._has_own_products(rows))
 
     def _takes_rows(self, hidden: torch.Tensor, cache: StaticKVCache | SlotKVCache) -> bool:
         """Compiled code writes to addresses: the cache must have room for all rows."""
@@ -257,10 +259,10 @@ def stack_of(model: Module) -> LayerStack | None:
     return next((module.stack for module in model.modules() if isinstance(module, StackedLayers)), None)
 
 
-def takes_all_rows(model: Module) -> bool:
-    """Whether compiled layers compute every pass, whatever its number of rows."""
+def takes_number(model: Module, rows: int) -> bool:
+    """Whether compiled layers compute passes of so many rows."""
     stack = stack_of(model)
-    return stack is not None and stack.takes_all_rows
+    return stack is not None and stack.takes_number(rows)
 
 
 def check_layers_again(model: Module) -> None:

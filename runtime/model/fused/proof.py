@@ -162,9 +162,10 @@ def _is_called(target: Target, layers: ModuleList, stack: LayerStack) -> bool:
     """Put the stack in place of the layers; undo it if the model does not call it."""
     stacked: Any = layers
     stacked.__class__, stacked.stack = StackedLayers, stack
-    counted, computed = (target.seconds_in_model, target.passes), stack.passes
+    counted = target.seconds_in_model, target.passes
     target.prefill(some_context(3, target.vocabulary))
     target.commit([])
+    computed = stack.passes
     target.verify(DraftTree.bare(0))
     target.seconds_in_model, target.passes = counted
     if stack.passes == computed + 1:
