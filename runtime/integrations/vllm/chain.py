@@ -27,6 +27,8 @@ WORTH_ADDING = 0.3
 
 FIRST_ANSWER = 1 << 10
 """Lower numbers are left to the drafter that the requests share."""
+NEXT, ENDED = range(2)
+"""The number of the next answer, and how many answers ended lately."""
 TABLE_AT, LANE_AT = Memory._fields.index("table"), Memory._fields.index("lane")
 
 
@@ -43,18 +45,22 @@ class Requests(NamedTuple):
     """Where their answers are appended to the history."""
     lanes_at: Ints
     """The addresses of these records."""
+    ended: Ints
+    """Copies of the lanes of answers that others followed: at most one for each request, and none if nobody asks."""
     answers: Ints
-    """The number of the next answer; 0 without a history."""
+    """The number of the next answer, which is 0 without a history, and the number of ``ended`` lanes."""
 
 
-def no_requests(most: int, shards: int, *, history: bool = False) -> Requests:
-    """Empty state for ``most`` requests."""
+def no_requests(most: int, shards: int, *, history: bool = False, ended: bool = False) -> Requests:
+    """Empty state for ``most`` requests; with ``ended``, the lanes of answers that others follow are copied."""
     tails = np.full((most, LONGEST_MATCH), -1, np.int64)
     places = np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64)
     lanes = np.zeros(most, LANE)
     lanes_at = lanes.ctypes.data + np.arange(most, dtype=np.int64) * LANE.itemsize
-    answers = np.full(1, FIRST_ANSWER if history else 0, np.int64)
-    return Requests(np.zeros(most, np.int64), tails, places, lanes, lanes_at, answers)
+    answers = np.array([FIRST_ANSWER if history else 0, 0], np.int64)
+    return Requests(
+        np.zeros(most, np.int64), tails, places, lanes, lanes_at, np.zeros(most if ended else 0, LANE), answers
+    )
 
 
 @compiled
@@ -83,32 +89,46 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
 
 
 @compiled
-def catch_up(corpus: Ints, at: Ints, context: Ints, few: int, answers: Ints) -> None:
-    """Append the new tokens of ``context`` to the table; update the weights if they are at most ``few``.
+def catch_up(corpus: Ints, at: Ints, context: Ints, sampled: int, few: int, requests: Requests) -> None:
+    """Append the new tokens of ``context`` to the table, and update the weights with the ``sampled`` ones at its end.
 
-    If there are more, a new answer of the history begins after them.
+    If more than a ``few`` are new, those before the sampled ones are a prompt, and an answer of the history begins.
     """
     memory = memory_at(at)
     table = memory.table[0]
-    end = table.end
-    if end > 0 and len(context) - end <= few:
-        new = np.empty(len(context) - end, np.int64)
-        new[:] = context[end:]
-        feed(corpus, at, new)
+    if table.end == 0 or len(context) - table.end > few:
+        stop = len(context) - sampled
+        for place in range(table.end, stop):
+            add(table, np.int64(context[place]))
+        first = max(0, stop - LONGEST_MATCH)
+        tail = np.empty(stop - first, np.int64)
+        tail[:] = context[first:stop]
+        restart(corpus, at, tail)
+        begin_answer(memory, requests)
+    elif memory.lane[0].owner == 0:
+        begin_answer(memory, requests)
+    new = np.empty(len(context) - table.end, np.int64)
+    new[:] = context[table.end :]
+    feed(corpus, at, new)
+
+
+@compiled
+def begin_answer(memory: Any, requests: Requests) -> None:
+    """Begin an answer of the history after the last tokens of the root."""
+    answers = requests.answers
+    if answers[NEXT] == 0:
         return
-    for place in range(end, len(context)):
-        add(table, np.int64(context[place]))
-    first = max(0, len(context) - LONGEST_MATCH)
-    tail = np.empty(len(context) - first, np.int64)
-    tail[:] = context[first:]
-    restart(corpus, at, tail)
-    if answers[0] > 0:
-        log = array_at(memory.matches[ANSWERS].log, 1, LOG)
-        finish(log, memory.lane)
-        before = tail[max(0, len(tail) - OVERLAP) :]
-        start(log, memory.lane, answers[0], before, len(before))
-        memory.matches[ANSWERS].owner = answers[0]
-        answers[0] += 1
+    if memory.lane[0].owner > 0 and len(requests.ended) > 0:
+        requests.ended[answers[ENDED]] = memory.lane[0]
+        answers[ENDED] += 1
+    log = array_at(memory.matches[ANSWERS].log, 1, LOG)
+    finish(log, memory.lane)
+    before = memory.work[0].tails[0, LONGEST_MATCH - OVERLAP :]
+    while len(before) > 0 and before[0] < 0:
+        before = before[1:]
+    start(log, memory.lane, answers[NEXT], before, len(before))
+    memory.matches[ANSWERS].owner = answers[NEXT]
+    answers[NEXT] += 1
 
 
 @compiled
@@ -119,14 +139,15 @@ def draft_rows(
     contexts: Ints,
     lengths: Ints,
     rows: Ints,
+    sampled: Ints,
     limits: tuple[int, int, float],
     drafts: Ints,
     sizes: Ints,
 ) -> None:
     """A chain for each of these ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
 
-    ``memories`` are the corpus and the addresses of a hierarchy. ``limits`` are the longest context, the most draft
-    tokens and the minimum probability.
+    ``memories`` are the corpus and the addresses of a hierarchy. So many tokens of each row were ``sampled`` lately.
+    ``limits`` are the longest context, the most draft tokens and the minimum probability.
     """
     longest, most, floor = limits
     corpus, at = memories[0], memories[1].copy()
@@ -143,7 +164,7 @@ def draft_rows(
             places_of(ranges)[0] = requests.places[request]
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
-            catch_up(corpus, at, contexts[rows[turn], :length], most + 1, requests.answers)
+            catch_up(corpus, at, contexts[rows[turn], :length], min(sampled[turn], length), most + 1, requests)
             # The target adds a bonus token after the last draft.
             size = grow_chain(corpus, at, min(most, longest - length - 1), floor)
             sizes[turn] = size
