@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import finished_answers
 from hdtool.runtime.integrations.vllm.lasting_history import appends
 from hdtool.runtime.integrations.vllm.launch import Launch
+from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.integrations.vllm.settings import Settings
 from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.history.history_store import HistoryStore
+from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.vllm_batch import MODEL, Engine, engine, worker
 
@@ -87,7 +91,7 @@ def test_an_answer_is_kept_whole_and_of_its_prompt_the_last_tokens_alone(tmp_pat
 
 
 def test_answers_are_kept_without_a_further_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finished_answers, "SHORTEST", 0.05)
+    monkeypatch.setattr(finished_answers, "LONGEST", 0.05)
     monkeypatch.setattr(finished_answers, "CHECKED", 0.02)
     asked = lasting(tmp_path / "past")
     answered(asked, (PROMPT, ANSWER))
@@ -123,6 +127,22 @@ def test_a_request_that_pauses_is_kept_in_pieces(tmp_path: Path) -> None:
     again = lasting(tmp_path / "past")
     again.requests = [longer[3:6]]
     assert again.drafts()[0][:2] == longer[6:8], "the second piece begins with the tokens before it"
+
+
+def test_an_answer_is_whole_although_drafting_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And drafting goes on as if the context were new."""
+    store_set = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
+    history = History(store=HistoryStore.open(tmp_path / "past", MARK, NAME))
+    asked = engine(store_set=replace(store_set, history=history), history="past")
+    text = CorpusIndex(demo.CORPUS_INDEX).shards.tokens[:60].tolist()
+    with monkeypatch.context() as patched:
+        patched.setattr(asked.drafter.min_probability, "floor", lambda rows: NO_DRAFT_ABOVE)
+        answered(asked, (text[:20], text[20:49]))
+        assert asked.drafts() == [[]]
+    asked.requests = [text[:50]]
+    assert asked.drafts() == engine(text[:50], store_set=store_set).drafts() != [[]]
+    finish(asked)
+    assert held(tmp_path / "past") == [text[20:50]]
 
 
 def test_the_store_keeps_its_bound(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from hdtool.data import demo
 from hdtool.runtime.stores.history.history_store import HistoryStore
 from tests.vllm.engine import answer, drafting
@@ -17,6 +19,7 @@ ASKED, DRAFTED = 8, 8
 SERVED = [
     str(demo.MODEL), "--served-model-name", "demo", "--dtype", "float32", "--max-model-len", "1024",
     "--max-num-seqs", "32", "--enforce-eager", "--model-db", "none", "--corpus-db", "none",
+    "--tensor-parallel-size", "2",
 ]  # fmt: skip
 
 
@@ -47,13 +50,16 @@ def test_a_second_engine_drafts_from_the_answers_of_the_first(tmp_path: Path) ->
     assert warm > 1.3 * cold
 
 
-def test_a_server_that_is_killed_keeps_its_answers(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_keeps_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has two workers, which draft alike; one of them appends."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each worker needs a NUMA node
     past, waves = tmp_path / "past", requests(ASKED)
     answers: list[list[int]] = []
     accepted = []
     for run in (1, 2):
         with Server(tmp_path / f"log{run}", *SERVED, "--history", str(past)) as server:
             assert f"keeping answers in {past / 'demo'}" in server.log
+            assert server.log.count("hdtool keeps answers in") == server.log.count("hdtool reads answers in") == 1
             found = [server.stream(request["prompt"], request["sampling"]) for request in waves]
             assert run == 1 or found == answers
             answers = found

@@ -79,7 +79,8 @@ class BatchDrafter(Pinned):
         sent = self._sizes[: len(rows)]
         sent[:] = 0
         floor = self.min_probability.floor(len(rows))
-        if len(rows) and floor < NO_DRAFT_ABOVE:
+        # An answer of a lasting history is kept whole, also if nothing is drafted in the meantime.
+        if len(rows) and (floor < NO_DRAFT_ABOVE or self._finished):
             with self._finished.lock if self._finished else NO_LOCK:
                 if self.history:
                     self.history.answers.grow()
@@ -120,7 +121,7 @@ class BatchDrafter(Pinned):
         if self.history:
             lane = self._requests.lanes[:1]
             self.history.answers.answer(lane)
+            self.history.answers.discard(int(lane["owner"][0]))
             lane["owner"] = lane["stop"] = 0
-            self.history.answers.clear()
         clear(self._tables[0][0])
         self._rows_of[:] = NO_TABLE

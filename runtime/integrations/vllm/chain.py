@@ -16,11 +16,12 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import add
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
 from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
+from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, places_of
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
-from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, finish, start
+from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, append, finish, start
 
 WORTH_ADDING = 0.3
 """Evidence is skipped below this share of the minimum probability of a token."""
@@ -89,32 +90,48 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
 
 
 @compiled
-def catch_up(corpus: Ints, at: Ints, context: Ints, sampled: int, few: int, requests: Requests) -> None:
+def catch_up(
+    corpus: Ints, at: Ints, context: Ints, sampled: int, few: int, requests: Requests, is_drafting: bool
+) -> None:
     """Append the new tokens of ``context`` to the table, and update the weights with the ``sampled`` ones at its end.
 
     If more than a ``few`` are new, those before the sampled ones are a prompt, and an answer of the history begins.
+    Without drafting, the tokens are appended alone, and the root is moved to the end when drafting goes on.
     """
     memory = memory_at(at)
-    table = memory.table[0]
-    if table.end == 0 or len(context) - table.end > few:
-        stop = len(context) - sampled
-        for place in range(table.end, stop):
+    table, tail = memory.table[0], memory.work[0].tails[0]
+    begins = table.end == 0 or len(context) - table.end > few
+    if begins:
+        for place in range(table.end, len(context) - sampled):
             add(table, np.int64(context[place]))
-        first = max(0, stop - LONGEST_MATCH)
-        tail = np.empty(stop - first, np.int64)
-        tail[:] = context[first:stop]
-        restart(corpus, at, tail)
-        begin_answer(memory, requests)
-    elif memory.lane[0].owner == 0:
-        begin_answer(memory, requests)
-    new = np.empty(len(context) - table.end, np.int64)
-    new[:] = context[table.end :]
-    feed(corpus, at, new)
+    old = last_tokens(context[: table.end], LONGEST_MATCH)
+    if begins or memory.lane[0].owner == 0:
+        begin_answer(memory, requests, old[max(0, len(old) - OVERLAP) :])
+    new = last_tokens(context[table.end :], len(context))
+    if is_drafting:
+        if begins or tail[LONGEST_MATCH - 1] < 0:
+            restart(corpus, at, old)
+        feed(corpus, at, new)
+        return
+    for token in new:
+        add(table, token)
+        if memory.lane[0].owner > 0:
+            append(array_at(memory.matches[ANSWERS].log, 1, LOG)[0], memory.lane[0], token, True)
+    tail[LONGEST_MATCH - 1] = -1
 
 
 @compiled
-def begin_answer(memory: Any, requests: Requests) -> None:
-    """Begin an answer of the history after the last tokens of the root."""
+def last_tokens(tokens: Ints, most: int) -> Ints:
+    """A copy of the last tokens, in the width that all compiled code takes."""
+    first = max(0, len(tokens) - most)
+    copied = np.empty(len(tokens) - first, np.int64)
+    copied[:] = tokens[first:]
+    return copied
+
+
+@compiled
+def begin_answer(memory: Any, requests: Requests, before: Ints) -> None:
+    """Begin an answer of the history after some tokens."""
     answers = requests.answers
     if answers[NEXT] == 0:
         return
@@ -123,9 +140,6 @@ def begin_answer(memory: Any, requests: Requests) -> None:
         answers[ENDED] += 1
     log = array_at(memory.matches[ANSWERS].log, 1, LOG)
     finish(log, memory.lane)
-    before = memory.work[0].tails[0, LONGEST_MATCH - OVERLAP :]
-    while len(before) > 0 and before[0] < 0:
-        before = before[1:]
     start(log, memory.lane, answers[NEXT], before, len(before))
     memory.matches[ANSWERS].owner = answers[NEXT]
     answers[NEXT] += 1
@@ -147,9 +161,11 @@ def draft_rows(
     """A chain for each of these ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
 
     ``memories`` are the corpus and the addresses of a hierarchy. So many tokens of each row were ``sampled`` lately.
-    ``limits`` are the longest context, the most draft tokens and the minimum probability.
+    ``limits`` are the longest context, the most draft tokens and the minimum probability; if that is too high, nothing
+    is drafted, and the tokens are appended to tables and answers.
     """
     longest, most, floor = limits
+    is_drafting = floor < NO_DRAFT_ABOVE
     corpus, at = memories[0], memories[1].copy()
     for turn in range(len(rows)):
         sizes[turn] = 0
@@ -164,9 +180,10 @@ def draft_rows(
             places_of(ranges)[0] = requests.places[request]
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
-            catch_up(corpus, at, contexts[rows[turn], :length], min(sampled[turn], length), most + 1, requests)
+            new = min(sampled[turn], length)
+            catch_up(corpus, at, contexts[rows[turn], :length], new, most + 1, requests, is_drafting)
             # The target adds a bonus token after the last draft.
-            size = grow_chain(corpus, at, min(most, longest - length - 1), floor)
+            size = grow_chain(corpus, at, min(most, longest - length - 1), floor) if is_drafting else 0
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
             requests.tails[request] = work.tails[0]

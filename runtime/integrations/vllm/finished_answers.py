@@ -23,10 +23,12 @@ CHECKED = 0.5
 SHORTEST, LONGEST = 1.0, 10.0
 """Bounds of the seconds without a step after which an answer is finished."""
 STEPS = 4.0
-"""Between these bounds, they are the time of so many steps: on a slow device a step takes seconds.
+"""Between these bounds, they are the time of so many steps, slow ones of late: on some devices a step takes seconds.
 
 The time between two steps is that of a step unless it is longer than the upper bound.
 """
+FIRST_STEP, DECAY = 1.25, 0.95
+"""Seconds of a slow step to begin with, and how they decrease with each step: the first ones of an engine are slow."""
 
 
 class FinishedAnswers:
@@ -39,7 +41,7 @@ class FinishedAnswers:
         """The lanes of answers that others followed since the last check."""
         self._seen = np.zeros(len(requests.lanes) + 1)
         """When a step drafted for each request lately; the last number is for rows without a table."""
-        self._last, self._patience = -np.inf, SHORTEST
+        self._last, self._slowest = -np.inf, FIRST_STEP
         self._timer: Timer | None = None
         # Called at the end of this process, also where multiprocessing started it.
         Finalize(None, _finish_all, (weakref.ref(self),), exitpriority=0)
@@ -47,9 +49,8 @@ class FinishedAnswers:
     def observe(self, chosen: Ints, at: float) -> None:
         """Note the requests that a step has drafted for; the caller holds the lock."""
         self._seen[chosen] = at
-        since = at - self._last
-        self._patience = min(max(SHORTEST, STEPS * since), LONGEST) if since < LONGEST else SHORTEST
-        self._last = at
+        since, self._last = at - self._last, at
+        self._slowest = max(DECAY * self._slowest, since if since < LONGEST else 0.0)
         if ended := int(self._requests.answers[ENDED]):
             self._followed += np.split(self._requests.ended[:ended].copy(), ended)
             self._requests.answers[ENDED] = 0
@@ -69,7 +70,7 @@ class FinishedAnswers:
         with self.lock:
             self._timer = None
             self._refresh()
-            self._append(time.perf_counter() - self._patience)
+            self._append(time.perf_counter() - min(max(SHORTEST, STEPS * self._slowest), LONGEST))
             if self._requests.lanes["owner"].any():
                 self._start_timer()
 

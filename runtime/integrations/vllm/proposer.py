@@ -55,8 +55,6 @@ class HierarchyProposer:
         )
         self._on_cpu = vllm_config.device_config.device_type == "cpu"
         LOGGER.info("hdtool drafts from %s", store_set)
-        if store_set.history and store_set.history.store:
-            LOGGER.info("hdtool keeps answers in %s", store_set.history.store.folder)
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """Repair vLLM on CPUs; there is no draft model to load."""
@@ -82,4 +80,5 @@ def _with_history(store_set: StoreSet, settings: Settings, vllm_config: Any) -> 
     tenant = tenant_among([model.served_model_name], model.model) if settings.tenant is None else settings.tenant
     read_only = not appends(vllm_config.parallel_config)
     store = lasting_history(settings.serving.history, store_set, model.model, tenant, read_only=read_only)
+    LOGGER.info("hdtool %s answers in %s", "reads" if read_only else "keeps", store.folder)
     return replace(store_set, history=History(store=store))
