@@ -59,6 +59,8 @@ def serve_vllm(
     quiet_libraries()
     launch = Launch(model or str(demo.MODEL), passed_on, serving, stores)
     print_sources(launch.store_set)
+    if not dry_run and (folder := launch.open_history()):
+        print(f"keeping answers in {folder}", file=sys.stderr)
     _show(launch, dry_run=dry_run)
     if not dry_run:
         launch.run()

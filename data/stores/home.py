@@ -96,15 +96,24 @@ def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str 
     return store_at_home(HISTORY, tokenizer, namespace) / model
 
 
+def history_of_tenant(folder: Path, tenant: str) -> Path:
+    """The folder of a tenant's history in a folder that the user named; without a tenant it is that folder."""
+    return folder / _folder_of(tenant) if tenant else folder
+
+
 def namespace_among(names: Iterable[str]) -> str | None:
     """The first of these names that has stores; a name that cannot be a namespace has none."""
     return next((name for name in names if _is_possible(name) and has_stores(name)), None)
 
 
 def has_stores(namespace: str) -> bool:
-    """Whether any store was built for this namespace; raises if the name cannot be one."""
+    """Whether any store was built for this namespace; raises if the name cannot be one.
+
+    A history is none of these: a server that keeps one for a tenant drafts from the same stores when it starts again.
+    """
+    place = _namespace(namespace)
     try:
-        return _namespace(namespace).is_dir()
+        return place.is_dir() and {path.name for path in place.glob("*/*")} != {HISTORY}
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
@@ -112,14 +121,19 @@ def has_stores(namespace: str) -> bool:
 
 
 def _namespace(name: str) -> Path:
-    """The folder of a tenant's stores; two names never share a folder, and no folder lies outside hdtool's home."""
+    """The folder of a tenant's stores, which never lies outside hdtool's home."""
+    return home() / "namespaces" / _folder_of(name)
+
+
+def _folder_of(name: str) -> str:
+    """The name of a namespace's folder; two namespaces never share one."""
     if not _is_possible(name):
         raise OptionError(
             f"namespace {name!r} cannot name a folder: its encoded name has {len(_encoded(name))} characters and must "
             f"have 1 to {LONGEST_FOLDER}, where each byte other than a to z, 0 to 9, - and _ counts as 3: "
             f"take {'a shorter one' if name else 'another one'}"
         )
-    return home() / "namespaces" / _encoded(name)
+    return _encoded(name)
 
 
 def _is_possible(name: str) -> bool:

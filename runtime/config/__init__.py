@@ -6,6 +6,7 @@ Imports `data` and nothing heavy.
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import (
     HOME,
+    MEMORY,
     DecodeConfig,
     PaperConfig,
     RecordingConfig,

@@ -24,6 +24,11 @@ from hdtool.runtime.config.setting import Settings, require, setting
 
 TREES = ("dynamic", "static")
 MEMORY, HOME, NO_HISTORY = "memory", "home", "none"
+HISTORIES = (MEMORY, HOME, NO_HISTORY)
+HISTORY_HELP = (
+    f"Earlier answers to draft from: {MEMORY}, those of this process; the folder of a history store, which lasts; "
+    f"{HOME}, such a store in hdtool's home; or {NO_HISTORY}."
+)
 STORE_SOURCES = tuple(SOURCE_NAMES[letter] for letter in SOURCE_LETTERS)
 REPLAYED_SOURCES = tuple(SOURCE_NAMES[letter] for letter in STORE_LETTERS)
 MOST_RANKED = 64
@@ -64,12 +69,7 @@ class DecodeConfig(Settings):
     heads: tuple[str, ...] = setting(
         (), "Folder of trained heads, repeatable for several kinds. Default: those of the demo model."
     )
-    history: str = setting(
-        MEMORY,
-        f"Earlier answers to draft from: {MEMORY}, those of this process; the folder of a history store, which lasts; "
-        f"{HOME}, such a store in hdtool's home; or {NO_HISTORY}.",
-        values=(MEMORY, HOME, NO_HISTORY),
-    )
+    history: str = setting(MEMORY, HISTORY_HELP, values=HISTORIES)
     history_prompts: bool = setting(False, "Keep prompts in the history as well as answers.")
     tree: str = setting(
         "dynamic",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hdtool.runtime.config.decoding import HISTORIES, HISTORY_HELP, MEMORY, NO_HISTORY
 from hdtool.runtime.config.methods import LARGEST_BUDGET
 from hdtool.runtime.config.setting import Settings, require, setting
 
@@ -18,12 +19,19 @@ class VllmConfig(Settings):
     )
     context_mib: int = setting(256, "Memory for the context tables of all requests, in MiB.", least=1)
     """Requests beyond it are not drafted for."""
-    history: bool = setting(True, "Draft from earlier answers of this server, which are kept in memory.")
+    history: str = setting(MEMORY, HISTORY_HELP, values=HISTORIES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fits = self.min_draft_prob is None or 0 < self.min_draft_prob <= 1
         require(fits, "min-draft-prob", self.min_draft_prob, "above 0 and at most 1")
+        is_named = isinstance(self.history, str) and bool(self.history)
+        require(is_named, "history", self.history, f"a folder, {', '.join(HISTORIES[:-1])} or {HISTORIES[-1]}")
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether the history is kept on the disk."""
+        return self.history not in (MEMORY, NO_HISTORY)
 
 
 @dataclass(frozen=True)

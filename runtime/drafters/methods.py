@@ -6,16 +6,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from threading import Timer
 
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.data.stores.home import history_at_home
 from hdtool.runtime.accept import compile_acceptance
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Probs, SharedBudget
-from hdtool.runtime.config import HOME, NEED_HEADS, DecodeConfig, PaperConfig
+from hdtool.runtime.config import NEED_HEADS, DecodeConfig, PaperConfig
 from hdtool.runtime.config.methods import HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
@@ -83,16 +81,14 @@ def history_for(
     store = None
     if config.keeps_history:
         # Loads lmdb, which a history in memory does not need.
-        from hdtool.runtime.stores.history.history_store import HistoryStore
+        from hdtool.runtime.stores.history.open_history import open_history
 
         if not store_set.tokenizer:
             raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")
-        model = fingerprint(target.model)
-        at_home = config.history == HOME
-        folder = (
-            history_at_home(model, store_set.tokenizer, tenant or None) if at_home else Path(config.history) / tenant
-        )
-        store = HistoryStore.open(folder, store_set.tokenizer, model, read_only=read_only)
+        # Engines that load the model themselves know its files alone, so those identify it where they are known.
+        checkpoint = store_set.checkpoint
+        model = checkpoint.fingerprint if checkpoint else fingerprint(target.model)
+        store = open_history(config.history, store_set.tokenizer, model, tenant=tenant, read_only=read_only)
     return History(prompts=config.history_prompts, store=store)
 
 

@@ -38,6 +38,8 @@ class StoreSet:
     """Earlier answers; without it, the drafters of a model begin with an empty one."""
     tokenizer: TokenizerFingerprint | None = None
     """Of the tokenizer, if a store was opened or it was asked for."""
+    checkpoint: Checkpoint | None = None
+    """Of the model, if its files are known."""
 
     @classmethod
     def for_tokenizer(
@@ -62,7 +64,7 @@ class StoreSet:
         own = _open(model_db or model_store_for(model, fingerprint, config.namespace), ModelStore, fingerprint)
         corpus = _open(corpus_db or corpus_index_for(fingerprint, config.namespace), CorpusIndex, fingerprint)
         _note_other_models(own, model_db, model, fingerprint, config.namespace)
-        return cls(own, corpus, databases, tokenizer=fingerprint)
+        return cls(own, corpus, databases, tokenizer=fingerprint, checkpoint=model)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
         """Sent to another process, it opens its stores anew: they are mapped, not copied."""

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from hdtool.data.errors import OptionError
 from hdtool.data.stores import home
-from hdtool.data.stores.home import LONGEST_FOLDER, namespace_among, store_at_home
+from hdtool.data.stores.home import (
+    LONGEST_FOLDER,
+    history_at_home,
+    history_of_tenant,
+    namespace_among,
+    store_at_home,
+)
 from hdtool.data.stores.store import TokenizerFingerprint
 
 MARK = TokenizerFingerprint("fingerprint", 100)
@@ -80,6 +86,25 @@ def test_the_first_name_with_stores_is_taken() -> None:
     folder_of("two").mkdir(parents=True)
     assert namespace_among(["x" * 500, "one", "two"]) == "two"
     assert namespace_among(["Two"]) is None
+
+
+def test_a_history_alone_makes_no_namespace() -> None:
+    """Else a tenant who is served from the shared stores would lose them once a history is kept."""
+    place = history_at_home("model", MARK, "one")
+    place.mkdir(parents=True)
+    assert namespace_among(["one"]) is None
+    store_at_home("model", MARK, "one").mkdir()
+    assert namespace_among(["one"]) == "one"
+
+
+def test_tenants_never_share_a_folder_of_their_histories(tmp_path: Path) -> None:
+    names = ["acme", "Acme", "acme/b", "../acme", "/acme", ".", "..", "manifest.json", "nul"]
+    folders = [history_of_tenant(tmp_path, name) for name in names]
+    assert len({str(folder).lower() for folder in folders}) == len(names)
+    assert {folder.parent for folder in folders} == {tmp_path} and tmp_path / "manifest.json" not in folders
+    assert folders[0] == tmp_path / "acme" and history_of_tenant(tmp_path, "") == tmp_path
+    with pytest.raises(OptionError, match="cannot name a folder"):
+        history_of_tenant(tmp_path, "x" * (LONGEST_FOLDER + 1))
 
 
 def test_a_file_system_with_shorter_names_has_no_such_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import shutil
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from hdtool.runtime.integrations.vllm import cpu_fixes as repair
 from hdtool.runtime.integrations.vllm.launch import PROPOSER, Launch
 from hdtool.runtime.integrations.vllm.settings import Settings
 from hdtool.runtime.model.load import load_tokenizer
+from tests.support.vllm_batch import worker
 
 MODEL = str(demo.MODEL)
 DEMO = read_manifest(demo.MODEL_STORE).model or pytest.fail("the demo's store names no model")
@@ -50,22 +50,6 @@ def told(launched: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
     command = launched.command
     assert command[-4::2] == ["--speculative-config", "--additional-config"]
     return json.loads(command[-3]), json.loads(command[-1])
-
-
-def worker(additional: Any = None, tokenizer: str = MODEL, served: str = "name") -> HierarchyProposer:
-    """A proposer as one of vLLM's workers makes it."""
-    model = SimpleNamespace(
-        tokenizer=tokenizer, tokenizer_revision=None, trust_remote_code=False, served_model_name=served, model=MODEL,
-        revision=None, max_model_len=256, get_vocab_size=lambda: 4096,
-    )  # fmt: skip
-    config = SimpleNamespace(
-        model_config=model,
-        speculative_config=SimpleNamespace(num_speculative_tokens=4),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
-        additional_config=additional or {},
-        device_config=SimpleNamespace(device_type="cuda"),
-    )
-    return HierarchyProposer(config)
 
 
 def test_the_command_is_vllms_own_with_our_drafter() -> None:

@@ -4,48 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 
 from hdtool.data import demo
-from hdtool.runtime.config import VllmConfig
+from hdtool.runtime.config.decoding import NO_HISTORY
 from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable, holds
-from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
+from tests.support.vllm_batch import LONGEST, ROWS, TOKENS, engine
 
-ROWS, LONGEST, TOKENS = 8, 256, 6
 SAID = [11, 12, 13, 14, 15, 16, 17, 18]
-
-
-class Engine:
-    """Rows of tokens as in vLLM: tokens of old requests remain after the lengths."""
-
-    def __init__(self, drafter: BatchDrafter) -> None:
-        self.drafter = drafter
-        self.contexts = np.full((ROWS, LONGEST), 7, np.int32)
-        self.lengths = np.zeros(ROWS, np.int32)
-        self.requests: list[list[int]] = []
-
-    def drafts(self, ready: list[bool] | None = None) -> list[list[int]]:
-        for row, tokens in enumerate(self.requests):
-            self.contexts[row, : len(tokens)] = tokens
-            self.lengths[row] = len(tokens)
-        return self.drafter.draft(ready or [True] * len(self.requests), self.lengths, self.contexts)
-
-
-def engine(
-    *requests: list[int], min_draft_prob: float | None = 0.02, store_set: StoreSet | None = None, **limits: Any
-) -> Engine:
-    config = VllmConfig(TOKENS, min_draft_prob, limits.pop("context_mib", 256), limits.pop("history", True))
-    drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "longest": LONGEST, **limits})
-    made = Engine(drafter)
-    made.requests = [list(request) for request in requests]
-    return made
 
 
 def test_a_chain_continues_as_the_context_did() -> None:
@@ -147,7 +119,7 @@ def test_memory_for_context_tables_has_a_bound() -> None:
 def test_no_request_ever_drafts_from_another_without_a_history() -> None:
     """An engine that starts, ends, moves, holds back and takes up requests at random, many of them alike."""
     chance = random.Random(1)
-    asked, held_back = engine(history=False), []
+    asked, held_back = engine(history=NO_HISTORY), []
     for turn in range(400):
         requests = [tokens + chance.choices(SAID, k=chance.randint(1, 3)) for tokens in asked.requests]
         requests = [tokens for tokens in requests if chance.random() > 0.05 and len(tokens) < LONGEST - TOKENS - 4]
@@ -175,7 +147,7 @@ def test_a_request_drafts_from_earlier_answers() -> None:
         asked.drafts()
     asked.requests = [[4, 5, 3, *answer[:2]]]
     assert asked.drafts()[0][:2] == answer[2:4]
-    forgetful = engine([4, 5, 3, *answer[:2]], history=False)
+    forgetful = engine([4, 5, 3, *answer[:2]], history=NO_HISTORY)
     assert forgetful.drafts() == [[]]
 
 

@@ -82,7 +82,7 @@ def test_no_request_drafts_from_what_another_said(tmp_path: Path) -> None:
         place = chance.randrange(1, len(shared) - 1)
         prompt = shared[:place] + secret + shared[place:] + secret[:1] * (number % 2)
         planted.append({"prompt": prompt, "sampling": {"temperature": 1.0, "max_tokens": 40}})
-    options = ENGINE | drafting(min_draft_prob=0.02, model_db="none", corpus_db="none") | CRAMPED
+    options = ENGINE | drafting(min_draft_prob=0.02, model_db="none", corpus_db="none", history="none") | CRAMPED
     answered = answer({"engine": options, "look": True, "waves": [planted, planted[::-1]]}, tmp_path)
     assert drafted(answered)[0] > 300
     assert answered["foreign"] == 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from hdtool.runtime.config import VllmConfig
+from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import ANY_TOKEN, Hierarchy
 from hdtool.runtime.drafters.hierarchy.sources.context_table import TABLE, clear
 from hdtool.runtime.integrations.vllm.chain import draft_rows, no_requests
+from hdtool.runtime.integrations.vllm.finished_answers import FinishedAnswers
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.integrations.vllm.request_matching import NO_TABLE, match_rows
 from hdtool.runtime.kernels.compiled import Ints
@@ -21,6 +23,8 @@ from hdtool.runtime.stores.store_set import StoreSet
 TABLES_PER_BLOCK = 32
 """Context tables per allocation: large allocations get 2 MiB pages where available, for fewer TLB misses."""
 
+NO_LOCK: AbstractContextManager[object] = nullcontext()
+
 
 class BatchDrafter(Pinned):
     """A hierarchy with one context table per request; stores, history and learned weights are shared."""
@@ -28,22 +32,27 @@ class BatchDrafter(Pinned):
     def __init__(
         self, store_set: StoreSet, config: VllmConfig, *, rows: int, longest: int, vocabulary: int = ANY_TOKEN
     ) -> None:
-        """``rows`` is the largest batch, ``longest`` the longest context, ``vocabulary`` the number of token ids."""
+        """``rows`` is the largest batch, ``longest`` the longest context, ``vocabulary`` the number of token ids.
+
+        A history that lasts is that of the ``store_set``.
+        """
         self.store_set = store_set
         self.min_probability = MinProbability(config.min_draft_prob)
         self.most = max(1, min(rows, (config.context_mib << 20) // TABLE.itemsize))
         """The maximum number of context tables; requests without a table get no drafts."""
         self._longest = longest
-        self.history = History() if config.history else None
+        self.history = store_set.history or (History() if config.history == MEMORY else None)
         self._hierarchy = Hierarchy(store_set.model, store_set.corpus, vocabulary=vocabulary, history=self.history)
         self._tables: list[Ints] = []
         self._count = 0
-        self._requests = no_requests(self.most, self._hierarchy.shards, history=bool(self.history))
+        lasts = bool(self.history and self.history.store)
+        self._requests = no_requests(self.most, self._hierarchy.shards, history=bool(self.history), ended=lasts)
         self._rows_of = np.full(self.most, NO_TABLE, np.int64)
         self._chosen = np.empty(rows, np.int64)
         self._drafts = np.empty((rows, config.draft_tokens), np.int64)
         self._sizes = np.zeros(rows, np.int64)
         self._compile()
+        self._finished = FinishedAnswers(self.history, self._requests) if self.history and lasts else None
 
     def __len__(self) -> int:
         """The number of context tables."""
@@ -54,37 +63,44 @@ class BatchDrafter(Pinned):
         """Bytes of all context tables."""
         return self._count * TABLE.itemsize
 
-    def draft(self, ready: Sequence[object], lengths: Ints, contexts: Ints) -> list[list[int]]:
-        """Draft tokens for each row of a batch; none for rows that are not ``ready``.
+    def draft(self, sampled: Sequence[Sized], lengths: Ints, contexts: Ints) -> list[list[int]]:
+        """Draft tokens for each row of a batch; none for rows without ``sampled`` tokens, which read their prompt.
 
-        Row ``i`` of ``contexts`` holds the ``lengths[i]`` tokens of a prompt and its answer so far.
+        Row ``i`` of ``contexts`` holds the ``lengths[i]`` tokens of a prompt and its answer so far, and the sampled
+        tokens are the last of them.
         """
         at = time.perf_counter()
-        rows = np.array([row for row, is_ready in enumerate(ready) if is_ready], np.int64)
+        counts = np.array([len(tokens) for tokens in sampled], np.int64)
+        rows = np.flatnonzero(counts)
         sizes = np.array(lengths[rows], np.int64)
-        if len(rows) == len(ready):
+        if len(rows) == len(sampled):
             self.min_probability.begin_step(at, rows, sizes)
-        drafts: list[list[int]] = [[] for _ in ready]
+        drafts: list[list[int]] = [[] for _ in sampled]
         sent = self._sizes[: len(rows)]
         sent[:] = 0
         floor = self.min_probability.floor(len(rows))
-        if len(rows) and floor < NO_DRAFT_ABOVE:
-            if self.history:
-                self.history.answers.grow()
-            self._make_tables(len(rows))
-            self._grow(rows, lengths, contexts, floor)
+        # An answer of a lasting history is kept whole, also if nothing is drafted in the meantime.
+        if len(rows) and (floor < NO_DRAFT_ABOVE or self._finished):
+            with self._finished.lock if self._finished else NO_LOCK:
+                if self.history:
+                    self.history.answers.grow()
+                self._make_tables(len(rows))
+                self._grow(rows, counts[rows], lengths, contexts, floor)
+                if self._finished:
+                    self._finished.observe(self._chosen[: len(rows)], at)
             for row, size, tokens in zip(rows.tolist(), sent.tolist(), self._drafts[: len(rows)].tolist(), strict=True):
                 drafts[row] = tokens[:size]
         self.min_probability.sent(at, rows, sizes, sent.copy())
         return drafts
 
-    def _grow(self, rows: Ints, lengths: Ints, contexts: Ints, floor: float) -> None:
+    def _grow(self, rows: Ints, sampled: Ints, lengths: Ints, contexts: Ints, floor: float) -> None:
         match_rows(
             self._requests.tables[: len(self)], self._rows_of[: len(self)], contexts, lengths, rows, self._chosen
         )
         memories = self._hierarchy.corpus, self._hierarchy.addresses
         limits = self._longest, self._drafts.shape[1], floor
-        draft_rows(memories, self._requests, self._chosen, contexts, lengths, rows, limits, self._drafts, self._sizes)
+        batch = contexts, lengths, rows, sampled
+        draft_rows(memories, self._requests, self._chosen, *batch, limits, self._drafts, self._sizes)
 
     def _make_tables(self, wanted: int) -> None:
         """Allocate context tables up to ``wanted`` or the maximum."""
@@ -100,6 +116,12 @@ class BatchDrafter(Pinned):
     def _compile(self) -> None:
         """Compile or load everything now, so that no request waits for it."""
         self._make_tables(1)
-        self._grow(np.zeros(1, np.int64), np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)
+        row, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._grow(row, one, np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)
+        if self.history:
+            lane = self._requests.lanes[:1]
+            self.history.answers.answer(lane)
+            self.history.answers.discard(int(lane["owner"][0]))
+            lane["owner"] = lane["stop"] = 0
         clear(self._tables[0][0])
         self._rows_of[:] = NO_TABLE

@@ -16,17 +16,20 @@ from hdtool.runtime.drafters.hierarchy.sources.context_table import add
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
 from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
+from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, places_of
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
-from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, finish, start
+from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, append, finish, start
 
 WORTH_ADDING = 0.3
 """Evidence is skipped below this share of the minimum probability of a token."""
 
 FIRST_ANSWER = 1 << 10
 """Lower numbers are left to the drafter that the requests share."""
+NEXT, ENDED = range(2)
+"""The number of the next answer, and how many answers ended lately."""
 TABLE_AT, LANE_AT = Memory._fields.index("table"), Memory._fields.index("lane")
 
 
@@ -43,18 +46,22 @@ class Requests(NamedTuple):
     """Where their answers are appended to the history."""
     lanes_at: Ints
     """The addresses of these records."""
+    ended: Ints
+    """Copies of the lanes of answers that others followed: at most one for each request, and none if nobody asks."""
     answers: Ints
-    """The number of the next answer; 0 without a history."""
+    """The number of the next answer, which is 0 without a history, and the number of ``ended`` lanes."""
 
 
-def no_requests(most: int, shards: int, *, history: bool = False) -> Requests:
-    """Empty state for ``most`` requests."""
+def no_requests(most: int, shards: int, *, history: bool = False, ended: bool = False) -> Requests:
+    """Empty state for ``most`` requests; with ``ended``, the lanes of answers that others follow are copied."""
     tails = np.full((most, LONGEST_MATCH), -1, np.int64)
     places = np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64)
     lanes = np.zeros(most, LANE)
     lanes_at = lanes.ctypes.data + np.arange(most, dtype=np.int64) * LANE.itemsize
-    answers = np.full(1, FIRST_ANSWER if history else 0, np.int64)
-    return Requests(np.zeros(most, np.int64), tails, places, lanes, lanes_at, answers)
+    answers = np.array([FIRST_ANSWER if history else 0, 0], np.int64)
+    return Requests(
+        np.zeros(most, np.int64), tails, places, lanes, lanes_at, np.zeros(most if ended else 0, LANE), answers
+    )
 
 
 @compiled
@@ -83,32 +90,59 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
 
 
 @compiled
-def catch_up(corpus: Ints, at: Ints, context: Ints, few: int, answers: Ints) -> None:
-    """Append the new tokens of ``context`` to the table; update the weights if they are at most ``few``.
+def catch_up(
+    corpus: Ints, at: Ints, context: Ints, sampled: int, few: int, requests: Requests, is_drafting: bool
+) -> None:
+    """Append the new tokens of ``context`` to the table, and update the weights with the ``sampled`` ones at its end.
 
-    If there are more, a new answer of the history begins after them.
+    If more than a ``few`` are new, those before the sampled ones are a prompt, and an answer of the history begins.
+    Without drafting, the tokens are appended alone, and the root is moved to the end when drafting goes on.
     """
     memory = memory_at(at)
-    table = memory.table[0]
-    end = table.end
-    if end > 0 and len(context) - end <= few:
-        new = np.empty(len(context) - end, np.int64)
-        new[:] = context[end:]
+    table, tail = memory.table[0], memory.work[0].tails[0]
+    begins = table.end == 0 or len(context) - table.end > few
+    if begins:
+        for place in range(table.end, len(context) - sampled):
+            add(table, np.int64(context[place]))
+    old = last_tokens(context[: table.end], LONGEST_MATCH)
+    if begins or memory.lane[0].owner == 0:
+        begin_answer(memory, requests, old[max(0, len(old) - OVERLAP) :])
+    new = last_tokens(context[table.end :], len(context))
+    if is_drafting:
+        if begins or tail[LONGEST_MATCH - 1] < 0:
+            restart(corpus, at, old)
         feed(corpus, at, new)
         return
-    for place in range(end, len(context)):
-        add(table, np.int64(context[place]))
-    first = max(0, len(context) - LONGEST_MATCH)
-    tail = np.empty(len(context) - first, np.int64)
-    tail[:] = context[first:]
-    restart(corpus, at, tail)
-    if answers[0] > 0:
-        log = array_at(memory.matches[ANSWERS].log, 1, LOG)
-        finish(log, memory.lane)
-        before = tail[max(0, len(tail) - OVERLAP) :]
-        start(log, memory.lane, answers[0], before, len(before))
-        memory.matches[ANSWERS].owner = answers[0]
-        answers[0] += 1
+    for token in new:
+        add(table, token)
+        if memory.lane[0].owner > 0:
+            append(array_at(memory.matches[ANSWERS].log, 1, LOG)[0], memory.lane[0], token, True)
+    tail[LONGEST_MATCH - 1] = -1
+
+
+@compiled
+def last_tokens(tokens: Ints, most: int) -> Ints:
+    """A copy of the last tokens, in the width that all compiled code takes."""
+    first = max(0, len(tokens) - most)
+    copied = np.empty(len(tokens) - first, np.int64)
+    copied[:] = tokens[first:]
+    return copied
+
+
+@compiled
+def begin_answer(memory: Any, requests: Requests, before: Ints) -> None:
+    """Begin an answer of the history after some tokens."""
+    answers = requests.answers
+    if answers[NEXT] == 0:
+        return
+    if memory.lane[0].owner > 0 and len(requests.ended) > 0:
+        requests.ended[answers[ENDED]] = memory.lane[0]
+        answers[ENDED] += 1
+    log = array_at(memory.matches[ANSWERS].log, 1, LOG)
+    finish(log, memory.lane)
+    start(log, memory.lane, answers[NEXT], before, len(before))
+    memory.matches[ANSWERS].owner = answers[NEXT]
+    answers[NEXT] += 1
 
 
 @compiled
@@ -119,16 +153,19 @@ def draft_rows(
     contexts: Ints,
     lengths: Ints,
     rows: Ints,
+    sampled: Ints,
     limits: tuple[int, int, float],
     drafts: Ints,
     sizes: Ints,
 ) -> None:
     """A chain for each of these ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
 
-    ``memories`` are the corpus and the addresses of a hierarchy. ``limits`` are the longest context, the most draft
-    tokens and the minimum probability.
+    ``memories`` are the corpus and the addresses of a hierarchy. So many tokens of each row were ``sampled`` lately.
+    ``limits`` are the longest context, the most draft tokens and the minimum probability; if that is too high, nothing
+    is drafted, and the tokens are appended to tables and answers.
     """
     longest, most, floor = limits
+    is_drafting = floor < NO_DRAFT_ABOVE
     corpus, at = memories[0], memories[1].copy()
     for turn in range(len(rows)):
         sizes[turn] = 0
@@ -143,9 +180,10 @@ def draft_rows(
             places_of(ranges)[0] = requests.places[request]
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
-            catch_up(corpus, at, contexts[rows[turn], :length], most + 1, requests.answers)
+            new = min(sampled[turn], length)
+            catch_up(corpus, at, contexts[rows[turn], :length], new, most + 1, requests, is_drafting)
             # The target adds a bonus token after the last draft.
-            size = grow_chain(corpus, at, min(most, longest - length - 1), floor)
+            size = grow_chain(corpus, at, min(most, longest - length - 1), floor) if is_drafting else 0
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
             requests.tails[request] = work.tails[0]

@@ -6,17 +6,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hdtool.data.errors import ServeError
 from hdtool.data.stores.home import has_stores, namespace_among
-from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
+from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.endpoint import Endpoint
 from hdtool.runtime.integrations.vllm.options import read_options
 from hdtool.runtime.integrations.vllm.secrets import without_secrets
-from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.integrations.vllm.settings import Settings, tenant_among
 from hdtool.runtime.model.checkpoint.identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.store_set import NONE, StoreSet
@@ -30,6 +31,8 @@ class Launch:
     def __init__(self, model: str, options: Sequence[str], serving: VllmConfig, stores: StoresConfig) -> None:
         """``options`` are those of vLLM; ``read_options`` lists the ones that are used here."""
         self._model, self._options, self._serving = model, list(options), serving
+        if serving.keeps_history and serving.history != HOME:
+            self._serving = replace(serving, history=str(Path(serving.history).expanduser().resolve()))
         self._known = read_options(options)
         named = ModelConfig(self._known.tokenizer or model, trust_remote_code=self._known.trust_remote_code)
         tokenizer = load_tokenizer(named, self._known.tokenizer_revision or self._known.revision)
@@ -40,7 +43,19 @@ class Launch:
             tokenizer,
             StoresConfig(stores.model_db, stores.corpus_db, namespace),
             model=served_checkpoint(weights, self._known.revision),
+            identified=serving.keeps_history,
         )
+        served_as = self._known.served_model_name or ()
+        self._tenant = stores.namespace or tenant_among(served_as, model) if serving.keeps_history else None
+
+    def open_history(self) -> Path | None:
+        """Create or check the history store, if there is one to be; return its folder."""
+        if self._tenant is None:
+            return None
+        # Loads lmdb, which a history in memory does not need.
+        from hdtool.runtime.integrations.vllm.lasting_history import lasting_history
+
+        return lasting_history(self._serving.history, self.store_set, self._model, self._tenant).folder
 
     def _namespace(self, stores: StoresConfig, model: str) -> str | None:
         if stores.namespace is None:
@@ -75,7 +90,10 @@ class Launch:
         """The user's additional configuration, with the settings of hdtool for every worker."""
         opened = (self.store_set.model, self.store_set.corpus)
         folders = (str(store.folder.resolve()) if store else NONE for store in opened)
-        return {**self._known.additional_config, **Settings(self._serving, StoresConfig(*folders)).additional()}
+        return {
+            **self._known.additional_config,
+            **Settings(self._serving, StoresConfig(*folders), self._tenant).additional(),
+        }
 
     def run(self) -> NoReturn:
         """Replace this process by the server, so that it gets signals and its exit code is returned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.cpu_fixes import repair_sampling
-from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.integrations.vllm.settings import Settings, tenant_among
 from hdtool.runtime.model.checkpoint.identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 
 LOGGER = logging.getLogger("vllm.hdtool")
@@ -37,7 +39,10 @@ class HierarchyProposer:
                 tokenizer,
                 settings.store_set([model.served_model_name, model.model]),
                 model=served_checkpoint(named_model, model.revision),
+                identified=settings.serving.keeps_history,
             )
+            if settings.serving.keeps_history:
+                store_set = _with_history(store_set, settings, vllm_config)
         except HdtoolError as error:
             # A store of the user's machine may be missing on the machine of a worker.
             raise type(error)(f"{error} (on {socket.gethostname()})") from None
@@ -65,3 +70,15 @@ class HierarchyProposer:
     ) -> list[list[int]]:
         """Draft tokens for each row of the batch; none for rows without sampled tokens, which are in prefill."""
         return self.drafter.draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+
+
+def _with_history(store_set: StoreSet, settings: Settings, vllm_config: Any) -> StoreSet:
+    # Loads lmdb, which a history in memory does not need.
+    from hdtool.runtime.integrations.vllm.lasting_history import appends, lasting_history
+
+    model = vllm_config.model_config
+    tenant = tenant_among([model.served_model_name], model.model) if settings.tenant is None else settings.tenant
+    read_only = not appends(vllm_config.parallel_config)
+    store = lasting_history(settings.serving.history, store_set, model.model, tenant, read_only=read_only)
+    LOGGER.info("hdtool %s answers in %s", "reads" if read_only else "keeps", store.folder)
+    return replace(store_set, history=History(store=store))

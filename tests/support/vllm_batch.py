@@ -1,0 +1,66 @@
+"""A batch of requests as vLLM hands it to its drafter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from hdtool.data import demo
+from hdtool.runtime.config import MEMORY, VllmConfig
+from hdtool.runtime.integrations.vllm import HierarchyProposer
+from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.stores.store_set import StoreSet
+
+MODEL = str(demo.MODEL)
+ROWS, LONGEST, TOKENS = 8, 256, 6
+
+
+class Engine:
+    """Rows of tokens as in vLLM: tokens of old requests remain after the lengths."""
+
+    def __init__(self, drafter: BatchDrafter) -> None:
+        self.drafter = drafter
+        self.contexts = np.full((ROWS, LONGEST), 7, np.int32)
+        self.lengths = np.zeros(ROWS, np.int32)
+        self.requests: list[list[int]] = []
+
+    def drafts(self, ready: list[bool] | None = None) -> list[list[int]]:
+        """Drafts after a step that has sampled one token of each request that is ``ready``."""
+        for row, tokens in enumerate(self.requests):
+            self.contexts[row, : len(tokens)] = tokens
+            self.lengths[row] = len(tokens)
+        sampled = [[tokens[-1]] * ready[row] if ready else [tokens[-1]] for row, tokens in enumerate(self.requests)]
+        return self.drafter.draft(sampled, self.lengths, self.contexts)
+
+
+def engine(
+    *requests: list[int], min_draft_prob: float | None = 0.02, store_set: StoreSet | None = None, **limits: Any
+) -> Engine:
+    config = VllmConfig(TOKENS, min_draft_prob, limits.pop("context_mib", 256), limits.pop("history", MEMORY))
+    drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "longest": LONGEST, **limits})
+    made = Engine(drafter)
+    made.requests = [list(request) for request in requests]
+    return made
+
+
+def worker(
+    additional: Any = None, tokenizer: str = MODEL, served: str = MODEL, *, model: str = MODEL, **parallel: int
+) -> HierarchyProposer:
+    """A proposer as one of vLLM's workers makes it."""
+    described = SimpleNamespace(
+        tokenizer=tokenizer, tokenizer_revision=None, trust_remote_code=False, served_model_name=served, model=model,
+        revision=None, max_model_len=256, get_vocab_size=lambda: 4096,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        model_config=described,
+        parallel_config=SimpleNamespace(
+            **{"rank": 0, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **parallel}
+        ),
+        speculative_config=SimpleNamespace(num_speculative_tokens=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        additional_config=additional or {},
+        device_config=SimpleNamespace(device_type="cuda"),
+    )
+    return HierarchyProposer(config)
