@@ -13,6 +13,7 @@ from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.fused.layers import compile_layers
+from hdtool.runtime.kernels.fused.passes import compile_passes, embedding_of
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
 from hdtool.runtime.kernels.product_address import int8_product_of, product_of
 from hdtool.runtime.kernels.small_batch_linear import KINDS
@@ -32,10 +33,13 @@ def compile_drafters() -> None:
 
 def compile_layers_and_products() -> None:
     compile_layers()
+    compile_passes()
     for dtype, kind in KINDS.items():
         product_of(kind, dtype.itemsize)
+        embedding_of(kind, dtype.itemsize)
     for format in ALL_FORMATS:
         product_of(format.kind, format.bytes)
+        embedding_of(format.kind, format.bytes)
         int8_product_of(format.kind)
 
 

@@ -67,8 +67,7 @@ def _multiply_together(
     memory: npt.NDArray[np.float32],
 ) -> None:
     """The same for so many input rows that they stay in the cache."""
-    # Vectors that cross a cache line would take two reads.
-    unpacked = (memory.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+    unpacked = line_after(memory.ctypes.data)
     width = columns * ITEM_SIZE
     sums = unpacked + block * width
     interleaved = sums + block * GROUP * LANES * ITEM_SIZE
@@ -115,6 +114,12 @@ def _multiply_group(
             place += beside * stride
             kept += SUMS * LANES * ITEM_SIZE
             to += beside * ITEM_SIZE
+
+
+@njit(cache=True, nogil=True)
+def line_after(address: int) -> int:
+    """The next address where a cache line begins: a vector that crosses two of them takes two reads."""
+    return (address + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
 @njit(cache=True, nogil=True)

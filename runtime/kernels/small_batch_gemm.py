@@ -22,8 +22,9 @@ from hdtool.runtime.kernels.gemm_tiles import (
     tile,
     unpack_row,
 )
-from hdtool.runtime.kernels.many_rows_gemm import interleave, multiply_many
+from hdtool.runtime.kernels.many_rows_gemm import interleave, line_after, multiply_many
 from hdtool.runtime.kernels.tile_choice import by_rows
+from hdtool.runtime.kernels.vector_code import LANES
 
 COLUMN_MULTIPLE = 64
 """The number of columns must be a multiple of this."""
@@ -64,7 +65,7 @@ def multiply(
             written = outputs + out * ITEM_SIZE
             _multiply_few(matrix + out * stride, kind, stride, columns, inputs, rows, written, apart)
     else:
-        interleaved = np.empty(rows * columns, np.float32)
+        interleaved = np.empty(rows * columns + LANES, np.float32)
         _multiply_interleaved(matrix, kind, stride, whole, columns, inputs, rows, outputs, apart, interleaved)
     for out in range(whole, outs):
         for row in range(rows):
@@ -103,12 +104,13 @@ def _multiply_interleaved(
 
     A tile reads them in the order of memory then; rows that are a power of two apart would share one set of the cache.
     """
+    aligned = line_after(interleaved.ctypes.data)
     groups = (rows + MOST_ROWS - 1) // MOST_ROWS
     row = 0
     for group in range(groups):
         some = (rows - row) // (groups - group)
         offset = row * columns * ITEM_SIZE
-        interleave(inputs + offset, some, columns, interleaved.ctypes.data + offset, some)
+        interleave(inputs + offset, some, columns, aligned + offset, some)
         row += some
     for out in range(0, outs, MOST_OUTS):
         row = 0
@@ -116,7 +118,7 @@ def _multiply_interleaved(
             some, first = (rows - row) // (groups - group), row * columns * ITEM_SIZE
             tile_rows, written = matrix + out * stride, outputs + (row * apart + out) * ITEM_SIZE
             if some > FEW_ROWS:
-                read = interleaved.ctypes.data + first
+                read = aligned + first
                 for place in range(0, MOST_OUTS, _OUTS[some]):
                     to = written + place * ITEM_SIZE
                     _many(tile_rows + place * stride, kind, columns, read, to, apart, some)

@@ -114,14 +114,18 @@ class SmallBatchLinear(Linear):
             weight = weight.stored  # what autocast would round the expanded weight to
         return linear(input, weight, self.bias)
 
+    @property
+    def has_own_weight(self) -> bool:
+        """Whether our own product takes the weight."""
+        weight = self.weight
+        return weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous()
+
     def takes(self, input: torch.Tensor) -> bool:
         """Whether our own product takes this input and the weight."""
-        weight = self.weight
         return (
-            input.dtype == weight.dtype == torch.float32
+            self.has_own_weight
+            and input.dtype == torch.float32
             and input.is_cpu
-            and weight.is_cpu
-            and weight.is_contiguous()
             and input.shape[-1] == self.in_features
             and not torch.is_grad_enabled()
         )

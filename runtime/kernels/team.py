@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -170,6 +170,9 @@ def _close(control: int) -> int:
     return job  # type: ignore[no-any-return]
 
 
+ALONE: AbstractContextManager[int] = nullcontext(0)
+
+
 class Team:
     """A number of threads, of which the one that computes a pass is the first.
 
@@ -192,10 +195,13 @@ class Team:
             passes.acquire()
             _work(self._control)
 
-    @contextmanager
-    def open(self) -> Iterator[int]:
+    def open(self) -> AbstractContextManager[int]:
         """The address for ``multiply_together``; 0 while another pass has the threads."""
-        if not self._passes or not self._lock.acquire(blocking=False):
+        return self._opened() if self._passes else ALONE
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        if not self._lock.acquire(blocking=False):
             yield 0
             return
         try:

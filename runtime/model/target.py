@@ -331,7 +331,7 @@ class Target:
         """The same in compiled layers, which take every pass with a mask."""
         logits, hidden = torch.empty(0), []
         for first in range(0, len(context), PIECE):
-            logits = self.read_piece(context[first : first + PIECE], first, cache)
+            logits = self._read_piece(context[first : first + PIECE], first, cache)
             hidden.append(self.all_hidden)
         if self._watched:
             self.all_hidden = torch.cat(hidden, 1)
@@ -343,6 +343,9 @@ class Target:
     def read_piece(self, piece: Sequence[int], first: int, cache: StaticKVCache) -> torch.Tensor:
         """Read tokens after the ``first`` ones, which ``cache`` holds; the logits ``[1, vocabulary]`` after them."""
         self._check_layers_again()
+        return self._read_piece(piece, first, cache)
+
+    def _read_piece(self, piece: Sequence[int], first: int, cache: StaticKVCache) -> torch.Tensor:
         cache.length = first
         mask = self.masks.of_continuation(len(piece), first)
         positions = range(first, first + len(piece))

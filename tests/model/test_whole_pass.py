@@ -14,6 +14,7 @@ from hdtool.runtime.model.fused import proof, whole_pass
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.tree import DraftTree
 from tests.support import families
 from tests.support.fused import KINDS, TREE, both, logits_of, model_of, stack, widen
 from tests.support.oracle import assert_same_logits, prompt_of
@@ -140,7 +141,7 @@ def test_passes_are_counted_once() -> None:
     target = both()[1]
     counted = target.passes, stack(target).passes
     logits_of(target, prompt_of(20))
-    assert (target.passes - counted[0], stack(target).passes - counted[1]) == (2, 1)
+    assert (target.passes - counted[0], stack(target).passes - counted[1]) == (2, 2)
 
 
 def test_a_model_with_other_parts_computes_its_own_passes() -> None:
@@ -149,3 +150,13 @@ def test_a_model_with_other_parts_computes_its_own_passes() -> None:
     use_small_batch_products(model)
     target = Target(model)
     assert fuse_layers(target) and stack_of(model) and target.whole_pass is None
+
+
+def test_tokens_without_an_embedding_are_refused_by_the_model() -> None:
+    target = both()[1]
+    target.prefill(prompt_of(20))
+    target.commit([])
+    counted = stack(target).passes
+    with pytest.raises(IndexError):
+        target.verify(DraftTree.of(1, [target.vocabulary], [-1]))
+    assert stack(target).passes == counted

@@ -16,7 +16,8 @@ import torch
 from torch.nn import Module, ModuleList
 
 from hdtool.runtime.kernels.fused import layers as compiled
-from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, TEAM, THREADS, Numbers
+from hdtool.runtime.kernels.fused.layers import COS, PASS_FIELDS, SIN, TEAM, THREADS, Numbers
+from hdtool.runtime.kernels.fused.passes import compute_pass, pass_numbers
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice
 from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
@@ -67,6 +68,7 @@ class LayerStack:
         self._epsilon = np.float32(self._first.epsilon)
         self._scale = int(np.float32(self._first.scale).view(np.int32))
         self._used = len(parts)
+        self._attention = ""
         self.takes_all_rows = False
         self.passes = 0
         """Passes that were computed in compiled code."""
@@ -104,21 +106,28 @@ class LayerStack:
 
     def takes(self, hidden: torch.Tensor, given: dict[str, Any]) -> bool:
         """Whether a pass is computed in compiled code."""
-        cache, cos_sin = given.get("past_key_values"), given.get("position_embeddings")
+        cos_sin = given.get("position_embeddings")
         return (
-            isinstance(cache, StaticKVCache | SlotKVCache)
-            and given.keys() <= KNOWN
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
-            and self._takes_rows(hidden, cache)
+            given.keys() <= KNOWN
+            and _are_numbers(hidden, (*hidden.shape[:2], self._first.hidden))
             and isinstance(cos_sin, tuple)
             and len(cos_sin) == 2
             and all(_are_numbers(one, (*hidden.shape[:2], self._first.width)) for one in cos_sin)
-            and self._takes_mask(hidden, given.get("attention_mask"), cache.length + hidden.shape[1])
-            and self._pays(hidden.shape[0] * hidden.shape[1], cache.length)
-            and self._config._attn_implementation == "sdpa"
+            and self.takes_pass(hidden.shape[0], hidden.shape[1], given.get("attention_mask"), given["past_key_values"])
+        )
+
+    def takes_pass(self, slots: int, new: int, mask: object, cache: object) -> bool:
+        """Whether a pass over so many sequences and new tokens of each, in float32, is computed in compiled code."""
+        return (
+            isinstance(cache, StaticKVCache | SlotKVCache)
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.compiler.is_compiling()
+            and self._takes_rows(slots, new, cache)
+            and self._takes_mask(slots, new, mask, cache.length + new)
+            and self._pays(slots * new, cache.length)
             and self._unchanged()
+            and self._is_masked_attention()
         )
 
     def check_again(self) -> None:
@@ -128,37 +137,38 @@ class LayerStack:
         takes longer than all else around a pass.
         """
         self._unchanged.check_again()
+        self._attention = ""
+
+    def _is_masked_attention(self) -> bool:
+        self._attention = self._attention or self._config._attn_implementation
+        return self._attention == "sdpa"
 
     def takes_number(self, rows: int) -> bool:
         """Whether a pass of so many rows is computed in compiled code."""
         few_threads = torch.get_num_threads() <= MOST_THREADS
-        return self.takes_all_rows or rows <= MOST_ROWS or (few_threads and self._has_own_products(rows))
+        return self.takes_all_rows or rows <= MOST_ROWS or (few_threads and self.has_own_products(rows))
 
-    def _takes_rows(self, hidden: torch.Tensor, cache: StaticKVCache | SlotKVCache) -> bool:
+    def _takes_rows(self, slots: int, new: int, cache: StaticKVCache | SlotKVCache) -> bool:
         """Compiled code writes to addresses: the cache must have room for all rows."""
-        return (
-            _are_numbers(hidden, (cache.slots, *hidden.shape[1:]))
-            and hidden.shape[2:] == (self._first.hidden,)
-            and self.takes_number(hidden.shape[0] * hidden.shape[1])
-            and cache.length + hidden.shape[1] <= cache.capacity
-        )
+        return slots == cache.slots and self.takes_number(slots * new) and cache.length + new <= cache.capacity
 
-    def _takes_mask(self, hidden: torch.Tensor, mask: object, positions: int) -> bool:
+    def _takes_mask(self, slots: int, new: int, mask: object, positions: int) -> bool:
         if mask is None:
-            return hidden.shape[:2] == (1, 1)
+            return slots == new == 1
         return (
             type(mask) is torch.Tensor
             and mask.dtype == torch.float32
             and mask.is_cpu
-            and mask.shape == (hidden.shape[0], 1, hidden.shape[1], positions)
+            and mask.shape == (slots, 1, new, positions)
             and mask.stride(3) == 1
         )
 
     def _pays(self, rows: int, positions: int) -> bool:
         work = rows * positions * self._first.groups * self._first.heads * self._first.width
-        return work <= MOST_WORK or torch.get_num_threads() <= FEW_THREADS or self._has_own_products(rows)
+        return work <= MOST_WORK or torch.get_num_threads() <= FEW_THREADS or self.has_own_products(rows)
 
-    def _has_own_products(self, rows: int) -> bool:
+    def has_own_products(self, rows: int) -> bool:
+        """Whether all products of so many rows are our own, so that the layers are one call."""
         return self.takes_all_rows or all(choice.own(rows) for choice in self._choices)
 
     def compute(
@@ -168,13 +178,12 @@ class LayerStack:
         end = self._used if end is None else end
         storage, starts = given["past_key_values"].room_for(hidden.shape[1])
         table = self._with_cache(storage)
-        shape = self._shape_of(hidden, given, storage)
-        positions = max(starts) + hidden.shape[1]
+        shape = self._shape_of(hidden.shape[0], hidden.shape[1], given["attention_mask"], storage)
+        shape[COS], shape[SIN] = (one.data_ptr() for one in given["position_embeddings"])
         hidden = hidden.clone()
-        scratch = self._memory(compiled.scratch_numbers(shape, positions), hidden)
+        scratch = self._memory(compiled.scratch_numbers(shape, max(starts) + hidden.shape[1]), hidden)
         places = np.array(starts, np.int64)
-        rows = hidden.shape[0] * hidden.shape[1]
-        if self._has_own_products(rows):
+        if self.has_own_products(hidden.shape[0] * hidden.shape[1]):
             own = shape, table[first:end], places, self._epsilon
             with team_of(int(shape[THREADS])).open() as shape[TEAM]:
                 compiled.compute_layers(*own, hidden.data_ptr(), scratch.data_ptr())
@@ -184,6 +193,24 @@ class LayerStack:
         self._scratch.append(scratch)
         self.passes += 1
         return hidden
+
+    def compute_whole(
+        self, slots: int, new: int, mask: Any, cache: Any, ends: Numbers, epsilon: float
+    ) -> torch.Tensor | None:
+        """The hidden states after a pass that is one call; it writes to the KV cache and what ``ends`` states.
+
+        ``epsilon`` is that of the last norm. None for token ids or positions that the model does not have.
+        """
+        storage, starts = cache.room_for(new)
+        shape = self._shape_of(slots, new, mask, storage)
+        hidden = torch.empty((slots, new, self._first.hidden), dtype=torch.float32)
+        scratch = self._memory(pass_numbers(shape, max(starts) + new), hidden)
+        own = shape, self._with_cache(storage)[: self._used], np.array(starts, np.int64), ends
+        with team_of(int(shape[THREADS])).open() as shape[TEAM]:
+            known = compute_pass(*own, self._epsilon, np.float32(epsilon), hidden.data_ptr(), scratch.data_ptr())
+        self._scratch.append(scratch)
+        self.passes += known
+        return hidden if known else None
 
     def _compute_by_products(
         self,
@@ -210,15 +237,12 @@ class LayerStack:
         added = to_down(gate)
         compiled.add_rows(shape, hidden.data_ptr(), added.data_ptr())
 
-    def _shape_of(self, hidden: torch.Tensor, given: dict[str, Any], storage: KVTensors) -> Numbers:
+    def _shape_of(self, slots: int, new: int, mask: Any, storage: KVTensors) -> Numbers:
         keys, part = storage.layers[0][0], self._first
-        cos, sin = given["position_embeddings"]
-        mask = given["attention_mask"]
-        own = (*hidden.shape[:2], part.heads, part.groups, part.width, part.hidden, part.inner)
-        read = cos.data_ptr(), sin.data_ptr(), keys.stride(0), keys.stride(1)
+        own = slots, new, part.heads, part.groups, part.width, part.hidden, part.inner
         of_mask = (0, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2))
         of_team = 0, torch.get_num_threads(), compiled.attention_function().address
-        made = np.array((*own, *read, *of_mask, *of_team, self._scale), np.int64)
+        made = np.array((*own, 0, 0, keys.stride(0), keys.stride(1), *of_mask, *of_team, self._scale), np.int64)
         assert len(made) == PASS_FIELDS
         return made
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module, ModuleList
 
 from hdtool.runtime.kernels.fused.layers import compile_layers
+from hdtool.runtime.kernels.fused.passes import compile_passes
 from hdtool.runtime.model.attention_masks import FULL, Mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import LayerParts, parts_of
@@ -44,6 +45,7 @@ def fuse_layers(target: Target) -> bool:
     if rotary is None or not _fit_cache(parts, target.new_cache(1).storage):
         return False
     compile_layers()
+    compile_passes()
     stack = LayerStack(parts, target.config)
     if not _Proof(target, stack, parts, rotary).holds():
         return False

@@ -12,9 +12,25 @@ import numpy.typing as npt
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 
-from hdtool.runtime.kernels.compact_weight import embedded
+from hdtool.runtime.kernels.compact_weight import embedded, is_compact
 from hdtool.runtime.kernels.fused.elementwise import norm_rows
-from hdtool.runtime.model.cache.kv_cache import SlotKVCache, StaticKVCache
+from hdtool.runtime.kernels.fused.layers import Numbers
+from hdtool.runtime.kernels.fused.passes import (
+    BIAS,
+    COSINES,
+    EMBED,
+    END_FIELDS,
+    FIRST,
+    IDS,
+    KNOWN,
+    LOGITS,
+    NORM,
+    POSITIONS,
+    PROJECT,
+    VOCABULARY,
+    embedding_of,
+)
+from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, form_of
 from hdtool.runtime.model.fused.layer_parts import epsilon_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack
 from hdtool.runtime.model.fused.unchanged import Unchanged
@@ -32,11 +48,16 @@ class WholePass:
 
     def __init__(self, stack: LayerStack, model: Module, decoder: Module) -> None:
         self._stack = stack
-        self._embedding, self._rotary = decoder.get_submodule("embed_tokens"), decoder.get_submodule("rotary_emb")
-        self._norm, self._head = decoder.get_submodule("norm"), model.get_submodule("lm_head")
-        self._epsilon = epsilon_of(self._norm)
+        self._embedding: Any = decoder.get_submodule("embed_tokens")
+        self._rotary = decoder.get_submodule("rotary_emb")
+        self._norm: Any = decoder.get_submodule("norm")
+        self._head: Any = model.get_submodule("lm_head")
+        epsilon = epsilon_of(self._norm)
+        self._has_epsilon, self._epsilon = epsilon is not None, epsilon or 0.0
         self._unchanged = Unchanged((model, decoder, self._embedding, self._rotary, self._norm, self._head))
         self._positions = torch.empty(0), torch.empty(0)
+        self._ends: Numbers | None = None
+        """Addresses that are the same in all passes of an answer."""
 
     @property
     def is_known(self) -> bool:
@@ -45,8 +66,10 @@ class WholePass:
         return (
             type(embedding) is Embedding
             and embedding.max_norm is None
+            and embedding.weight.dtype == torch.float32
+            and embedding.weight.is_contiguous()
             and isinstance(self._head, Linear)
-            and self._epsilon is not None
+            and self._has_epsilon
             and type(self._norm._parameters["weight"]) is Parameter
             and getattr(self._rotary, "rope_type", None) in FIXED_ROTARY
         )
@@ -54,6 +77,7 @@ class WholePass:
     def check_again(self) -> None:
         """Before the next pass, compare modules and weights with the recorded ones."""
         self._unchanged.check_again()
+        self._ends = None
 
     def logits(
         self,
@@ -71,59 +95,96 @@ class WholePass:
         """
         if not self._takes(ids, mask, cache):
             return None
-        weight: Any = self._embedding.weight
-        hidden = embedded(weight, ids)
+        slots, new = ids.shape
+        if self._head_is_own(slots * (1 if last_only else new)) and self._stack.has_own_products(slots * new):
+            return self._in_one_call(ids, positions, mask, cache, certain, last_only=last_only)
         given = {
             "attention_mask": mask,
-            "position_embeddings": self._rotated(positions, cache.length + ids.shape[1]),
+            "position_embeddings": self._rotated(positions, cache.length + new),
             "past_key_values": cache,
         }
-        if not self._stack.takes(hidden, given):
-            return None
-        hidden = self._stack.compute(hidden, given)
+        hidden = self._stack.compute(embedded(self._embedding.weight, ids), given)
         if last_only:
             hidden = hidden[:, -1:].contiguous()
         elif certain is not None and (certain != OPEN).any():
             return self._logits_of_open(hidden, certain)
         return self._head(self._normed(hidden))  # type: ignore[no-any-return]
 
+    def _in_one_call(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any, certain: Certain, *, last_only: bool
+    ) -> torch.Tensor | None:
+        (slots, new), outs = ids.shape, self._head.out_features
+        first = new - 1 if last_only else 0
+        ends = self._ends_below(cache.length + new)
+        ends[IDS], ends[POSITIONS], ends[FIRST] = ids.data_ptr(), positions.data_ptr(), first
+        if certain is not None and not last_only and (certain != OPEN).any():
+            hidden = self._stack.compute_whole(slots, new, mask, cache, ends, self._epsilon)
+            return None if hidden is None else self._logits_of_open(hidden, certain)
+        room = self._head.memory.room_for if self._head.memory else _new_room
+        logits: torch.Tensor = room(slots * (new - first), outs, self._norm.weight)
+        ends[LOGITS] = logits.data_ptr()
+        hidden = self._stack.compute_whole(slots, new, mask, cache, ends, self._epsilon)
+        return None if hidden is None else logits.view(slots, new - first, outs)
+
+    def _ends_below(self, end: int) -> Numbers:
+        """What ``compute_pass`` reads beside the layers, without what differs from pass to pass."""
+        cos, sin = self._known_positions(end)
+        if self._ends is None:
+            weight, head = self._embedding.weight, self._head
+            stored = weight.stored if is_compact(weight) else weight
+            made = np.zeros(END_FIELDS, np.int64)
+            made[EMBED : VOCABULARY + 1] = embedding_of(*form_of(stored)).address, stored.data_ptr(), weight.shape[0]
+            made[COSINES : KNOWN + 1] = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
+            bias = 0 if head.bias is None else head.bias.data_ptr()
+            made[NORM] = self._norm.weight.data_ptr()
+            made[PROJECT : BIAS + 1] = *head.compiled_product(), head.out_features, bias
+            self._ends = made
+        return self._ends.copy()
+
+    def _head_is_own(self, rows: int) -> bool:
+        """Whether the output layer is our own product of so many rows."""
+        head = self._head
+        return isinstance(head, SmallBatchLinear) and head.has_own_weight and head.choice.own(rows)
+
     def _logits_of_open(self, hidden: torch.Tensor, certain: npt.NDArray[np.int64]) -> torch.Tensor:
         """Logits that the output layer computes only for rows without a certain token."""
         rows = torch.from_numpy(np.flatnonzero(certain == OPEN))
-        head: Any = self._head
-        found = torch.full((1, len(certain), head.out_features), -torch.inf)
+        found = torch.full((1, len(certain), self._head.out_features), -torch.inf)
         if len(rows):
-            found[0, rows] = head(self._normed(hidden[:, rows]))[0]
+            found[0, rows] = self._head(self._normed(hidden[:, rows]))[0]
         rows = torch.from_numpy(np.flatnonzero(certain != OPEN))
         # Zero times the sum is not a number where the row overflowed, which acceptance must see.
         found[0, rows, torch.from_numpy(certain)[rows]] = 0 * hidden[0, rows].float().sum(-1)
         return found
 
     def _takes(self, ids: torch.Tensor, mask: object, cache: object) -> bool:
-        return (
-            self._unchanged()
-            and isinstance(cache, StaticKVCache | SlotKVCache)
-            and self._stack.takes_number(ids.numel())
-            and (mask is not None or ids.numel() == 1)
-        )
+        slots, new = ids.shape
+        return self._unchanged() and self._stack.takes_pass(slots, new, mask, cache)
 
     def _rotated(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosines and sines of positions below ``end``, which the model's own module has computed."""
-        if len(self._positions[0]) < end:
-            count = max(FEWEST_POSITIONS, end + end // 4)
-            cos, sin = self._rotary(torch.empty(0), torch.arange(count)[None])
-            self._positions = cos[0], sin[0]
+        """The cosines and sines of positions below ``end``."""
         shape = *positions.shape, -1
-        cos, sin = (table.index_select(0, positions.view(-1)).view(shape) for table in self._positions)
+        cos, sin = (table.index_select(0, positions.view(-1)).view(shape) for table in self._known_positions(end))
         return cos, sin
 
+    def _known_positions(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines and sines of all positions below ``end``, which the model's own module has computed."""
+        if self._positions[0].shape[0] < end:
+            count = max(FEWEST_POSITIONS, end + end // 4)
+            cos, sin = self._rotary(torch.empty(0), torch.arange(count)[None])
+            self._positions, self._ends = (cos[0].contiguous(), sin[0].contiguous()), None
+        return self._positions
+
     def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight: Any = self._norm.weight
         normed = torch.empty_like(hidden)
         width = hidden.shape[-1]
-        numbers = hidden.data_ptr(), hidden.numel() // width, width, weight.data_ptr()
-        norm_rows(*numbers, self._epsilon, normed.data_ptr())
+        numbers = hidden.data_ptr(), hidden.numel() // width, width, self._norm.weight.data_ptr()
+        norm_rows(*numbers, np.float32(self._epsilon), normed.data_ptr())
         return normed
+
+
+def _new_room(rows: int, outs: int, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(rows, outs)
 
 
 def whole_pass_of(model: Module, stack: LayerStack) -> WholePass | None:

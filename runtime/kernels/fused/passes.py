@@ -1,0 +1,118 @@
+"""A whole pass in compiled code: embeddings, rotary positions, decoder layers, the last norm and the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from numba import cfunc, types
+
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.fused.elementwise import norm_rows
+from hdtool.runtime.kernels.fused.layers import (
+    COS,
+    FIELDS,
+    HIDDEN,
+    NEW,
+    PASS_FIELDS,
+    SIN,
+    SLOTS,
+    TEAM,
+    THREADS,
+    WIDTH,
+    Numbers,
+    compute_layers,
+    scratch_numbers,
+)
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE, block_numbers, unpack_row
+from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
+from hdtool.runtime.kernels.product_address import ARGUMENTS, call_at
+from hdtool.runtime.kernels.team import multiply_together
+
+IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, COSINES, SINES, KNOWN = range(8)
+"""Addresses of the token ids and positions; of ``embedding_of`` a format, and of the matrix of embeddings, with its
+rows; of the tables of rotary positions, with their rows."""
+NORM, FIRST, PROJECT, PROJECTION, OUTS, BIAS, LOGITS = range(8, 15)
+"""The address of the last norm's weight; the first row of each sequence whose logits are computed; of the output layer,
+the addresses of the product and the matrix, the rows of it, and the address of its bias; and the address of the logits,
+0 for none."""
+END_FIELDS = LOGITS + 1
+
+
+def embedding_of(kind: Any, size: int) -> Any:
+    """The function that writes rows of a matrix in a format; it must be kept as long as its address is used."""
+    return _made(cast(Hashable, type(kind)), size)  # formats differ by the type of ``kind``: they are equal as numbers
+
+
+@cache
+def _made(kind_type: Hashable, size: int) -> Any:
+    kind: Any = cast(Any, kind_type)(0)
+
+    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    def embed(
+        matrix: int, columns: int, of_ids: int, rows: int, written: int, _1: int, _2: int, _3: int, _4: int
+    ) -> None:
+        ids, stride = array_at(of_ids, (rows,), types.int64), columns // block_numbers(kind) * size
+        for row in range(rows):
+            unpack_row(matrix + ids[row] * stride, kind, columns, written + row * columns * ITEM_SIZE)
+
+    return embed
+
+
+@compiled
+def pass_numbers(shape: Numbers, positions: int) -> int:
+    """The float32 numbers of scratch memory that ``compute_pass`` needs."""
+    return 2 * shape[SLOTS] * shape[NEW] * shape[WIDTH] + scratch_numbers(shape, positions)  # type: ignore[no-any-return]
+
+
+@compiled
+def compute_pass(
+    shape: Numbers,
+    layers: npt.NDArray[np.int64],
+    starts: Numbers,
+    ends: Numbers,
+    epsilon: Any,
+    last_epsilon: Any,
+    hidden: int,
+    scratch: int,
+) -> bool:
+    """Write the hidden states after all layers, and the logits; False for ids or positions that are not known."""
+    rows, size = shape[SLOTS] * shape[NEW], shape[WIDTH] * ITEM_SIZE
+    ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
+    for row in range(rows):
+        if not (0 <= ids[row] < ends[VOCABULARY] and 0 <= positions[row] < ends[KNOWN]):
+            return False
+    if rows:
+        call_at(ends[EMBED], ends[EMBEDDING], shape[HIDDEN], ends[IDS], rows, hidden, 0, 0, 0, 0)
+    shape[COS], shape[SIN] = scratch, scratch + rows * size
+    for row in range(rows):
+        copy_numbers(ends[COSINES] + positions[row] * size, shape[WIDTH], shape[COS] + row * size)
+        copy_numbers(ends[SINES] + positions[row] * size, shape[WIDTH], shape[SIN] + row * size)
+    compute_layers(shape, layers, starts, epsilon, hidden, scratch + 2 * rows * size)
+    if ends[LOGITS]:
+        _write_logits(shape, ends, last_epsilon, hidden, scratch)
+    return True
+
+
+@compiled
+def _write_logits(shape: Numbers, ends: Numbers, epsilon: Any, hidden: int, scratch: int) -> None:
+    """Norm and project the last rows of each sequence."""
+    width, count = shape[HIDDEN], shape[NEW] - ends[FIRST]
+    for slot in range(shape[SLOTS]):
+        read = hidden + (slot * shape[NEW] + ends[FIRST]) * width * ITEM_SIZE
+        norm_rows(read, count, width, ends[NORM], epsilon, scratch + slot * count * width * ITEM_SIZE)
+    rows = shape[SLOTS] * count
+    layer = ends[PROJECT], ends[PROJECTION], ends[OUTS], width, scratch, rows, ends[LOGITS], ends[BIAS]
+    multiply_together(shape[TEAM], shape[THREADS], *layer)
+
+
+def compile_passes() -> None:
+    """Compile all of this ahead, for no rows and no layers: a first pass would wait for it."""
+    shape, layers, starts, ends = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1, END_FIELDS))
+    one = np.float32(1)
+    norm_rows(0, 0, 0, 0, one, 0)
+    pass_numbers(shape, 0)
+    compute_pass(shape, layers.reshape(1, -1)[:0], starts, ends, one, one, 0, 0)
