@@ -17,7 +17,7 @@ QUANTIZATIONS = ("int8", "nf4")
 """Weight-only quantizations on loading; activations are not quantized."""
 MEASURED, OWN, TORCH = "measured", "own", "torch"
 PRODUCTS = (MEASURED, OWN, TORCH)
-"""The product of linear layers on a CPU, for up to 64 rows of a pass."""
+"""The product of linear layers on a CPU."""
 INT8 = "int8"
 ACTIVATIONS = ("float32", INT8)
 """How the inputs of products with packed weights are computed with."""
