@@ -89,9 +89,9 @@ def _rows(turns: Sequence[RecordedTurn], stores: StoreSet) -> Iterator[tuple[np.
             feed(drafter.corpus, at, np.array([token], np.int64))
 
 
-def fit(candidates: Candidates) -> torch.Tensor:
+def fit(candidates: Candidates, classes: int = SHAPE[0] * SHAPE[1]) -> torch.Tensor:
     """The logarithms of the gains."""
-    logarithms = torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.float64, requires_grad=True)
+    logarithms = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([logarithms], max_iter=100)
 
     def step() -> torch.Tensor:

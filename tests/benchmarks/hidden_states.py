@@ -1,0 +1,106 @@
+"""What the target's hidden states could add to the estimates: similarity of the state here and at earlier places.
+
+    python -m tests.benchmarks.hidden_states recording.jsonl --model MODEL [--model-db FOLDER] [--corpus-db FOLDER]
+
+A recording of MODEL's own answers. Before the token after the last one is drafted, the state that chose the last token
+is known. At earlier places of the conversation with the same last token, it is compared with the state that chose it
+there. Candidates of `hd`, recency included, get gains by the class of the largest similarity of their places and by
+probability, fitted on every other conversation. The other conversations show what the gains are worth. Only the first
+token of a tree has these similarities, and nothing is drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.estimator import expand
+from hdtool.runtime.drafters.hierarchy.recency import prob_class
+from hdtool.runtime.drafters.hierarchy.tree_builder import LEAST_LEFT, LEAST_PART, feed
+from hdtool.runtime.drafters.hierarchy.workspace import memory_at
+from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.stores.store_set import StoreSet
+from tests.benchmarks.methods import parser_of_recordings, read_recordings
+from tests.benchmarks.recency import RANKS, SHAPE, Candidates, fit
+
+MOST_PLACES = 64
+SIMILARITIES = np.array([-0.2, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+"""Borders of the classes; class 0 is a candidate without a place."""
+CLASSES = (len(SIMILARITIES) + 2) * SHAPE[1]
+
+
+def read_candidates(target: Target, conversations: Sequence[Sequence[RecordedTurn]], stores: StoreSet) -> Candidates:
+    rows = [row for turns in conversations for row in _rows(target, turns, stores)]
+    chances, similarity, emitted = (np.concatenate([row[field] for row in rows]) for field in range(3))
+    kinds = similarity * SHAPE[1] + np.array([prob_class(chance) for chance in chances])
+    positions = np.repeat(np.arange(len(rows)), [len(row[0]) for row in rows])
+    return Candidates(*(torch.from_numpy(field) for field in (chances, kinds, positions, emitted)))
+
+
+def _rows(
+    target: Target, turns: Sequence[RecordedTurn], stores: StoreSet
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Chances, similarity classes and which one was emitted, of the candidates at each position of a conversation."""
+    drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
+    work = memory_at(drafter.addresses).work[0]
+    for turn in turns:
+        drafter.begin(turn.prompt)
+        tokens, states = np.array([*turn.prompt, *turn.answer]), _states(target, [*turn.prompt, *turn.answer])
+        for at, token in enumerate(turn.answer, len(turn.prompt)):
+            expand(drafter.corpus, drafter.addresses, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
+            candidates = work["candidates"][: int(work["size"])].copy()
+            classes = _classes(candidates, tokens[:at], states)
+            yield work["chances"][: len(candidates)].copy(), classes, candidates == token
+            feed(drafter.corpus, drafter.addresses, np.array([token], np.int64))
+
+
+def _states(target: Target, tokens: list[int]) -> np.ndarray:
+    """The hidden states of all tokens, of length 1 after their mean is subtracted."""
+    target.forget()
+    target.prefill(tokens)
+    assert target.hidden is not None
+    states = target.hidden.float().numpy()
+    states = states - states.mean(0)
+    return np.asarray(states / np.linalg.norm(states, axis=1, keepdims=True))
+
+
+def _classes(candidates: np.ndarray, tokens: np.ndarray, states: np.ndarray) -> np.ndarray:
+    """The class of the largest similarity of the places where the last token was followed by each candidate."""
+    last = len(tokens) - 1
+    places = np.flatnonzero(tokens[1:last] == tokens[last])[-MOST_PLACES:] + 1
+    similarities = states[places - 1] @ states[last - 1]
+    largest = {}
+    for place, similarity in zip(places, similarities, strict=True):
+        largest[tokens[place + 1]] = max(similarity, largest.get(tokens[place + 1], -1.0))
+    return np.array(
+        [1 + np.searchsorted(SIMILARITIES, largest[one]) if one in largest else 0 for one in candidates], np.int64
+    )
+
+
+def main() -> None:
+    options = parser_of_recordings(__doc__).parse_args()
+    conversations, stores = read_recordings(options)
+    target = load(ModelConfig(options.model, device="cpu", fused_layers=False)).target
+    target.watch_hidden()
+    halves = [read_candidates(target, conversations[half::2], stores) for half in range(2)]
+    print("| gains | log loss, nats |" + "".join(f" among {most}, % |" for most in RANKS))
+    print("|---|---|" + "---|" * len(RANKS))
+    for name, gains in (
+        ("none", [torch.zeros(CLASSES)] * 2),
+        ("fitted", [fit(half, CLASSES) for half in halves[::-1]]),
+    ):
+        losses = [half.loss(own) for half, own in zip(halves, gains, strict=True)]
+        hits = np.mean([half.hits(own) for half, own in zip(halves, gains, strict=True)], axis=0)
+        print(f"| {name} | {sum(map(float, losses)) / 2:.4f} |" + "".join(f" {100 * hit:.2f} |" for hit in hits))
+
+
+if __name__ == "__main__":
+    main()
