@@ -77,11 +77,13 @@ def _classes(candidates: np.ndarray, tokens: np.ndarray, states: np.ndarray) -> 
     last = len(tokens) - 1
     places = np.flatnonzero(tokens[1:last] == tokens[last])[-MOST_PLACES:] + 1
     similarities = states[places - 1] @ states[last - 1]
-    largest = {}
+    largest: dict[int, float] = {}
     for place, similarity in zip(places, similarities, strict=True):
-        largest[tokens[place + 1]] = max(similarity, largest.get(tokens[place + 1], -1.0))
+        following = int(tokens[place + 1])
+        largest[following] = max(float(similarity), largest.get(following, -1.0))
     return np.array(
-        [1 + np.searchsorted(SIMILARITIES, largest[one]) if one in largest else 0 for one in candidates], np.int64
+        [1 + np.searchsorted(SIMILARITIES, largest[int(one)]) if int(one) in largest else 0 for one in candidates],
+        np.int64,
     )
 
 
