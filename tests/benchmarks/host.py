@@ -3,10 +3,11 @@
     python -m tests.benchmarks.host --model SmolLM2.gguf     # the model, and the model with larger vocabularies
     python -m tests.benchmarks.host                          # the embedded model
 
-A real pass lies between the measurements, so caches are as cold as they are in an answer. A larger vocabulary has rows
-that are never chosen: answers and trees stay the same, and only what reads logits may take longer. The first run of
-each case has no marks and gives the whole; the second one has them and gives the parts, without what a pass of the
-model takes. Steps that read a prompt are left out. Answers are decoded to text, as ``hdtool generate`` does.
+A real pass lies between the measurements, so caches are as cold as they are in an answer. A pass is what compiled code
+computes in one call; where a model has no such passes, it is the model's ``forward``. A larger vocabulary has rows that
+are never chosen: answers and trees stay the same, and only what reads logits may take longer. The first run of each
+case has no marks and gives the whole; the second one has them and gives the parts, without what a pass of the model
+takes. Steps that read a prompt are left out. Answers are decoded to text, as ``hdtool generate`` does.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
+from hdtool.runtime.kernels.fused.passes import FIRST
+from hdtool.runtime.model.fused import layer_stack
+from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stats import Stats
@@ -103,20 +107,19 @@ class Marks:
 
         return marked
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward pass of a model with its limits noted."""
+    def around(self, compute: Callable[..., Any], is_step: Callable[..., bool]) -> Callable[..., Any]:
+        """A pass with its limits noted."""
 
-        @functools.wraps(forward)
         def noted(*arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
-            is_step = options["attention_mask"] is not None or options["input_ids"].shape[1] == 1
-            if self._ended and is_step:
+            of_step = is_step(*arguments, **options)
+            if self._ended and of_step:
                 self.turn(began)
                 self.wholes.append(began - self._ended)
                 self.parts.append(dict(self._taken))
-            found = forward(*arguments, **options)
+            found = compute(*arguments, **options)
             ended = time.perf_counter()
-            self._ended = ended if is_step else 0.0
+            self._ended = ended if of_step else 0.0
             self.passes.append(ended - began)
             self._taken.clear()
             self._last = ended
@@ -153,8 +156,12 @@ class Bench:
             if marked:
                 for owner, name, part in MARKED:
                     patches.enter_context(mock.patch.object(owner, name, marks.within(part, getattr(owner, name))))
-            forward = model.forward
-            patches.enter_context(mock.patch.object(model, "forward", marks.around(forward)))
+            if self.loaded.target.whole_pass:
+                compute = marks.around(layer_stack.compute_pass, _is_whole_step)
+                patches.enter_context(mock.patch.object(layer_stack, "compute_pass", compute))
+            else:  # a model with another ``forward`` has no whole passes
+                forward = marks.around(model.forward, _is_forward_step)
+                patches.enter_context(mock.patch.object(model, "forward", forward))
             if marked:
                 patches.enter_context(mock.patch.object(Stats, "add", _hashing(Stats.add, found)))
             gc.collect()
@@ -165,6 +172,15 @@ class Bench:
                 tokens, steps = tokens + answer.stats.tokens, steps + answer.stats.steps
             seconds = time.perf_counter() - began
         return Case(marks, tokens, steps, seconds, found.hexdigest()[:12])
+
+
+def _is_whole_step(_shape: Any, _layers: Any, _starts: Any, ends: Any, *_others: Any) -> bool:
+    """Whether a compiled pass is no piece of a prompt, of which only the last row has logits."""
+    return bool(ends[FIRST] == 0)
+
+
+def _is_forward_step(**options: Any) -> bool:
+    return options["attention_mask"] is not None or options["input_ids"].shape[1] == 1
 
 
 def _hashing(add: Callable[[Stats, Step], None], found: Any) -> Callable[[Stats, Step], None]:
@@ -188,7 +204,9 @@ def with_vocabulary(loaded: Loaded, tokens: int) -> Loaded:
             more = torch.randn(tokens - before, layer.weight.shape[1], generator=chance)
             layer.weight[before:] = SMALL * spread * more
     use_small_batch_products(model)
-    return replace(loaded, target=Target(model))
+    target = Target(model)
+    fuse_layers(target)
+    return replace(loaded, target=target)
 
 
 def show(name: str, batch: int, plain: Case, marked: Case) -> None:
@@ -235,7 +253,7 @@ def main() -> None:
     head = ("method", "batch", "whole", "a row", *PARTS, "pass, ms", "tokens per step", "tokens/s", "hash")
     for vocabulary in (loaded.target.vocabulary, *larger):
         if vocabulary != loaded.target.vocabulary:
-            loaded = with_vocabulary(loaded, vocabulary)
+            loaded = with_vocabulary(load(replace(config, fused_layers=False)), vocabulary)
         print(f"\n{vocabulary:,} tokens of vocabulary\n\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
         bench = Bench(loaded, stores, prompts, options.tokens)
         for batch in options.batches:
