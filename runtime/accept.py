@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of, readable
+from hdtool.runtime.kernels.argmax import TreeLogits, argmax_of_row, bits_of, readable
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.topk import known_argmax
 from hdtool.runtime.sampling.sampler import NOT_FINITE, Mask, Sampler
@@ -98,12 +98,14 @@ def _walk_argmax(
     tree: DraftTree, logits: torch.Tensor, sampler: Sampler, most: int
 ) -> tuple[list[int], list[int], bool]:
     """The arg-max at each node of the walk, the child that has it, and whether all of them are finite."""
-    known, walked, longest = known_argmax(logits), sampler.walked, min(most, len(tree) + 1)
-    if known is None:
+    walked, longest = sampler.walked, min(most, len(tree.tokens) + 1)
+    if isinstance(logits, TreeLogits):
+        found, finite = walk(*logits.bits, tree.tokens, tree.parents, longest, walked)
+    elif known := known_argmax(logits):
+        found, finite = walk_known(*known, tree.tokens, tree.parents, longest, walked)
+    else:
         rows = readable(logits)
         found, finite = walk(*bits_of(rows), tree.tokens, tree.parents, longest, walked)
-    else:
-        found, finite = walk_known(*known, tree.tokens, tree.parents, longest, walked)
     tokens, path = walked[:, :found].tolist()
     return tokens, path, finite
 

@@ -38,6 +38,23 @@ class LogitBits(NamedTuple):
     infinity: Array
 
 
+class TreeLogits(torch.Tensor):
+    """Logits of a pass over a tree, in memory that compiled code knows."""
+
+    # Operations on it return plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    bits: LogitBits
+
+    @classmethod
+    def of_rows(cls, memory: torch.Tensor) -> list[TreeLogits]:
+        """Views of the first 0, 1, 2 … rows of contiguous memory."""
+        views = [memory[:rows].as_subclass(cls) for rows in range(len(memory) + 1)]
+        for view in views:
+            view.bits = bits_of(memory)
+        return views
+
+
 def readable(logits: torch.Tensor) -> torch.Tensor:
     """The logits, copied only if the numbers of a row are apart."""
     return logits if logits.stride(1) == 1 else logits.contiguous()

@@ -70,7 +70,7 @@ class MaskBuffer:
         rows = len(parents) + 1
         if self._values.shape[1] < length + rows:
             self._values, self._last = np.zeros((LARGEST_TREE + 1, 2 * (length + rows)), np.float32), (0, 0)
-        _hide_non_ancestors(self._values, *self._last, parents, length, mask_value)
+        hide_non_ancestors(self._values, *self._last, parents, length, mask_value)
         self._last = rows, length
         return torch.from_numpy(self._values[None, None, :rows, : length + rows])
 
@@ -174,7 +174,7 @@ class AttentionMasks:
 
 
 @compiled
-def _hide_non_ancestors(
+def hide_non_ancestors(
     values: npt.NDArray[np.float32],
     shown: int,
     start: int,
@@ -207,5 +207,5 @@ def _fill_batch(
     for slot in range(len(sizes)):
         own, length = sizes[slot] + 1, lengths[slot]
         values[slot, :own, :length] = 0.0
-        _hide_non_ancestors(values[slot], 0, 0, parents[first : first + sizes[slot]], length, mask_value)
+        hide_non_ancestors(values[slot], 0, 0, parents[first : first + sizes[slot]], length, mask_value)
         first += sizes[slot]

@@ -84,7 +84,7 @@ class TreeInput:
     def of(self, tree: DraftTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids and positions ``[1, rows]`` of a tree after a context of ``length`` tokens."""
         ids, positions = self._numbers
-        _fill_tree(ids, positions, tree.root, tree.tokens, tree.parents, length)
+        fill_tree(ids, positions, tree.root, tree.tokens, tree.parents, length)
         return self._shaped(1, len(tree) + 1)
 
     def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +132,7 @@ def _fill(
 
 
 @compiled
-def _fill_tree(
+def fill_tree(
     ids: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
     root: int,
@@ -160,5 +160,5 @@ def _fill_trees(
         at = slot * rows
         numbers[0, at : at + rows], numbers[1, at : at + rows] = root, length
         stop = first + nodes
-        _fill_tree(numbers[0, at:], numbers[1, at:], root, tokens[first:stop], parents[first:stop], length)
+        fill_tree(numbers[0, at:], numbers[1, at:], root, tokens[first:stop], parents[first:stop], length)
         first = stop

@@ -225,7 +225,6 @@ class Target:
                 file=sys.stderr,
             )
 
-    @torch.inference_mode()
     def verify(self, tree: DraftTree, *, wait: bool = True) -> torch.Tensor:
         """Verify all drafts in one pass: logits ``[1 + nodes, vocabulary]`` after the root and each node.
 
@@ -241,6 +240,22 @@ class Target:
                 if wait:
                     self.wait()
                 return logits
+        if self.whole_pass and tree.certain is None and (logits := self._in_one_call(tree)) is not None:
+            return logits
+        return self._verify_by_torch(tree)
+
+    def _in_one_call(self, tree: DraftTree) -> torch.Tensor | None:
+        """Verify a tree in one compiled call; None where that cannot be."""
+        assert self.whole_pass
+        started = time.perf_counter()
+        logits = self.whole_pass.trees.logits(tree, self._cache)
+        if logits is not None:
+            self.nodes_of_last_pass = len(tree.tokens)
+            self._count(time.perf_counter() - started)
+        return logits
+
+    @torch.inference_mode()
+    def _verify_by_torch(self, tree: DraftTree) -> torch.Tensor:
         mask = self.masks.of_tree(tree, self.length, reused=True)
         logits = self.run(*self._tree_input.of(tree, self.length), mask, self._cache, certain=tree.certain)[0]
         self.nodes_of_last_pass = len(tree)
@@ -252,6 +267,7 @@ class Target:
             self._runs = False
             self._count(self._steps.wait())
 
+    @torch.inference_mode()
     def _captured(self, tree: DraftTree) -> torch.Tensor | None:
         """Verify a tree by a captured step; None if steps cannot be captured."""
         assert self._steps

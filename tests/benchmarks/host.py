@@ -4,7 +4,7 @@
     python -m tests.benchmarks.host                          # the embedded model
 
 A real pass lies between the measurements, so caches are as cold as they are in an answer. A pass is what compiled code
-computes in one call; where a model has no such passes, it is the model's ``forward``. A larger vocabulary has rows that
+computes in one call, ids, positions and mask of a tree included; where a model has no such passes, it is the model's ``forward``. A larger vocabulary has rows that
 are never chosen: answers and trees stay the same, and only what reads logits may take longer. The first run of each
 case has no marks and gives the whole; the second one has them and gives the parts, without what a pass of the model
 takes. Steps that read a prompt are left out. Answers are decoded to text, as ``hdtool generate`` does.
@@ -43,7 +43,7 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.kernels.fused.passes import FIRST
-from hdtool.runtime.model.fused import layer_stack
+from hdtool.runtime.model.fused import layer_stack, tree_pass
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
@@ -159,6 +159,8 @@ class Bench:
             if self.loaded.target.whole_pass:
                 compute = marks.around(layer_stack.compute_pass, _is_whole_step)
                 patches.enter_context(mock.patch.object(layer_stack, "compute_pass", compute))
+                compute = marks.around(tree_pass.compute_tree, lambda *_: True)
+                patches.enter_context(mock.patch.object(tree_pass, "compute_tree", compute))
             else:  # a model with another ``forward`` has no whole passes
                 forward = marks.around(model.forward, _is_forward_step)
                 patches.enter_context(mock.patch.object(model, "forward", forward))

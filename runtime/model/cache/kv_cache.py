@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from hdtool.runtime.kernels.compiled import Array, compiled
+from hdtool.runtime.kernels.memory.raw_memory import copy_numbers
 from hdtool.runtime.model.cache.cache_memory import zeros
 
 GROWTH = 64
 """Capacities are multiples of this, so that answers of similar length reuse a cache."""
+WORD_SIZE = 4
+"""Bytes that are moved at once."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,48 @@ class StaticLayer(CacheLayerMixin):
 Views = tuple[torch.Tensor, torch.Tensor]
 
 
+class Place(NamedTuple):
+    """A tensor ``[rows, 1, heads, positions, width]`` of one sequence as compiled code reads it; sizes are bytes."""
+
+    address: int
+    rows: int
+    row_size: int
+    heads: int
+    head_size: int
+    position_size: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        strides = [stride * tensor.itemsize for stride in tensor.stride()]
+        return cls(tensor.data_ptr(), tensor.shape[0], strides[0], tensor.shape[2], strides[2], strides[3])
+
+
+def is_movable(tensor: torch.Tensor) -> bool:
+    """Whether compiled code moves the positions of a tensor, as words of memory."""
+    is_whole = tensor.is_cpu and tensor.shape[1] == 1 and tensor.stride()[3:] == (tensor.shape[4], 1)
+    return is_whole and tensor.shape[4] * tensor.itemsize % WORD_SIZE == 0
+
+
+@compiled
+def move_positions(
+    address: int,
+    rows: int,
+    row_size: int,
+    heads: int,
+    head_size: int,
+    position_size: int,
+    start: int,
+    path: Array,
+) -> None:
+    """Move the positions ``start + path`` of all rows and heads to ``start`` and after."""
+    words = position_size // WORD_SIZE
+    for row in range(rows):
+        for head in range(heads):
+            first = address + row * row_size + head * head_size + start * position_size
+            for place in range(len(path)):
+                copy_numbers(first + path[place] * position_size, words, first + place * position_size)
+
+
 @dataclass(frozen=True)
 class KVTensors:
     """One tensor ``[keys and values of all layers, batch, heads, positions, width]``, and each layer's views of it.
@@ -101,6 +149,11 @@ class KVTensors:
         nothing = torch.empty(0)
         views = [(next(free[layer[0]]), next(free[layer[1]])) if layer else (nothing, nothing) for layer in shapes]
         return cls(list(tensors.values()), views, capacity)
+
+    @cached_property
+    def places(self) -> list[Place] | None:
+        """Where compiled code finds the positions of each tensor; None on other devices than a CPU."""
+        return [Place.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
 
     @property
     def bytes(self) -> int:
@@ -166,9 +219,17 @@ class StaticKVCache(Cache):
             self.move(start, path)
         self.length = start + len(path)
 
-    @torch.inference_mode()
     def move(self, start: int, path: Sequence[int]) -> None:
-        """Move the positions ``start + path`` to ``start`` and after."""
+        """Move the positions ``start + path``, which increase, to ``start`` and after."""
+        if (places := self.storage.places) is None:
+            self._move_by_torch(start, path)
+            return
+        offsets = np.array(path, np.int64)
+        for place in places:
+            move_positions(*place, start, offsets)
+
+    @torch.inference_mode()
+    def _move_by_torch(self, start: int, path: Sequence[int]) -> None:
         rows = [start + offset for offset in path]
         for tensor in self.storage.tensors:
             chosen = tensor.index_select(3, torch.tensor(rows, device=tensor.device))

@@ -65,9 +65,10 @@ class LayerStack:
         self._last: tuple[weakref.ref[KVTensors], Numbers] | None = None
         """The cache of the last pass, and the table with its addresses."""
         self._scratch: list[torch.Tensor] = []
-        self._epsilon = np.float32(self._first.epsilon)
+        self.epsilon = np.float32(self._first.epsilon)
         self._scale = int(np.float32(self._first.scale).view(np.int32))
-        self._used = len(parts)
+        self.used = len(parts)
+        """The number of layers that a pass computes."""
         self._attention = ""
         self.takes_all_rows = False
         self.passes = 0
@@ -76,14 +77,19 @@ class LayerStack:
     def __len__(self) -> int:
         return len(self._parts)
 
+    @property
+    def width(self) -> int:
+        """Of hidden states."""
+        return self._first.hidden
+
     @contextmanager
     def first_layer_alone(self) -> Iterator[None]:
         """Leave the other layers out meanwhile: one is enough to compare what a model computes around its layers."""
-        self._used = 1
+        self.used = 1
         try:
             yield
         finally:
-            self._used = len(self._parts)
+            self.used = len(self._parts)
 
     def take_all_rows(self) -> None:
         """Compute passes of any number of rows, with the products that the layers have now for the same weights."""
@@ -100,7 +106,7 @@ class LayerStack:
     def __call__(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
         if self.takes(hidden_states, given):
             return self.compute(hidden_states, given)
-        for part in self._parts[: self._used]:
+        for part in self._parts[: self.used]:
             hidden_states = part.layer(hidden_states, **given)
         return hidden_states
 
@@ -175,16 +181,16 @@ class LayerStack:
         self, hidden: torch.Tensor, given: dict[str, Any], first: int = 0, end: int | None = None
     ) -> torch.Tensor:
         """The layers from ``first`` to ``end`` in compiled code; it writes to the KV cache that is given."""
-        end = self._used if end is None else end
+        end = self.used if end is None else end
         storage, starts = given["past_key_values"].room_for(hidden.shape[1])
-        table = self._with_cache(storage)
-        shape = self._shape_of(hidden.shape[0], hidden.shape[1], given["attention_mask"], storage)
+        table = self.with_cache(storage)
+        shape = self.shape_of(hidden.shape[0], hidden.shape[1], given["attention_mask"], storage)
         shape[COS], shape[SIN] = (one.data_ptr() for one in given["position_embeddings"])
         hidden = hidden.clone()
         scratch = self._memory(compiled.scratch_numbers(shape, max(starts) + hidden.shape[1]), hidden)
         places = np.array(starts, np.int64)
         if self.has_own_products(hidden.shape[0] * hidden.shape[1]):
-            own = shape, table[first:end], places, self._epsilon
+            own = shape, table[first:end], places, self.epsilon
             with team_of(int(shape[THREADS])).open() as shape[TEAM]:
                 compiled.compute_layers(*own, hidden.data_ptr(), scratch.data_ptr())
         else:
@@ -195,19 +201,19 @@ class LayerStack:
         return hidden
 
     def compute_whole(
-        self, slots: int, new: int, mask: Any, cache: Any, ends: Numbers, epsilon: float
+        self, slots: int, new: int, mask: Any, cache: Any, ends: Numbers, epsilon: Any
     ) -> torch.Tensor | None:
         """The hidden states after a pass that is one call; it writes to the KV cache and what ``ends`` states.
 
         ``epsilon`` is that of the last norm. None for token ids or positions that the model does not have.
         """
         storage, starts = cache.room_for(new)
-        shape = self._shape_of(slots, new, mask, storage)
+        shape = self.shape_of(slots, new, mask, storage)
         hidden = torch.empty((slots, new, self._first.hidden), dtype=torch.float32)
         scratch = self._memory(pass_numbers(shape, max(starts) + new), hidden)
-        own = shape, self._with_cache(storage)[: self._used], np.array(starts, np.int64), ends
+        own = shape, self.with_cache(storage)[: self.used], np.array(starts, np.int64), ends
         with team_of(int(shape[THREADS])).open() as shape[TEAM]:
-            known = compute_pass(*own, self._epsilon, np.float32(epsilon), hidden.data_ptr(), scratch.data_ptr())
+            known = compute_pass(*own, self.epsilon, epsilon, hidden.data_ptr(), scratch.data_ptr())
         self._scratch.append(scratch)
         self.passes += known
         return hidden if known else None
@@ -222,7 +228,7 @@ class LayerStack:
         scratch: torch.Tensor,
     ) -> None:
         """One layer whose products are those of its modules, changing ``hidden``."""
-        epsilon = self._epsilon
+        epsilon = self.epsilon
         to_queries, to_keys, to_values, to_output, to_gate, to_up, to_down = part.products
         normed = torch.empty_like(hidden)
         compiled.norm_before(shape, layer, epsilon, hidden.data_ptr(), normed.data_ptr())
@@ -237,7 +243,7 @@ class LayerStack:
         added = to_down(gate)
         compiled.add_rows(shape, hidden.data_ptr(), added.data_ptr())
 
-    def _shape_of(self, slots: int, new: int, mask: Any, storage: KVTensors) -> Numbers:
+    def shape_of(self, slots: int, new: int, mask: Any, storage: KVTensors) -> Numbers:
         keys, part = storage.layers[0][0], self._first
         own = slots, new, part.heads, part.groups, part.width, part.hidden, part.inner
         of_mask = (0, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2))
@@ -246,7 +252,7 @@ class LayerStack:
         assert len(made) == PASS_FIELDS
         return made
 
-    def _with_cache(self, storage: KVTensors) -> Numbers:
+    def with_cache(self, storage: KVTensors) -> Numbers:
         """The table with the addresses of a cache."""
         if (last := self._last) and last[0]() is storage:
             return last[1]

@@ -14,6 +14,7 @@ from hdtool.runtime.model.attention_masks import FULL, Mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import LayerParts, parts_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack, StackedLayers
+from hdtool.runtime.model.fused.tree_pass import compile_tree_passes
 from hdtool.runtime.model.fused.whole_pass import whole_pass_of
 from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
@@ -46,6 +47,7 @@ def fuse_layers(target: Target) -> bool:
         return False
     compile_layers()
     compile_passes()
+    compile_tree_passes()
     stack = LayerStack(parts, target.config)
     if not _Proof(target, stack, parts, rotary).holds():
         return False

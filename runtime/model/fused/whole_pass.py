@@ -32,7 +32,9 @@ from hdtool.runtime.kernels.fused.passes import (
 )
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, form_of
 from hdtool.runtime.model.fused.layer_parts import epsilon_of
+from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.fused.layer_stack import LayerStack
+from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.model.fused.unchanged import Unchanged
 from hdtool.runtime.tree import OPEN, Certain
 
@@ -47,17 +49,18 @@ class WholePass:
     """Embeddings, compiled layers, the last norm and the logits of one model."""
 
     def __init__(self, stack: LayerStack, model: Module, decoder: Module) -> None:
-        self._stack = stack
+        self.stack = stack
         self._embedding: Any = decoder.get_submodule("embed_tokens")
         self._rotary = decoder.get_submodule("rotary_emb")
         self._norm: Any = decoder.get_submodule("norm")
         self._head: Any = model.get_submodule("lm_head")
         epsilon = epsilon_of(self._norm)
-        self._has_epsilon, self._epsilon = epsilon is not None, epsilon or 0.0
+        self._has_epsilon, self.epsilon = epsilon is not None, np.float32(epsilon or 0.0)
         self._unchanged = Unchanged((model, decoder, self._embedding, self._rotary, self._norm, self._head))
         self._positions = torch.empty(0), torch.empty(0)
         self._ends: Numbers | None = None
         """Addresses that are the same in all passes of an answer."""
+        self.trees = TreePass(self)
 
     @property
     def is_known(self) -> bool:
@@ -78,6 +81,12 @@ class WholePass:
         """Before the next pass, compare modules and weights with the recorded ones."""
         self._unchanged.check_again()
         self._ends = None
+        self.trees.restart()
+
+    @property
+    def outs(self) -> int:
+        """Logits after each row."""
+        return self._head.out_features  # type: ignore[no-any-return]
 
     def logits(
         self,
@@ -96,14 +105,14 @@ class WholePass:
         if not self._takes(ids, mask, cache):
             return None
         slots, new = ids.shape
-        if self._head_is_own(slots * (1 if last_only else new)) and self._stack.has_own_products(slots * new):
+        if self._products_are_own(slots * new, slots * (1 if last_only else new)):
             return self._in_one_call(ids, positions, mask, cache, certain, last_only=last_only)
         given = {
             "attention_mask": mask,
             "position_embeddings": self._rotated(positions, cache.length + new),
             "past_key_values": cache,
         }
-        hidden = self._stack.compute(embedded(self._embedding.weight, ids), given)
+        hidden = self.stack.compute(embedded(self._embedding.weight, ids), given)
         if last_only:
             hidden = hidden[:, -1:].contiguous()
         elif certain is not None and (certain != OPEN).any():
@@ -115,18 +124,18 @@ class WholePass:
     ) -> torch.Tensor | None:
         (slots, new), outs = ids.shape, self._head.out_features
         first = new - 1 if last_only else 0
-        ends = self._ends_below(cache.length + new)
+        ends = self.ends_below(cache.length + new)
         ends[IDS], ends[POSITIONS], ends[FIRST] = ids.data_ptr(), positions.data_ptr(), first
         if certain is not None and not last_only and (certain != OPEN).any():
-            hidden = self._stack.compute_whole(slots, new, mask, cache, ends, self._epsilon)
+            hidden = self.stack.compute_whole(slots, new, mask, cache, ends, self.epsilon)
             return None if hidden is None else self._logits_of_open(hidden, certain)
         room = self._head.memory.room_for if self._head.memory else _new_room
         logits: torch.Tensor = room(slots * (new - first), outs, self._norm.weight)
         ends[LOGITS] = logits.data_ptr()
-        hidden = self._stack.compute_whole(slots, new, mask, cache, ends, self._epsilon)
+        hidden = self.stack.compute_whole(slots, new, mask, cache, ends, self.epsilon)
         return None if hidden is None else logits.view(slots, new - first, outs)
 
-    def _ends_below(self, end: int) -> Numbers:
+    def ends_below(self, end: int) -> Numbers:
         """What ``compute_pass`` reads beside the layers, without what differs from pass to pass."""
         cos, sin = self._known_positions(end)
         if self._ends is None:
@@ -141,10 +150,15 @@ class WholePass:
             self._ends = made
         return self._ends.copy()
 
-    def _head_is_own(self, rows: int) -> bool:
-        """Whether the output layer is our own product of so many rows."""
+    def has_own_products(self, cache: StaticKVCache, rows: int) -> bool:
+        """Whether all of a pass over a tree with so many rows is in compiled code."""
+        return self._unchanged() and self.stack.takes_pass(1, 1, None, cache) and self._products_are_own(rows, rows)
+
+    def _products_are_own(self, rows: int, last: int) -> bool:
+        """Whether the products of so many rows, and that of the output layer for the ``last`` of them, are our own."""
         head = self._head
-        return isinstance(head, SmallBatchLinear) and head.has_own_weight and head.choice.own(rows)
+        is_own = isinstance(head, SmallBatchLinear) and head.has_own_weight and head.choice.own(last)
+        return is_own and self.stack.has_own_products(rows)
 
     def _logits_of_open(self, hidden: torch.Tensor, certain: npt.NDArray[np.int64]) -> torch.Tensor:
         """Logits that the output layer computes only for rows without a certain token."""
@@ -159,7 +173,7 @@ class WholePass:
 
     def _takes(self, ids: torch.Tensor, mask: object, cache: object) -> bool:
         slots, new = ids.shape
-        return self._unchanged() and self._stack.takes_pass(slots, new, mask, cache)
+        return self._unchanged() and self.stack.takes_pass(slots, new, mask, cache)
 
     def _rotated(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and sines of positions below ``end``."""
@@ -179,7 +193,7 @@ class WholePass:
         normed = torch.empty_like(hidden)
         width = hidden.shape[-1]
         numbers = hidden.data_ptr(), hidden.numel() // width, width, self._norm.weight.data_ptr()
-        norm_rows(*numbers, np.float32(self._epsilon), normed.data_ptr())
+        norm_rows(*numbers, self.epsilon, normed.data_ptr())
         return normed
 
 
