@@ -17,6 +17,7 @@ from hdtool.runtime.kernels.fused.passes import compile_passes, embedding_of
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
 from hdtool.runtime.kernels.product_address import int8_product_of, product_of
 from hdtool.runtime.kernels.small_batch_linear import KINDS
+from hdtool.runtime.model.fused.tree_pass import compile_tree_passes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.model_store import ModelStore
@@ -34,6 +35,7 @@ def compile_drafters() -> None:
 def compile_layers_and_products() -> None:
     compile_layers()
     compile_passes()
+    compile_tree_passes()
     for dtype, kind in KINDS.items():
         product_of(kind, dtype.itemsize)
         embedding_of(kind, dtype.itemsize)

@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.memory.no_copy import Pinned
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
@@ -34,6 +36,8 @@ SAVED_LEARNING_RATE = 0.1
 RETRY_SHARE = 0.01
 """Share of the time that may be spent on trying drafts again."""
 
+FEWEST_DRAFTED = PASS_SIZES[3]
+"""Nodes that are drafted at least, if any are."""
 EACH = np.arange(LARGEST_BUDGET + 1)
 """Where each number of nodes has a cost of its own, that number."""
 ABOVE = np.searchsorted(PASS_SIZES, EACH + 1)
@@ -42,8 +46,6 @@ ALL = np.ones(LARGEST_BUDGET + 1)
 """The share of the next larger size in the cost where that is the whole."""
 PART = np.interp(EACH + 1, PASS_SIZES, np.arange(len(PASS_SIZES))) - ABOVE + 1
 """The same where costs lie between those of the sizes."""
-EXACT = np.ones(LARGEST_BUDGET + 1)
-"""The correction of costs that are not corrected."""
 
 Probs = npt.NDArray[np.floating[Any]]
 Costs = npt.NDArray[np.float64]
@@ -81,57 +83,58 @@ class FixedBudget:
         pass
 
 
-class _ChosenSize:
+CHOICE = np.dtype(
+    [
+        ("overhead", np.float64),  # seconds of a step outside its pass
+        # A pass with some number of nodes costs the seconds at its place in ``sizes``, times their correction, by its
+        # share, and those before them for the rest.
+        ("costs", np.float64, LARGEST_BUDGET + 1),
+        ("corrections", np.float64, LARGEST_BUDGET + 1),
+        ("sizes", np.int64, LARGEST_BUDGET + 1),
+        ("shares", np.float64, LARGEST_BUDGET + 1),
+        ("drafting", np.float64),  # seconds of the last draft; 0 if they do not count
+        ("saved", np.float64),  # moving average of the seconds that a draft saves; NaN after a pause
+        ("pause", np.int64),
+    ],
+    align=True,
+)
+
+
+class _ChosenSize(Pinned):
     """The number of nodes with the most expected tokens per second.
 
     While drafting does not pay, steps without any draft are inserted, in pauses that double each time.
     """
 
-    def __init__(self, overhead: float, step: Callable[[], int]) -> None:
-        """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step."""
-        self._overhead, self._step = overhead, step
-        # Compiled, or loaded, before the first step.
-        best_size(gains(np.empty(0)), EXACT, EXACT, EACH, ALL, overhead)
+    def __init__(self, overhead: float, step: Callable[[], int], sizes: Sizes, shares: Shares) -> None:
+        """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step.
+
+        ``sizes`` and ``shares`` are the places of numbers of nodes among the costs.
+        """
+        self._step = step
+        self._choice = np.zeros(1, CHOICE)
+        self._at = self._choice.ctypes.data
+        self._own: Any = self._choice[0]
+        self._own["overhead"], self._own["corrections"], self._own["saved"] = overhead, 1.0, np.nan
+        self._own["costs"], self._own["sizes"], self._own["shares"] = 1.0, sizes, shares
         self._most = LARGEST_BUDGET
-        self._pause = 0
         self._paused_until = 0
-        self._drafting = 0.0
-        """Seconds of the last draft; 0 if they do not count."""
-        self._saved: float | None = None
-        """Moving average of the seconds that a draft saves; None after a pause."""
+        # Compiled, or loaded, before the first step.
+        best_size(gains(np.empty(0)), self._choice)
+        choose(self._at, np.empty(0), 0, self._most)
+        choose_for_all(self._at, np.ones(1), 0, self._most)
+        self._own["pause"] = 0
 
     @property
     def most(self) -> int:
         return 0 if self._step() < self._paused_until else self._most
 
     def set_draft_seconds(self, seconds: float) -> None:
-        self._drafting = seconds
+        self._own["drafting"] = seconds
 
-    def _best(self, gain: Probs, costs: Costs, correction: Costs, sizes: Sizes, shares: Shares) -> int:
-        """The best number of nodes, by the expected tokens of trees with 0, 1, 2 … of them.
-
-        A pass with so many nodes costs the seconds at its place in ``sizes``, times their correction, by its share, and
-        those before them for the rest.
-        """
-        best, cost, plain = best_size(gain, costs, correction, sizes, shares, self._overhead)
-        # In a batch a plain pass, too, yields a token for each slot.
-        self._decide(best > 0, float(gain[best]) / float(gain[0]), cost, plain)
-        # Nodes that will not be verified need not be drafted.
-        self._most = min(LARGEST_BUDGET, max(2 * best, self._most - 1, PASS_SIZES[3]))
+    def nodes(self, probs: Probs) -> int:
+        best, self._most, self._paused_until = choose(self._at, probs, self._step(), self._most)
         return best
-
-    def _decide(self, paid: bool, gain: float, cost: float, plain: float) -> None:
-        """Decide whether to pause drafting, and for how long."""
-        longest = LONGEST_PAUSE
-        if self._drafting:
-            saved = gain * (plain + self._overhead) - (cost + self._overhead + self._drafting)
-            self._saved = saved if self._saved is None else self._saved + SAVED_LEARNING_RATE * (saved - self._saved)
-            paid = self._saved > 0
-            longest = max(longest, int(self._drafting / (RETRY_SHARE * (plain + self._overhead))))
-        self._pause = 0 if paid else min(max(1, 2 * self._pause), longest)
-        self._paused_until = self._step() + 1 + self._pause if self._pause > 2 else 0
-        if self._paused_until:
-            self._saved = None
 
 
 class CostBudget(_ChosenSize):
@@ -141,7 +144,7 @@ class CostBudget(_ChosenSize):
     """
 
     def __init__(self, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
-        super().__init__(overhead, lambda: self._steps)
+        super().__init__(overhead, lambda: self._steps, EACH, ALL)
         self._curve = curve
         self._steps = 0
         self.start_step(0)
@@ -150,49 +153,39 @@ class CostBudget(_ChosenSize):
         """Set the length of the context of the next step."""
         self._steps += 1
         if self._steps == 1 or len(self._curve.contexts) > 1:
-            self._costs = self._curve.of_all_sizes(LARGEST_BUDGET, context)
-
-    def nodes(self, probs: Probs) -> int:
-        return self._best(gains(probs), self._costs, EXACT, EACH, ALL)
+            self._own["costs"] = self._curve.of_all_sizes(LARGEST_BUDGET, context)
 
 
 class MeasuredBudget(_ChosenSize):
     """Like CostBudget, with costs corrected by the measured time of the target's passes."""
 
     def __init__(self, target: Target, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
-        super().__init__(overhead, lambda: target.passes)
+        super().__init__(overhead, lambda: target.passes, ABOVE, shares_of(target))
         self._target = target
         self._curve = curve
-        self._correction = np.ones(len(PASS_SIZES))
-        """Measured seconds of each pass size, relative to the curve."""
-        self._shares = shares_of(target)
-        self._seen = (target.passes, target.seconds_in_model)
+        self._passes, self._seconds = target.passes, target.seconds_in_model
+        """Those of the target at the last call."""
+        learn_cost(self._at, 0, 0.0)
+        self._own["corrections"] = 1.0
         self._set_context(0)
 
     def nodes(self, probs: Probs) -> int:
         self._learn()
         if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= CONTEXT_STEP:
             self._set_context(self._target.length)
-        return self._best(gains(probs), self._costs, self._correction, ABOVE, self._shares)
+        return super().nodes(probs)
 
     def _set_context(self, context: int) -> None:
         self._context = context
-        self._costs = self._curve.of_passes(np.array(PASS_SIZES) - 1, np.full(len(PASS_SIZES), context))
+        costs = self._curve.of_passes(np.array(PASS_SIZES) - 1, np.full(len(PASS_SIZES), context))
+        self._own["costs"][: len(costs)] = costs
 
     def _learn(self) -> None:
         """Correct the estimated costs by the last pass, if it was the only one since the last call."""
         passes, seconds, nodes = self._target.passes, self._target.seconds_in_model, self._target.nodes_of_last_pass
-        if passes == self._seen[0] + 1 and self.most and 0 <= nodes <= LARGEST_BUDGET:
-            size, share = ABOVE[nodes], self._shares[nodes]
-            expected = self._costs * self._correction
-            below = max(0, size - 1)
-            ratio = (seconds - self._seen[1]) / float(share * expected[size] + (1 - share) * expected[below])
-            change = min(SLOWEST, max(FASTEST, ratio)) - 1
-            # A longer context slows passes of all sizes, but most of an error is specific to one size.
-            self._correction *= 1 + LEARNING_RATE_OTHERS * change
-            self._correction[size] *= 1 + LEARNING_RATE * share * change
-            self._correction[below] *= 1 + LEARNING_RATE * (1 - share) * change
-        self._seen = (passes, seconds)
+        if passes == self._passes + 1 and self.most and 0 <= nodes <= LARGEST_BUDGET:
+            learn_cost(self._at, nodes, seconds - self._seconds)
+        self._passes, self._seconds = passes, seconds
 
 
 class SharedBudget(_ChosenSize):
@@ -214,9 +207,8 @@ class SharedBudget(_ChosenSize):
         ``curves`` hold the passes of batches with such a tree in each slot, by the number of slots; ``rows`` returns
         how many of them are in use.
         """
-        super().__init__(overhead, lambda: target.passes)
+        super().__init__(overhead, lambda: target.passes, ABOVE, shares_of(target))
         self._shared, self._rows, self._each = shared, rows, overhead
-        self._shares = shares_of(target)
         sizes = np.array(PASS_SIZES) - 1
         self._costs = {size: curve.of_passes(sizes, np.zeros(len(PASS_SIZES))) for size, curve in curves.items()}
 
@@ -225,9 +217,11 @@ class SharedBudget(_ChosenSize):
         self._shared.pop(id(self), None)  # the latest are at the end
         self._shared[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
         in_all = np.sum(list(self._shared.values())[-rows:], axis=0)
-        self._overhead = rows * self._each
-        measured = min((size for size in self._costs if size >= rows), default=max(self._costs))
-        return min(len(probs), self._best(in_all, self._costs[measured], EXACT, ABOVE, self._shares))
+        self._own["overhead"] = rows * self._each
+        costs = self._costs[min((size for size in self._costs if size >= rows), default=max(self._costs))]
+        self._own["costs"][: len(costs)] = costs
+        best, self._most, self._paused_until = choose_for_all(self._at, in_all, self._step(), self._most)
+        return min(len(probs), best)
 
     def set_draft_seconds(self, seconds: float) -> None:
         # All slots draft before the shared pass.
@@ -251,16 +245,68 @@ def gains(probs: Probs) -> Probs:
 
 
 @compiled
-def best_size(
-    gain: Probs, costs: Costs, correction: Costs, sizes: Sizes, shares: Shares, overhead: float
-) -> tuple[int, float, float]:
+def choose(at: int, probs: Probs, step: int, most: int) -> tuple[int, int, int]:
+    """How many nodes with these probabilities to verify by the record at an address, in this step.
+
+    Returns it with the largest useful tree of the next steps, and the step up to which none drafts.
+    """
+    return choose_for_all(at, gains(probs), step, most)
+
+
+@compiled
+def choose_for_all(at: int, gain: Probs, step: int, most: int) -> tuple[int, int, int]:
+    """The same by the expected tokens of trees with 0, 1, 2 … nodes."""
+    choice = array_at(at, 1, CHOICE)
+    best, cost, plain = best_size(gain, choice)
+    # In a batch a plain pass, too, yields a token for each slot.
+    paused_until = _decide(choice[0], best > 0, gain[best] / gain[0], cost, plain, step)
+    # Nodes that will not be verified need not be drafted.
+    return best, min(LARGEST_BUDGET, max(2 * best, most - 1, FEWEST_DRAFTED)), paused_until
+
+
+@compiled
+def _decide(own: Any, paid: bool, gain: float, cost: float, plain: float, step: int) -> int:
+    """Decide whether to pause drafting; the step until which to pause, or 0."""
+    longest = LONGEST_PAUSE
+    if own.drafting > 0:
+        saved = gain * (plain + own.overhead) - (cost + own.overhead + own.drafting)
+        own.saved = saved if np.isnan(own.saved) else own.saved + SAVED_LEARNING_RATE * (saved - own.saved)
+        paid = own.saved > 0
+        longest = max(longest, int(own.drafting / (RETRY_SHARE * (plain + own.overhead))))
+    own.pause = 0 if paid else min(max(1, 2 * own.pause), longest)
+    if own.pause <= 2:
+        return 0
+    own.saved = np.nan
+    return int(step + 1 + own.pause)
+
+
+@compiled
+def best_size(gain: Probs, choice: Any) -> tuple[int, float, float]:
     """The number of nodes with the most expected tokens per second, and the seconds of passes with and without them."""
-    plain = costs[sizes[0]] * correction[sizes[0]]
-    best, highest, paid = 0, gain[0] / (plain + overhead), plain
+    own = choice[0]
+    plain = own.costs[own.sizes[0]] * own.corrections[own.sizes[0]]
+    best, highest, paid = 0, gain[0] / (plain + own.overhead), plain
     for nodes in range(1, len(gain)):
-        above, share = sizes[nodes], shares[nodes]
-        cost = share * costs[above] * correction[above] + (1 - share) * costs[above - 1] * correction[above - 1]
-        rate = gain[nodes] / (cost + overhead)
+        above, share = own.sizes[nodes], own.shares[nodes]
+        cost = share * own.costs[above] * own.corrections[above]
+        cost += (1 - share) * own.costs[above - 1] * own.corrections[above - 1]
+        rate = gain[nodes] / (cost + own.overhead)
         if rate > highest:
             best, highest, paid = nodes, rate, cost
     return best, paid, plain
+
+
+@compiled
+def learn_cost(at: int, nodes: int, seconds: float) -> None:
+    """Correct the costs by those of a pass with so many nodes."""
+    own = array_at(at, 1, CHOICE)[0]
+    size, share = own.sizes[nodes], own.shares[nodes]
+    below = max(0, size - 1)
+    expected = share * own.costs[size] * own.corrections[size]
+    expected += (1 - share) * own.costs[below] * own.corrections[below]
+    change = min(SLOWEST, max(FASTEST, seconds / expected)) - 1 if expected > 0 else 0.0
+    # A longer context slows passes of all sizes, but most of an error is specific to one size.
+    for other in range(LARGEST_BUDGET + 1):
+        own.corrections[other] *= 1 + LEARNING_RATE_OTHERS * change
+    own.corrections[size] *= 1 + LEARNING_RATE * share * change
+    own.corrections[below] *= 1 + LEARNING_RATE * (1 - share) * change

@@ -40,9 +40,9 @@ from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.fused.passes import FIRST
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
-from hdtool.runtime.kernels.fused.passes import FIRST
 from hdtool.runtime.model.fused import layer_stack, tree_pass
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.load import Loaded, load

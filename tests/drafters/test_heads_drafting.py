@@ -30,7 +30,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, model_of
 from tests.support.heads import VARIANTS, random_for, slowly
@@ -269,7 +269,7 @@ def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
         assert memory["ahead"][0] == ahead
         tokens = set(session.tokens[ahead].tolist()) if ahead < 4 else set()
         grown = grow(drafter._corpus, drafter._at, 30)
-        tree = drafter._tokens[:grown][drafter._parents[:grown] == 0]
+        tree = drafter._tokens[:grown][drafter._parents[:grown] == ROOT]
         assert set(tree.tolist()) <= tokens and bool(grown) == bool(tokens)
         feed(drafter._corpus, drafter._at, np.array([7]))
 

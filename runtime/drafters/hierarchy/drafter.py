@@ -14,7 +14,7 @@ from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.backoff_weights import new_weights
-from hdtool.runtime.drafters.hierarchy.ranking_agreement import learn_gains
+from hdtool.runtime.drafters.hierarchy.calibration import PRIOR
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import CONTEXT_MATCHES
 from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable
 from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
@@ -29,7 +29,7 @@ from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
 from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import RankedNodes, Rankings
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import note as note_plugin
-from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow, restart
+from hdtool.runtime.drafters.hierarchy.tree_builder import grow, observe_step, restart
 from hdtool.runtime.drafters.hierarchy.workspace import WORK, Memory
 from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.kernels.compiled import Array
@@ -46,10 +46,6 @@ from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 TIMED_EVERY = 32
 """Reading the clock in every draft makes it a fifth slower."""
 ANY_TOKEN = 2**31 - 1
-CALIBRATION_PRIOR, DECAY = 10.0, 0.995
-"""Tokens that the calibration begins with, both expected and accepted, and the decay of both in each step."""
-TOLERANCE = 1.1
-"""Probabilities are scaled down only where they exceed acceptance by this factor: smaller differences are noise."""
 
 
 class Hierarchy(Pinned):
@@ -107,24 +103,21 @@ class Hierarchy(Pinned):
             np.zeros(1, LANE),
         )
         self._at = self._memory.addresses()
-        self._fill_in(work, context, vocabulary)
+        self._fill_in(work, context, recycled, vocabulary)
         # Each access to a field of a record costs a tenth of a microsecond.
-        nodes = (work[field][0, 1:] for field in ("tokens", "parents", "sources", "probs"))
-        self._tokens, self._parents, self._sources, self._probs = nodes
+        self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
+        self._parents, self._calibrated = work["above"][0], work["calibrated"][0]
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
         self._depths, self._root_and_probs = work["depths"][0], work["probs"][0]
-        self._recycles = recycled
         self._pending: list[int] = []
+        self._nodes = 0
+        """Of the last tree, as far as rows of logits are those of its nodes."""
         self._drafts = 0
         self._spent = 0.0
-        self._accepted = self._expected = CALIBRATION_PRIOR
-        """Draft tokens that were accepted lately, and how many their probabilities predicted."""
         self._clocked = np.zeros(len(SourceName))
-        self.probs: Probs = self._probs[:0]
-        """The probability of each node of the last tree that the target accepts the path down to it."""
         self._compile()
 
-    def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
+    def _fill_in(self, work: Array, context: bool, recycled: bool, vocabulary: int) -> None:
         model, corpus = self._stores
         work["vocabulary"] = min(
             [vocabulary, *(store.manifest.tokenizer.vocab_size for store in self._stores if store)]
@@ -135,6 +128,8 @@ class Hierarchy(Pinned):
             work["has"][0, SourceName.HISTORY] = True
             self._memory.matches["log"][ANSWERS] = address_of(self._history.answers.memory)
             self._memory.matches["log"][STORED] = address_of(self._history.stored_log)
+        work["has"][0, SourceName.RECYCLED] = recycled
+        work["accepted"] = work["predicted"] = PRIOR
         work["plugins"] = len(self._plugins)
         work["instant_at"] = work["instant"].ctypes.data
 
@@ -142,10 +137,8 @@ class Hierarchy(Pinned):
         """Compile everything, or load it from the cache, before the first step."""
         self.predict((0,))
         self.begin(())
-        feed(self._corpus, self._at, np.empty(0, np.int64))
+        observe_step(self._corpus, self._at, np.empty(0, np.int64), 0, 0)
         grow(self._corpus, self._at, 1)
-        if self._recycles:
-            learn_gains(self._at, np.empty(0, np.int64), 0)
 
     @property
     def addresses(self) -> Array:
@@ -161,6 +154,11 @@ class Hierarchy(Pinned):
     def corpus(self) -> Array:
         """The tokens of the corpus index, which compiled code takes with the addresses."""
         return self._corpus
+
+    @property
+    def probs(self) -> Probs:
+        """The probability of each node of the last tree that the target accepts the path down to it."""
+        return self._probs[: self._nodes].copy()
 
     @property
     def weights(self) -> Any:
@@ -199,7 +197,7 @@ class Hierarchy(Pinned):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.end()
-        self.probs = self._probs[:0]
+        self._nodes = 0
         if self._heads:
             self._heads.begin(list(prompt))
         new = self.table.read(prompt)
@@ -231,39 +229,45 @@ class Hierarchy(Pinned):
 
     def forget_tree(self) -> None:
         """The last tree was verified in another form: rows of logits are not those of its nodes."""
-        self.probs = self._probs[:0]
+        self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:
-            self._memory.work["expected"] = 0
-            self.probs = self._probs[:0]
+            self._memory.work["expected"] = self._nodes = 0
             return DraftTree.bare(context[-1])
-        self._catch_up()
+        if self._pending:
+            self._catch_up()
         if self._heads and (not self._gate or self._gate.now):
             self._heads.run_heads()
             note(self._memory.heads, self._heads.tokens, self._heads.probs)
+        if self._plugins:
+            self._note_plugins(context)
+        started = time.perf_counter()
+        grown = self._grow_timed(most) if self._drafts % TIMED_EVERY == 0 else grow(self._corpus, self._at, most)
+        self._spent += time.perf_counter() - started
+        self._drafts += 1
+        size = self._nodes = self.budget.nodes(self._calibrated[:grown])
+        if not size:
+            return DraftTree.bare(context[-1])
+        parts = self._tokens, self._parents, self._sources
+        return DraftTree(context[-1], *[part[:size].copy() for part in parts])
+
+    def _note_plugins(self, context: Sequence[int]) -> None:
         for slot, (number, evidence) in enumerate(self._plugins.items()):
             started = time.perf_counter()
             note_plugin(self._memory.plugins[slot], evidence, context)
             self._plugin_seconds[number] += time.perf_counter() - started
-        timed = HAS_CLOCK and self._drafts % TIMED_EVERY == 0
-        self._timed[0] = timed
-        started = time.perf_counter()
+
+    def _grow_timed(self, most: int) -> int:
+        """Draft, and measure the time of each source."""
+        self._timed[0] = HAS_CLOCK
         grown = grow(self._corpus, self._at, most)
-        self._memory.work["expected"] = 0
-        self._spent += time.perf_counter() - started
-        self._drafts += 1
-        if timed:
-            self._timed[0] = 0
+        if HAS_CLOCK:
             self._clocked += self._laps
-        probs = self._probs[:grown]
-        correction = TOLERANCE * self._accepted / self._expected
-        size = self.budget.nodes(probs * correction if correction < 1.0 else probs)
-        self.probs = probs[:size].copy()
-        # The workspace counts the root as row 0.
-        return DraftTree(context[-1], self._tokens[:size].copy(), self._parents[:size] - 1, self._sources[:size].copy())
+        self._timed[0] = False
+        return grown
 
     @property
     def reads_logits(self) -> bool:
@@ -272,25 +276,21 @@ class Hierarchy(Pinned):
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
         if self._heads:
             self._heads.observe(accepted)
-        current = not self._pending  # else the rows of logits belong to an earlier context
-        rows, nodes = len(logits), len(self.probs)
-        expected = float(self.probs.sum()) if rows and nodes else 0.0
-        is_ranked = current and rows == nodes + 1
-        if is_ranked and expected:
-            if self._recycles:
-                learn_gains(self._at, np.array(accepted.path, np.int64), nodes)
-            self._accepted = DECAY * self._accepted + len(accepted.path)
-            self._expected = DECAY * self._expected + expected
+        is_current = not self._pending  # else the rows of logits belong to an earlier context
+        rows, nodes = len(logits), self._nodes
+        is_ranked = is_current and rows == nodes + 1
         self._pending += accepted.tokens
-        if self.budget.most:
-            uses_logits = self._rankings.uses_logits
-            ranked = self._ranked_nodes(rows) if uses_logits and is_ranked else None
-            self._catch_up()
-            if uses_logits:
-                # After the weights have learned, so that they do not learn from these very logits.
-                self._rankings.observe(accepted, logits, ranked)
-            if self._heads and self._gate and current and expected:
-                self._gate.observe(1 + expected, time.perf_counter() - self._began)
+        is_drafting = self.budget.most > 0
+        if not is_drafting and not nodes:
+            return
+        uses_logits = is_drafting and self._rankings.uses_logits
+        ranked = self._ranked_nodes(rows) if uses_logits and is_ranked else None
+        self._learn(accepted.path, nodes if is_ranked else 0)
+        if uses_logits:
+            # After the weights have learned, so that they do not learn from these very logits.
+            self._rankings.observe(accepted, logits, ranked)
+        if self._heads and self._gate and is_drafting and is_current and rows and nodes:
+            self._gate.observe(1 + float(self._probs[:nodes].sum()), time.perf_counter() - self._began)
 
     def _ranked_nodes(self, rows: int) -> RankedNodes:
         """The nodes of so many rows of logits; the tail of the root is copied, as the root moves on."""
@@ -299,5 +299,10 @@ class Hierarchy(Pinned):
     def _catch_up(self) -> None:
         """Learn from the emitted tokens; this is deferred while drafting does not pay."""
         if self._pending:
-            feed(self._corpus, self._at, np.array(self._pending, np.int64))
-            self._pending.clear()
+            self._learn((), 0)
+
+    def _learn(self, path: Sequence[int], nodes: int) -> None:
+        """Learn from the emitted tokens and from the accepted path of a tree of so many nodes, 0 for none."""
+        outcome = np.array([*self._pending, *path], np.int64)
+        observe_step(self._corpus, self._at, outcome, len(self._pending), nodes)
+        self._pending.clear()

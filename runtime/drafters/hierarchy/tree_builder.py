@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.backoff_weights import learn
+from hdtool.runtime.drafters.hierarchy.calibration import calibrate, learn_calibration
 from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
 from hdtool.runtime.drafters.hierarchy.estimator import CORPUS, TREE, expand
+from hdtool.runtime.drafters.hierarchy.ranking_agreement import learn_gains
 from hdtool.runtime.drafters.hierarchy.sources.context_table import add
 from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
 from hdtool.runtime.drafters.hierarchy.sources.last_logits import forget
@@ -38,7 +40,7 @@ LEAST_PART = 1e-4
 LEFT_TO_LEARN = 0.02
 """Below so much that is left, shorter orders learn nothing from an emitted token."""
 SOURCES = len(SourceName)
-GRAMMAR = SourceName.GRAMMAR.value
+GRAMMAR, RECYCLED = SourceName.GRAMMAR.value, SourceName.RECYCLED.value
 
 
 @compiled
@@ -64,6 +66,10 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
         _settle(work, node)
         if node == most:
             break
+    work.expected = 0
+    calibrate(work, node)
+    for place in range(node):
+        work.above[place] = work.parents[place + 1] - 1
     lap(work, TREE)
     return node
 
@@ -134,6 +140,20 @@ def restart(corpus: Ints, at: Ints, tail: Ints) -> None:
     ranges.read[0] = 0
     for token in tail:
         _advance(corpus, at, token)
+
+
+@compiled
+def observe_step(corpus: Ints, at: Ints, outcome: Ints, count: int, nodes: int) -> None:
+    """Learn from ``count`` emitted tokens, which come first in the ``outcome``, and from the accepted path after them.
+
+    The path is that of a tree of so many nodes, 0 if it is not known which of them were accepted.
+    """
+    if nodes > 0:
+        work = memory_at(at).work[0]
+        if work.has[RECYCLED]:
+            learn_gains(at, outcome[count:], nodes)
+        learn_calibration(work, len(outcome) - count, nodes)
+    feed(corpus, at, outcome[:count])
 
 
 @compiled

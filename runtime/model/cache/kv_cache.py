@@ -244,6 +244,11 @@ class StaticKVCache(Cache):
         self.clear_from(self.length)
 
 
+def compile_moves() -> None:
+    """Compile them, or load them from the cache, before the first step."""
+    move_positions(*Place(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
+
+
 def must_move(path: Sequence[int]) -> bool:
     """Whether the positions of a path, which increase, are not contiguous yet."""
     return len(path) > 0 and path[-1] != len(path) - 1

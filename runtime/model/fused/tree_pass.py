@@ -137,9 +137,7 @@ def compute_tree(at: int, team: int, root: int, tokens: Array, parents: Array, l
         hide_non_ancestors(mask, own.shown_rows, own.shown_from, parents, length, HIDDEN_VALUE)
         own.shown_rows, own.shown_from, shape[MASK] = rows, length, own.mask
     layers = array_at(own.layers, (own.used, FIELDS), np.int64)
-    return compute_pass(
-        shape, layers, own.start, own.ends, own.epsilon, own.last_epsilon, own.hidden, own.scratch
-    )
+    return compute_pass(shape, layers, own.start, own.ends, own.epsilon, own.last_epsilon, own.hidden, own.scratch)
 
 
 def compile_tree_passes() -> None:

@@ -31,8 +31,8 @@ from hdtool.runtime.kernels.fused.passes import (
     embedding_of,
 )
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, form_of
-from hdtool.runtime.model.fused.layer_parts import epsilon_of
 from hdtool.runtime.model.cache.kv_cache import StaticKVCache
+from hdtool.runtime.model.fused.layer_parts import epsilon_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack
 from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.model.fused.unchanged import Unchanged
