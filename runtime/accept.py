@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from hdtool.runtime.sampling.sampler import NOT_FINITE, Mask, Sampler
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree, child_of
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(NamedTuple):
     """The outcome of one step: the accepted nodes, and their tokens followed by the bonus token."""
 
     path: list[int]

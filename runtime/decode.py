@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +33,7 @@ class Finish(StrEnum):
     """The user interrupted the answer."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The tokens of one forward pass of the target, and how long it took."""
 
     tokens: list[int]
@@ -75,7 +75,7 @@ class DecodeState:
         self._needs_all_logits = not sampler.takes_the_only_token or reads_logits(self._drafter)
         self._tree = DraftTree.bare(prompt[-1])
         self._is_first = True
-        self._timer = _StepTimer(target)
+        self._started = self._draft_end = self._seconds_in_model = 0.0
         self._target, self._vocabulary = target, target.vocabulary
 
     @property
@@ -85,21 +85,26 @@ class DecodeState:
 
     def begin(self) -> Sequence[int]:
         """Start the first step, which prefills the prompt: it has no drafts and yields one token."""
-        self._timer.start()
+        self._start_step()
         self._drafter.begin(self.prompt)
         if len(self._prediction) and isinstance(self._drafter, HistoryDrafter):
             self._drafter.predict(self._prediction)
-        self._timer.drafted()
+        self._draft_end = time.perf_counter()
         return self.prompt
 
     def draft(self) -> DraftTree:
-        self._timer.start()
-        drafted = self._drafter.draft(self._sampler.context)
-        # Deeper nodes would be accepted past the end, and a tokenizer may have more ids than the model has embeddings.
-        tree = drafted.within(self.room - 1, self._vocabulary)
-        self._tree = replace(tree, certain=None) if self._needs_all_logits and tree.certain is not None else tree
-        self._timer.drafted()
-        return self._tree
+        self._start_step()
+        tree = self._drafter.draft(self._sampler.context)
+        if len(tree.tokens):
+            # Deeper nodes would be accepted past the end, and a tokenizer may have more ids than the model embeddings.
+            tree = tree.within(self.room - 1, self._vocabulary)
+        if self._needs_all_logits and tree.certain is not None:
+            tree = replace(tree, certain=None)
+        self._tree, self._draft_end = tree, time.perf_counter()
+        return tree
+
+    def _start_step(self) -> None:
+        self._seconds_in_model, self._started = self._target.seconds_in_model, time.perf_counter()
 
     def end(self) -> None:
         """End the answer, complete or not."""
@@ -112,25 +117,31 @@ class DecodeState:
         ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
         """
         self._target.wait()
-        accepted = self._accepted(logits)
+        accepted = accept(self._tree, logits, self._sampler, stops=self._stops, most=self.room)
         if accepted is None:
             self._tree = DraftTree.bare(self._tree.root)
             logits = recompute(self._tree.root)
-            accepted = self._accepted(logits)
+            accepted = accept(self._tree, logits, self._sampler, stops=self._stops, most=self.room)
             assert accepted is not None
         if self._sampler.overflowed:
             self._target.note_overflow()
         return accepted, logits
-
-    def _accepted(self, logits: torch.Tensor) -> Accepted | None:
-        return accept(self._tree, logits, self._sampler, stops=self._stops, most=self.room)
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> Step:
         self._drafter.observe(accepted, logits)
         self.room -= len(accepted.tokens)
         finish = Finish.STOP if accepted.stopped else self._finish_at_limit if not self.room else None
         cached, self._is_first = self._target.cached_tokens if self._is_first else 0, False
-        return Step(accepted.tokens, self._tree, accepted.path, *self._timer.lap(), finish, cached)
+        return Step(
+            accepted.tokens,
+            self._tree,
+            accepted.path,
+            self._draft_end - self._started,
+            self._target.seconds_in_model - self._seconds_in_model,
+            time.perf_counter() - self._started,
+            finish,
+            cached,
+        )
 
 
 def decode(
@@ -159,18 +170,24 @@ def decode(
         prediction=prediction,
     )
     read = partial(target.prefill, reuse=prefix_caching)
+
+    def finish(logits: torch.Tensor) -> Step:
+        accepted, logits = state.accept(logits, target.recompute)
+        target.commit(accepted.path)
+        return state.observe(accepted, logits)
+
     is_first = True
     late: Step | None = None  # where a device computes by itself, text of a step is made while the next one runs
     try:
         while True:
             with target.locked_for(state, is_first=is_first):
                 logits = read(state.begin(), state.room) if is_first else target.verify(state.draft(), wait=False)
-            if late:
-                yield late
-            with target.locked_for(state, is_first=False):
-                accepted, logits = state.accept(logits, target.recompute)
-                target.commit(accepted.path)
-                step = state.observe(accepted, logits)
+                step = None if target.captures else finish(logits)
+            if step is None:
+                if late:
+                    yield late
+                with target.locked_for(state, is_first=False):
+                    step = finish(logits)
             is_first, late = False, step if target.captures and not step.finish else None
             if not late:
                 yield step
@@ -204,23 +221,3 @@ def _check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
             f"the prompt holds token {outside}, but the model has embeddings for tokens 0 to {vocabulary - 1} only: "
             "remove the text of that token, or use the tokenizer that the model was trained with"
         )
-
-
-class _StepTimer:
-    """Measures the parts of a step; time that the consumer spends between steps is not counted."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self.start()
-
-    def start(self) -> None:
-        self._in_model = self._target.seconds_in_model
-        self._started = self._draft_end = time.perf_counter()
-
-    def drafted(self) -> None:
-        self._draft_end = time.perf_counter()
-
-    def lap(self) -> tuple[float, float, float]:
-        """Seconds of drafting, of the forward pass, and of the whole step."""
-        whole = time.perf_counter() - self._started
-        return self._draft_end - self._started, self._target.seconds_in_model - self._in_model, whole

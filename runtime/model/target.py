@@ -240,19 +240,14 @@ class Target:
                 if wait:
                     self.wait()
                 return logits
-        if self.whole_pass and tree.certain is None and (logits := self._in_one_call(tree)) is not None:
-            return logits
+        if self.whole_pass and tree.certain is None:
+            started = time.perf_counter()
+            logits = self.whole_pass.trees.logits(tree, self._cache)
+            if logits is not None:
+                self.nodes_of_last_pass = len(tree.tokens)
+                self._count(time.perf_counter() - started)
+                return logits
         return self._verify_by_torch(tree)
-
-    def _in_one_call(self, tree: DraftTree) -> torch.Tensor | None:
-        """Verify a tree in one compiled call; None where that cannot be."""
-        assert self.whole_pass
-        started = time.perf_counter()
-        logits = self.whole_pass.trees.logits(tree, self._cache)
-        if logits is not None:
-            self.nodes_of_last_pass = len(tree.tokens)
-            self._count(time.perf_counter() - started)
-        return logits
 
     @torch.inference_mode()
     def _verify_by_torch(self, tree: DraftTree) -> torch.Tensor:
@@ -293,10 +288,10 @@ class Target:
 
     def _keep(self, fixed: int, path: Sequence[int]) -> None:
         """Record the tokens at the positions that were just accepted."""
-        hidden = self._hidden_rows()
-        if hidden is not None:
-            end = len(hidden) - len(self._tree)
-            hidden = hidden[[*range(end - fixed, end), *(end + node for node in path)]]
+        hidden = None
+        if self._watched and self.hidden is not None:
+            end = len(self.hidden) - len(self._tree)
+            hidden = self.hidden[[*range(end - fixed, end), *(end + node for node in path)]]
         drafted = self._tree.tokens[list(path)].tolist() if path else ()
         self._kept.append([*self._pending, *drafted], hidden)
 
