@@ -8,11 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hdtool.runtime.kernels.argmax import TreeLogits, argmax_of_row, bits_of, readable
+from hdtool.runtime.kernels.argmax import ArgmaxWalk, TreeLogits, argmax_of_row, bits_of, is_finite, readable
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.topk import known_argmax
 from hdtool.runtime.sampling.sampler import NOT_FINITE, Mask, Sampler
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree, child_of
+
+NOTHING_CERTAIN = np.empty(0, np.int64)
 
 
 class Accepted(NamedTuple):
@@ -93,26 +95,22 @@ def _allowed_argmax(
     return list(zip(tokens[:count], path[:count], strict=True))
 
 
-def _walk_argmax(
-    tree: DraftTree, logits: torch.Tensor, sampler: Sampler, most: int
-) -> tuple[list[int], list[int], bool]:
-    """The arg-max at each node of the walk, the child that has it, and whether all of them are finite."""
+def _walk_argmax(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, most: int) -> ArgmaxWalk:
+    if isinstance(logits, TreeLogits) and logits.walk:
+        return logits.walk.first(most)
     walked, longest = sampler.walked, min(most, len(tree.tokens) + 1)
-    if isinstance(logits, TreeLogits):
-        found, finite = walk(*logits.bits, tree.tokens, tree.parents, longest, walked)
-    elif known := known_argmax(logits):
+    if known := known_argmax(logits):
         found, finite = walk_known(*known, tree.tokens, tree.parents, longest, walked)
     else:
         rows = readable(logits)
-        found, finite = walk(*bits_of(rows), tree.tokens, tree.parents, longest, walked)
-    tokens, path = walked[:, :found].tolist()
-    return tokens, path, finite
+        found, finite = walk(*bits_of(rows), NOTHING_CERTAIN, tree.tokens, tree.parents, longest, walked)
+    return ArgmaxWalk(*walked[:, :found].tolist(), finite)
 
 
 def compile_acceptance() -> None:
     """Compile what greedy acceptance uses, or load it from the cache, before the first step."""
     bare, logits, walked = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
-    walk(*bits_of(logits), bare.tokens, bare.parents, 1, walked)
+    walk(*bits_of(logits), NOTHING_CERTAIN, bare.tokens, bare.parents, 1, walked)
     walk_known(walked[0], walked[0], bare.tokens, bare.parents, 1, walked)
 
 
@@ -122,6 +120,7 @@ def walk(
     apart: int,
     vocabulary: int,
     infinity: Array,
+    certain: Array,
     drafted: Array,
     parents: Array,
     longest: int,
@@ -129,12 +128,17 @@ def walk(
 ) -> tuple[int, bool]:
     """Write at most ``longest`` chosen tokens, and the node that drafted each, to ``walked``.
 
+    Where a token is ``certain`` after a row, it is chosen, and its logit is the only one that is read.
     Returns their number and whether all logits that decided are finite. The walk ends
     before a row that is not finite, unless there is no other row.
     """
     node = ROOT
     for place in range(longest):
-        token, finite = argmax_of_row(address, apart, vocabulary, infinity, node + 1)
+        token = certain[node + 1] if len(certain) > 0 else OPEN
+        if token == OPEN:
+            token, finite = argmax_of_row(address, apart, vocabulary, infinity, node + 1)
+        else:
+            finite = is_finite(address, apart, infinity, node + 1, token)
         if not finite and len(drafted) > 0:
             return place, False
         node = child_of(drafted, parents, node, token)

@@ -72,6 +72,8 @@ class DecodeState:
         self._prediction = prediction
         self.room, self._finish_at_limit = room_for(target, prompt, max_new_tokens)
         self._sampler, self._stops, self._drafter = sampler, stops, drafter or NoDraft()
+        self.walks = sampler.only_argmax or sampler.mask is not None
+        """Whether acceptance begins with a walk by arg-max."""
         self._needs_all_logits = not sampler.takes_the_only_token or reads_logits(self._drafter)
         self._tree = DraftTree.bare(prompt[-1])
         self._is_first = True
@@ -170,6 +172,7 @@ def decode(
         prediction=prediction,
     )
     read = partial(target.prefill, reuse=prefix_caching)
+    verify = partial(target.verify, wait=False, walk=state.walks)
 
     def finish(logits: torch.Tensor) -> Step:
         accepted, logits = state.accept(logits, target.recompute)
@@ -181,7 +184,7 @@ def decode(
     try:
         while True:
             with target.locked_for(state, is_first=is_first):
-                logits = read(state.begin(), state.room) if is_first else target.verify(state.draft(), wait=False)
+                logits = read(state.begin(), state.room) if is_first else verify(state.draft())
                 step = None if target.captures else finish(logits)
             if step is None:
                 if late:

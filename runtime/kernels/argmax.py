@@ -38,6 +38,18 @@ class LogitBits(NamedTuple):
     infinity: Array
 
 
+class ArgmaxWalk(NamedTuple):
+    """The arg-max at each node of a walk down a tree, the child that has it, and whether all of them are finite."""
+
+    tokens: list[int]
+    path: list[int]
+    finite: bool
+
+    def first(self, most: int) -> ArgmaxWalk:
+        """The walk up to ``most`` tokens; a walk that goes on has found finite logits only."""
+        return self if len(self.tokens) <= most else ArgmaxWalk(self.tokens[:most], self.path[:most], True)
+
+
 class TreeLogits(torch.Tensor):
     """Logits of a pass over a tree, in memory that compiled code knows."""
 
@@ -45,13 +57,15 @@ class TreeLogits(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     bits: LogitBits
+    walk: ArgmaxWalk | None
+    """The walk by arg-max, if the pass has computed it."""
 
     @classmethod
     def of_rows(cls, memory: torch.Tensor) -> list[TreeLogits]:
         """Views of the first 0, 1, 2 … rows of contiguous memory."""
         views = [memory[:rows].as_subclass(cls) for rows in range(len(memory) + 1)]
         for view in views:
-            view.bits = bits_of(memory)
+            view.bits, view.walk = bits_of(memory), None
         return views
 
 
@@ -69,6 +83,13 @@ def bits_of(logits: torch.Tensor) -> LogitBits:
 def argmax_of_row(address: int, apart: int, vocabulary: int, infinity: Array, row: int) -> tuple[int, bool]:
     """The first of the highest numbers of a row, and whether it is finite; NaN counts as the highest."""
     return argmax_of(array_at(address + row * apart * infinity.itemsize, vocabulary, infinity.dtype), infinity[0])
+
+
+@compiled
+def is_finite(address: int, apart: int, infinity: Array, row: int, token: int) -> bool:
+    """Whether one number of a row is finite."""
+    bits = array_at(address + (row * apart + token) * infinity.itemsize, 1, infinity.dtype)
+    return (bits[0] & infinity[0]) != infinity[0]  # type: ignore[no-any-return]
 
 
 @compiled

@@ -225,11 +225,11 @@ class Target:
                 file=sys.stderr,
             )
 
-    def verify(self, tree: DraftTree, *, wait: bool = True) -> torch.Tensor:
+    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False) -> torch.Tensor:
         """Verify all drafts in one pass: logits ``[1 + nodes, vocabulary]`` after the root and each node.
 
         The logits are valid until the next call. Without ``wait``, a captured step may still run when this returns:
-        its logits are there after a call of ``wait``.
+        its logits are there after a call of ``wait``. With ``walk``, a compiled pass computes the walk by arg-max, too.
         """
         self._pending, self._tree = [tree.root], tree
         if self._steps:
@@ -240,9 +240,9 @@ class Target:
                 if wait:
                     self.wait()
                 return logits
-        if self.whole_pass and tree.certain is None:
+        if self.whole_pass:
             started = time.perf_counter()
-            logits = self.whole_pass.trees.logits(tree, self._cache)
+            logits = self.whole_pass.trees.logits(tree, self._cache, walks=walk)
             if logits is not None:
                 self.nodes_of_last_pass = len(tree.tokens)
                 self._count(time.perf_counter() - started)

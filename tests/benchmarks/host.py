@@ -4,10 +4,11 @@
     python -m tests.benchmarks.host                          # the embedded model
 
 A real pass lies between the measurements, so caches are as cold as they are in an answer. A pass is what compiled code
-computes in one call, ids, positions and mask of a tree included; where a model has no such passes, it is the model's ``forward``. A larger vocabulary has rows that
-are never chosen: answers and trees stay the same, and only what reads logits may take longer. The first run of each
-case has no marks and gives the whole; the second one has them and gives the parts, without what a pass of the model
-takes. Steps that read a prompt are left out. Answers are decoded to text, as ``hdtool generate`` does.
+computes in one call: ids, positions and mask of a tree, the layers, the logits, and the walk by arg-max. Where a model
+has no such passes, it is the model's ``forward``. A larger vocabulary has rows that are never chosen: answers and trees
+stay the same, and only what reads logits may take longer. The first run of each case has no marks and gives the whole;
+the second one has them and gives the parts, without what a pass of the model takes. Steps that read a prompt are left
+out. Answers are decoded to text, as ``hdtool generate`` does.
 """
 
 from __future__ import annotations

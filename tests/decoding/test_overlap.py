@@ -30,8 +30,8 @@ class Noted(Target):
 
     notes: list[str]
 
-    def verify(self, tree: DraftTree, *, wait: bool = True) -> torch.Tensor:
-        logits = super().verify(tree, wait=wait)
+    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False) -> torch.Tensor:
+        logits = super().verify(tree, wait=wait, walk=walk)
         self.notes.append("started")
         return logits
 

@@ -76,10 +76,14 @@ def compute_pass(
     ends: Numbers,
     epsilon: Any,
     last_epsilon: Any,
+    certain: Numbers,
     hidden: int,
     scratch: int,
 ) -> bool:
-    """Write the hidden states after all layers, and the logits; False for ids or positions that are not known."""
+    """Write the hidden states after all layers, and the logits; False for ids or positions that are not known.
+
+    Of a single sequence, ``certain`` may state the only token that may follow each row, -1 where there are several.
+    """
     rows, size = shape[SLOTS] * shape[NEW], shape[WIDTH] * ITEM_SIZE
     ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
     for row in range(rows):
@@ -92,7 +96,9 @@ def compute_pass(
         copy_numbers(ends[COSINES] + positions[row] * size, shape[WIDTH], shape[COS] + row * size)
         copy_numbers(ends[SINES] + positions[row] * size, shape[WIDTH], shape[SIN] + row * size)
     compute_layers(shape, layers, starts, epsilon, hidden, scratch + 2 * rows * size)
-    if ends[LOGITS]:
+    if len(certain) > 0:
+        _write_open_logits(shape, ends, last_epsilon, certain, hidden, scratch)
+    elif ends[LOGITS]:
         _write_logits(shape, ends, last_epsilon, hidden, scratch)
     return True
 
@@ -109,10 +115,44 @@ def _write_logits(shape: Numbers, ends: Numbers, epsilon: Any, hidden: int, scra
     multiply_together(shape[TEAM], shape[THREADS], *layer)
 
 
+@compiled
+def _write_open_logits(
+    shape: Numbers, ends: Numbers, epsilon: Any, certain: Numbers, hidden: int, scratch: int
+) -> None:
+    """Norm and project the rows after which several tokens may follow; after others, write the logit of the one.
+
+    The product writes the logits of the open rows one after another. They are moved to their places from the last one
+    on, since none of them lies before its place.
+    """
+    width, outs, rows, count = shape[HIDDEN], ends[OUTS], len(certain), 0
+    for row in range(rows):
+        if certain[row] < 0:
+            written = scratch + count * width * ITEM_SIZE
+            norm_rows(hidden + row * width * ITEM_SIZE, 1, width, ends[NORM], epsilon, written)
+            count += 1
+    layer = ends[PROJECT], ends[PROJECTION], outs, width, scratch, count, ends[LOGITS], ends[BIAS]
+    if count:
+        multiply_together(shape[TEAM], shape[THREADS], *layer)
+    for row in range(rows - 1, -1, -1):
+        if certain[row] < 0:
+            count -= 1
+            if count < row:
+                copy_numbers(ends[LOGITS] + count * outs * ITEM_SIZE, outs, ends[LOGITS] + row * outs * ITEM_SIZE)
+    states = array_at(hidden, (rows, width), types.float32)
+    logits = array_at(ends[LOGITS], (rows, outs), types.float32)
+    for row in range(rows):
+        if certain[row] >= 0:
+            total = np.float32(0)
+            for place in range(width):
+                total += states[row, place]
+            # Not a number where the row overflowed, which acceptance must see.
+            logits[row, certain[row]] = np.float32(0) * total
+
+
 def compile_passes() -> None:
     """Compile all of this ahead, for no rows and no layers: a first pass would wait for it."""
     shape, layers, starts, ends = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1, END_FIELDS))
     one = np.float32(1)
     norm_rows(0, 0, 0, 0, one, 0)
     pass_numbers(shape, 0)
-    compute_pass(shape, layers.reshape(1, -1)[:0], starts, ends, one, one, 0, 0)
+    compute_pass(shape, layers.reshape(1, -1)[:0], starts, ends, one, one, starts[:0], 0, 0)

@@ -34,6 +34,7 @@ is the library's, which uses all threads. Compiled attention has one there: a te
 of torch keep their cores busy for a while after each product."""
 FEW_THREADS = 2
 """With so many, compiled attention by one thread was faster than the library's by all of them, however large."""
+NO_NUMBERS = np.empty(0, np.int64)
 KNOWN = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "use_cache"}
 """What a pass of ours gives to a layer; a pass with other arguments is the library's."""
 
@@ -213,7 +214,7 @@ class LayerStack:
         scratch = self._memory(pass_numbers(shape, max(starts) + new), hidden)
         own = shape, self.with_cache(storage)[: self.used], np.array(starts, np.int64), ends
         with team_of(int(shape[THREADS])).open() as shape[TEAM]:
-            known = compute_pass(*own, self.epsilon, epsilon, hidden.data_ptr(), scratch.data_ptr())
+            known = compute_pass(*own, self.epsilon, epsilon, NO_NUMBERS, hidden.data_ptr(), scratch.data_ptr())
         self._scratch.append(scratch)
         self.passes += known
         return hidden if known else None

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hdtool.runtime.kernels.argmax import TreeLogits
+from hdtool.runtime.accept import NOTHING_CERTAIN, walk
+from hdtool.runtime.kernels.argmax import INFINITY, ArgmaxWalk, TreeLogits
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.fused.layers import FIELDS, MASK, MASK_ROW, NEW, PASS_FIELDS, TEAM
-from hdtool.runtime.kernels.fused.passes import END_FIELDS, IDS, LOGITS, POSITIONS, compute_pass, pass_numbers
+from hdtool.runtime.kernels.fused.passes import END_FIELDS, IDS, LOGITS, OUTS, POSITIONS, compute_pass, pass_numbers
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.model.attention_masks import hide_non_ancestors
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.fused.whole_pass import WholePass
 
 ROWS = LARGEST_TREE + 1
+FLOAT32_INFINITY = INFINITY[torch.float32]
 HIDDEN_VALUE = float(np.finfo(np.float32).min)
 """Of a mask, for positions that a row does not attend to."""
 
@@ -47,6 +49,7 @@ TREE_PASS = np.dtype(
         ("start", np.int64, 1),
         ("ids", np.int64, ROWS),
         ("positions", np.int64, ROWS),
+        ("walked", np.int64, (2, ROWS)),  # the tokens of the walk by arg-max, and the nodes that drafted them
     ],
     align=True,
 )
@@ -59,6 +62,7 @@ class TreePass:
         self._whole = whole
         self._record = np.zeros(1, TREE_PASS)
         self._at = self._record.ctypes.data
+        self._walked: Array = self._record["walked"][0]
         self._storage: object = None
         """The KV cache whose addresses the record has."""
         self._threads = 0
@@ -73,10 +77,11 @@ class TreePass:
         """Before the next pass, look at the model again."""
         self._storage = None
 
-    def logits(self, tree: DraftTree, cache: StaticKVCache) -> TreeLogits | None:
+    def logits(self, tree: DraftTree, cache: StaticKVCache, *, walks: bool) -> TreeLogits | None:
         """The logits ``[rows, vocabulary]`` of the root and the nodes, valid until the next call.
 
-        None for a pass that is not computed here.
+        After a row with a certain token, they are those of this token alone. None for a pass that is not computed here.
+        With ``walks``, the walk by arg-max is computed, too.
         """
         tokens, length, threads = tree.tokens, cache.length, torch.get_num_threads()
         if self._storage is not cache.storage or self._threads != threads:
@@ -85,17 +90,21 @@ class TreePass:
         end = length + rows
         if not self._own[rows] or end > cache.capacity or torch.is_autocast_enabled("cpu"):
             return None
+        certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
+        given = tree.root, tokens, tree.parents, certain, length, walks
         if threads == 1:
-            known = compute_tree(self._at, 0, tree.root, tokens, tree.parents, length)
+            found, finite = compute_tree(self._at, 0, *given)
         else:
             with team_of(threads).open() as team:
-                known = compute_tree(self._at, team, tree.root, tokens, tree.parents, length)
-        if not known:
+                found, finite = compute_tree(self._at, team, *given)
+        if found < 0:
             return None
         if end > cache.used:
             cache.used = end
         self._whole.stack.passes += 1
-        return self._logits[rows]
+        logits = self._logits[rows]
+        logits.walk = ArgmaxWalk(*self._walked[:, :found].tolist(), finite) if walks else None
+        return logits
 
     @torch.inference_mode()
     def _prepare(self, cache: StaticKVCache, threads: int) -> None:
@@ -125,8 +134,15 @@ class TreePass:
 
 
 @compiled
-def compute_tree(at: int, team: int, root: int, tokens: Array, parents: Array, length: int) -> bool:
-    """Compute a pass by the record at an address; False for a token or a position that the model does not have."""
+def compute_tree(
+    at: int, team: int, root: int, tokens: Array, parents: Array, certain: Array, length: int, walks: bool
+) -> tuple[int, bool]:
+    """Compute a pass by the record at an address.
+
+    Returns the tokens of the walk by arg-max, if it ``walks``, and whether their logits are finite; -1 for a token or a
+    position that the model does not have. No logits are computed after a row with a ``certain`` token; there is an
+    entry for each row or none.
+    """
     own = array_at(at, 1, TREE_PASS)[0]
     shape, rows = own.shape, len(tokens) + 1
     fill_tree(own.ids, own.positions, root, tokens, parents, length)
@@ -137,7 +153,13 @@ def compute_tree(at: int, team: int, root: int, tokens: Array, parents: Array, l
         hide_non_ancestors(mask, own.shown_rows, own.shown_from, parents, length, HIDDEN_VALUE)
         own.shown_rows, own.shown_from, shape[MASK] = rows, length, own.mask
     layers = array_at(own.layers, (own.used, FIELDS), np.int64)
-    return compute_pass(shape, layers, own.start, own.ends, own.epsilon, own.last_epsilon, own.hidden, own.scratch)
+    epsilons = own.epsilon, own.last_epsilon
+    if not compute_pass(shape, layers, own.start, own.ends, *epsilons, certain, own.hidden, own.scratch):
+        return -1, False
+    if not walks:
+        return 0, True
+    outs = own.ends[OUTS]
+    return walk(own.ends[LOGITS], outs, outs, FLOAT32_INFINITY, certain, tokens, parents, rows, own.walked)
 
 
 def compile_tree_passes() -> None:
@@ -146,4 +168,4 @@ def compile_tree_passes() -> None:
     record["ends"][0, IDS] = record.ctypes.data + TREE_PASS.fields["ids"][1]
     record["ends"][0, POSITIONS] = record.ctypes.data + TREE_PASS.fields["positions"][1]
     record["shape"][0, 0] = 1
-    compute_tree(record.ctypes.data, 0, bare.root, bare.tokens, bare.parents, 0)
+    compute_tree(record.ctypes.data, 0, bare.root, bare.tokens, bare.parents, NOTHING_CERTAIN, 0, True)

@@ -106,7 +106,7 @@ class WholePass:
             return None
         slots, new = ids.shape
         if self._products_are_own(slots * new, slots * (1 if last_only else new)):
-            return self._in_one_call(ids, positions, mask, cache, certain, last_only=last_only)
+            return self._in_one_call(ids, positions, mask, cache, last_only=last_only)
         given = {
             "attention_mask": mask,
             "position_embeddings": self._rotated(positions, cache.length + new),
@@ -120,15 +120,12 @@ class WholePass:
         return self._head(self._normed(hidden))  # type: ignore[no-any-return]
 
     def _in_one_call(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any, certain: Certain, *, last_only: bool
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any, *, last_only: bool
     ) -> torch.Tensor | None:
         (slots, new), outs = ids.shape, self._head.out_features
         first = new - 1 if last_only else 0
         ends = self.ends_below(cache.length + new)
         ends[IDS], ends[POSITIONS], ends[FIRST] = ids.data_ptr(), positions.data_ptr(), first
-        if certain is not None and not last_only and (certain != OPEN).any():
-            hidden = self.stack.compute_whole(slots, new, mask, cache, ends, self.epsilon)
-            return None if hidden is None else self._logits_of_open(hidden, certain)
         room = self._head.memory.room_for if self._head.memory else _new_room
         logits: torch.Tensor = room(slots * (new - first), outs, self._norm.weight)
         ends[LOGITS] = logits.data_ptr()

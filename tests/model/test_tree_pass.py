@@ -1,0 +1,146 @@
+"""Passes over trees in one compiled call: the logits and the walk of the way through torch, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdtool.runtime.accept import accept
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.kernels.argmax import TreeLogits
+from hdtool.runtime.kernels.small_batch_linear import ProductChoice
+from hdtool.runtime.model.cache import kv_cache
+from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, StaticKVCache
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.tree import OPEN, ROOT, DraftTree
+from tests.support.families import VOCABULARY
+from tests.support.fused import TREE, both, widen
+from tests.support.oracle import prompt_of
+from tests.support.trees import trees
+
+CONTEXT = prompt_of(40)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    with pytest.MonkeyPatch.context() as patches:
+        widen(patches)
+        patches.setattr(ProductChoice, "own", lambda choice, rows: True)
+        fused = both()[1]
+        fused.prefill(CONTEXT, 200)
+        fused.commit([])
+        yield fused
+
+
+def with_certain(tree: DraftTree, certain: list[int]) -> DraftTree:
+    return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, np.array(certain, np.int64))
+
+
+@given(tree=trees(VOCABULARY, most=24), length=st.integers(1, len(CONTEXT)))
+def test_the_logits_have_the_bits_of_the_way_through_torch(target: Target, tree: DraftTree, length: int) -> None:
+    target._cache.length = length
+    found = target.verify(tree)
+    assert isinstance(found, TreeLogits) and found.walk is None
+    assert torch.equal(found.clone(), target._verify_by_torch(tree))
+
+
+@given(tree=trees(3, most=24), most=st.integers(1, 30))
+def test_the_walk_is_that_of_acceptance(target: Target, tree: DraftTree, most: int) -> None:
+    found = target.verify(tree, walk=True)
+    assert isinstance(found, TreeLogits) and found.walk
+    samplers = Sampler(SamplingConfig(), CONTEXT), Sampler(SamplingConfig(), CONTEXT)
+    accepted = [accept(tree, one, own, most=most) for one, own in zip((found, found.clone()), samplers, strict=True)]
+    assert accepted[0] == accepted[1]
+    assert samplers[0].context == samplers[1].context
+
+
+@given(tree=trees(VOCABULARY, most=12), data=st.data())
+def test_after_certain_tokens_no_logits_are_computed(target: Target, tree: DraftTree, data: st.DataObject) -> None:
+    of_row = st.sampled_from([OPEN, 3, VOCABULARY - 1])
+    certain = data.draw(st.lists(of_row, min_size=len(tree) + 1, max_size=len(tree) + 1))
+    expected = target.verify(tree).clone()
+    target.verify(tree).fill_(torch.nan)
+    found = target.verify(with_certain(tree, certain), walk=True)
+    assert isinstance(found, TreeLogits) and found.walk
+    node = ROOT
+    for token, child in zip(found.walk.tokens, found.walk.path, strict=True):
+        row = node + 1
+        assert token == (int(expected[row].argmax()) if certain[row] == OPEN else certain[row])
+        assert child == (ROOT if (drafted := tree.child(node, token)) is None else drafted)
+        node = child
+    for row, token in enumerate(certain):
+        if token == OPEN:
+            assert torch.equal(found[row].clone(), expected[row])
+        else:
+            assert found[row, token] == 0
+
+
+@pytest.mark.parametrize("certain", [[OPEN] * 7, [5] * 7, [5, 8, OPEN, 3, OPEN, OPEN, 1]])
+def test_an_overflow_is_seen_where_a_token_is_certain(target: Target, certain: list[int]) -> None:
+    weights = target.model.model.layers[-1].mlp.down_proj.weight
+    before = weights.data.clone()
+    try:
+        weights.data.fill_(torch.inf)
+        found = target.verify(with_certain(TREE, certain), walk=True)
+        assert isinstance(found, TreeLogits) and found.walk
+        assert found.walk.tokens == [] and not found.walk.finite
+        sampler = Sampler(SamplingConfig(), CONTEXT)
+        assert accept(TREE, found, sampler, most=9) is None
+    finally:
+        weights.data.copy_(before)
+
+
+def test_a_pass_that_cannot_be_computed_here_is_that_of_torch(target: Target) -> None:
+    expected = target.verify(TREE).clone()
+    assert target.whole_pass
+    with torch.autocast("cpu", torch.bfloat16):
+        assert target.whole_pass.trees.logits(TREE, target._cache, walks=False) is None
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(2, threads))
+        assert torch.equal(target.verify(TREE).clone(), expected)
+    finally:
+        torch.set_num_threads(threads)
+    unknown = DraftTree.of(TREE.root, [VOCABULARY], [ROOT])
+    assert target.whole_pass.trees.logits(unknown, target._cache, walks=False) is None
+    length, target._cache.length = target._cache.length, target._cache.capacity - 3
+    assert target.whole_pass.trees.logits(TREE, target._cache, walks=False) is None
+    target._cache.length = length
+
+
+@given(
+    path=st.lists(st.integers(0, 19), min_size=1, max_size=12, unique=True).map(sorted),
+    start=st.integers(0, 8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    slot=st.integers(0, 2),
+)
+def test_moved_positions_are_those_of_torch(path: list[int], start: int, dtype: torch.dtype, slot: int) -> None:
+    shape = HeadShape(3, 6, dtype, torch.device("cpu"))
+    caches: list[Any] = []
+    for _ in range(2):
+        storage = KVTensors.for_layers([(shape, shape)] * 2, 30, batch=3)
+        torch.manual_seed(1)
+        for tensor in storage.tensors:
+            tensor.normal_()
+        caches.append(StaticKVCache(storage.of_slot(slot)))
+    assert caches[0].storage.places
+    caches[0].move(start, path)
+    caches[1]._move_by_torch(start, path)
+    for one, other in zip(caches[0].storage.tensors, caches[1].storage.tensors, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_words_that_do_not_fit_are_moved_by_torch() -> None:
+    shape = HeadShape(1, 3, torch.bfloat16, torch.device("cpu"))
+    cache = StaticKVCache(KVTensors.for_layers([(shape, shape)], 8))
+    cache.storage.tensors[0].copy_(torch.arange(64.0)[:, None].expand(64, 3))
+    assert cache.storage.places is None
+    cache.commit(1, [1, 4])
+    assert kv_cache.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
