@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.data.errors import PromptError
+from hdtool.runtime.sampling.sampler import NOTHING_ALLOWED
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -45,16 +46,20 @@ class Guide:
             raise self._stuck()
         self.length += len(new)
 
-    def forbidden(self, device: torch.device, size: int) -> torch.Tensor:
-        """Which of the first ``size`` tokens may not come next."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+    def bits(self) -> npt.NDArray[np.uint8]:
+        """A bit for each token that may come next, eight in a number, the first one in the lowest."""
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._stuck()
-        found = np.unpackbits(~bits, bitorder="little")[:size].view(np.bool_)
+        return found
+
+    def forbidden(self, device: torch.device, size: int) -> torch.Tensor:
+        """Which of the first ``size`` tokens may not come next."""
+        found = np.unpackbits(~self.bits(), bitorder="little")[:size].view(np.bool_)
         if len(found) < size:  # a model may have more logits than its tokenizer has tokens
             found = np.pad(found, (0, size - len(found)), constant_values=True)
         if found.all():
-            raise PromptError("the grammar leads to a place where no token of this model's vocabulary may follow")
+            raise PromptError(NOTHING_ALLOWED)
         return torch.from_numpy(found).to(device)
 
     def allowed(self, tokens: list[int]) -> int:

@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessor
 
 from hdtool.runtime.grammar.guide import Guide
+from hdtool.runtime.kernels.compiled import Array
 
 
 def masks_of(guide: Guide | None) -> list[LogitsProcessor]:
@@ -28,6 +29,10 @@ class GrammarProcessor(LogitsProcessor):
         """How many of these tokens are surely allowed after the context, which is much faster than a mask."""
         self._follow(context)
         return self._guide.allowed(tokens)
+
+    def bits(self, context: Sequence[int]) -> Array:
+        self._follow(context)
+        return self._guide.bits()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self._follow(input_ids[0])

@@ -245,7 +245,7 @@ class _Recorder(Sampler):
         self.logits_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
         if request.wants_scores or request.wants_logits:
             self.only_argmax = self.takes_the_only_token = False
-            self.mask = None
+            self.mask = self.first_mask = None
 
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
         return super().chooser(logits.to(self.device), finite_only=finite_only)

@@ -19,15 +19,18 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from hdtool.data.errors import ModelError
+from hdtool.data.errors import ModelError, PromptError
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
-from hdtool.runtime.sampling.truncation import NAMES, Truncation, keeps_one
+from hdtool.runtime.sampling.truncation import NAMES, Truncation, allowed_scores, keeps_one
 from hdtool.runtime.tree import LARGEST_TREE
 
 NOT_FINITE = -1
 """Returned instead of a token if the logits are NaN or infinite."""
+NOTHING_ALLOWED = "the grammar leads to a place where no token of this model's vocabulary may follow"
+NO_BITS = np.empty(0, np.uint8)
 NO_NUMBERS = "the model's logits are not numbers: its dtype may be too small, try --dtype float32"
 
 
@@ -37,6 +40,10 @@ class Mask(Protocol):
 
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
         """How many of these tokens are surely allowed after the context, one after another."""
+        ...
+
+    def bits(self, context: Sequence[int]) -> Array:
+        """A bit for each token that is allowed after the context, eight in a number, the first one in the lowest."""
         ...
 
 
@@ -76,6 +83,8 @@ class Sampler:
         """Whether the arg-max of the logits is all that is needed; ``chooser`` is not called then."""
         self.mask = self._only_mask(padding)
         """The only processor, if it forbids tokens and the arg-max is chosen: that of the logits, if it is allowed."""
+        self.first_mask = self.mask
+        """A mask that comes before the choice without any other processor between them."""
         self.takes_the_only_token = self._takes_the_only_token()
         """Whether a token is chosen whatever the logits are if a mask forbids all others."""
         self._race = ExponentialRace(config.seed)
@@ -86,6 +95,12 @@ class Sampler:
         self.truncating = self._processors[len(self.before) :]
         if not self._greedy:
             self._truncation.compile(self._race)
+            if len(self.before) == 1 and isinstance(self.before[0], Mask) and not padding:
+                self.first_mask = self.before[0]
+        self._allowed = np.empty(0, np.int64), np.empty(0, np.float32)
+        """Where the tokens that a mask allows are written, and their scores."""
+        if self.first_mask:
+            allowed_scores(0, 0, NO_BITS, *self._allowed)
         self._ids = _GrowingIds(padding)
         self.context = list(context)
         self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)
@@ -111,19 +126,41 @@ class Sampler:
         """
 
         def process(row: int) -> int:
+            if self.first_mask and logits.is_cpu and logits.dtype == torch.float32:
+                return self._noted(self._choose_allowed(logits[row], self.first_mask), finite_only=finite_only)
             # A draw sees by itself whether the row is finite, and much faster.
             if (self.before or self._greedy) and not logits[row].max().isfinite():
                 self.overflowed = True
                 if finite_only:
                     return NOT_FINITE
-            token = self.choose_processed(logits, row)
-            if token == NOT_FINITE:
-                self.overflowed = True
-                if not finite_only:
-                    raise ModelError(NO_NUMBERS)
-            return token
+            return self._noted(self.choose_processed(logits, row), finite_only=finite_only)
 
         return process
+
+    def _noted(self, token: int, *, finite_only: bool) -> int:
+        if token == NOT_FINITE:
+            self.overflowed = True
+            if not finite_only:
+                raise ModelError(NO_NUMBERS)
+        return token
+
+    def _choose_allowed(self, row: torch.Tensor, mask: Mask) -> int:
+        """The token chosen among those that the mask allows; ``NOT_FINITE`` if the highest of all logits is not finite.
+
+        The scores of all other tokens are not copied.
+        """
+        vocabulary, row = len(row), row.contiguous()
+        if len(self._allowed[0]) < vocabulary:
+            self._allowed = np.empty(vocabulary, np.int64), np.empty(vocabulary, np.float32)
+        count = allowed_scores(row.data_ptr(), vocabulary, mask.bits(self.context), *self._allowed)
+        if count < 0:
+            return NOT_FINITE
+        if not count:
+            raise PromptError(NOTHING_ALLOWED)
+        tokens, scores = (one[:count] for one in self._allowed)
+        if self._greedy:
+            return int(tokens[scores.argmax()])
+        return self._truncation.draw(self._race, len(self.context), scores, tokens)
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         """The token chosen at a row by its processed scores."""

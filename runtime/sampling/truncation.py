@@ -18,14 +18,16 @@ from transformers import (
 )
 
 from hdtool.runtime.kernels.argmax import INFINITY, argmax_of
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.fused.elementwise import exponentiate
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.topk import write_topk
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.sampling.exponential_race import ExponentialRace, sample, sample_among
 
 MOST_BY_MAXIMA = 128
 """The largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
+ALL_TOKENS = np.empty(0, np.int64)
 CERTAINLY = 0.999
 """Less than 1 by more than rounding."""
 NAMES = {
@@ -63,23 +65,29 @@ class Truncation:
     def compile(self, race: ExponentialRace) -> None:
         """Compile what a draw uses, or load it from the cache, before the first step."""
         alike = replace(self, top_k=min(self.top_k, MOST_BY_MAXIMA + 1))
-        alike.draw(race, 0, np.ones(MOST_BY_MAXIMA + 2, np.float32))
+        scores = np.ones(MOST_BY_MAXIMA + 2, np.float32)
+        alike.draw(race, 0, scores)
 
-    def draw(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
-        """The token drawn at a position by its scores; -1 if the highest one is not finite."""
+    def draw(
+        self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32], among: Array = ALL_TOKENS
+    ) -> int:
+        """The token drawn at a position by its scores; -1 if the highest one is not finite.
+
+        The scores are those of all tokens, or of the tokens ``among`` which it is drawn.
+        """
         options = np.float32(self.temperature), float(self.top_p), float(self.min_p), INFINITY[torch.float32]
         if 0 < self.top_k < len(scores):
             if self.top_k <= MOST_BY_MAXIMA:
-                return int(_draw_from_top(race.seed, position, scores, self.top_k, *options))
+                return int(_draw_from_top(race.seed, position, scores, among, self.top_k, *options))
             place = len(scores) - self.top_k
             scores = np.where(scores < np.partition(scores, place)[place], np.float32(-np.inf), scores)
-        return int(_draw_from_all(race.seed, position, scores, *options))
+        return int(_draw_from_all(race.seed, position, scores, among, *options))
 
 
 # Python code between two passes of a model is slow, as no cache holds it: NumPy takes three times as long for this.
 @compiled
 def _draw_from_all(
-    seed: Any, position: Any, scores: Any, temperature: Any, top_p: Any, min_p: Any, infinity: Any
+    seed: Any, position: Any, scores: Any, among: Any, temperature: Any, top_p: Any, min_p: Any, infinity: Any
 ) -> Any:
     """The same without top-k."""
     best, is_finite = argmax_of(scores.view(np.int32), infinity[0])
@@ -92,7 +100,7 @@ def _draw_from_all(
     padded[len(scores) :] = -np.inf
     exponentiate(padded.ctypes.data, len(padded), np.float32(0))
     if top_p >= 1 and min_p == 0:
-        return sample(seed, position, weights)
+        return sample_among(seed, position, among, weights, np.inf) if len(among) else sample(seed, position, weights)
     total = _total(padded)
     # Removed tokens have the rest of the weight together, so the most probable one has its mean or more.
     least = max(min_p, CERTAINLY * (1 - top_p) * total / len(weights))
@@ -104,6 +112,7 @@ def _draw_from_all(
     kept = np.empty(likely, np.float32)
     for place in range(likely):
         kept[place] = weights[tokens[place]]
+    _name(tokens[:likely], among)
     return sample_among(seed, position, tokens[:likely], kept, top_p * total if top_p < 1 else np.inf)
 
 
@@ -119,7 +128,15 @@ def _total(padded: Any) -> Any:
 
 @compiled
 def _draw_from_top(
-    seed: Any, position: Any, scores: Any, top_k: Any, temperature: Any, top_p: Any, min_p: Any, infinity: Any
+    seed: Any,
+    position: Any,
+    scores: Any,
+    among: Any,
+    top_k: Any,
+    temperature: Any,
+    top_p: Any,
+    min_p: Any,
+    infinity: Any,
 ) -> Any:
     """The same for a small k."""
     best, is_finite = argmax_of(scores.view(np.int32), infinity[0])
@@ -137,7 +154,36 @@ def _draw_from_top(
         if weight >= min_p:
             tokens[kept], weights[kept] = token, weight
             kept += 1
+    _name(tokens[:kept], among)
     return sample_among(seed, position, tokens[:kept], weights[:kept], top_p * total if top_p < 1 else np.inf)
+
+
+@compiled
+def _name(places: Any, among: Any) -> None:
+    """Replace places in the list of tokens among which one is drawn by these tokens."""
+    if len(among) > 0:
+        for place in range(len(places)):
+            places[place] = among[places[place]]
+
+
+@compiled
+def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores: Any) -> int:
+    """Write the tokens that have a bit, and their float32 scores at an address; their number.
+
+    It is -1 if the highest of all scores is not finite.
+    """
+    row = array_at(address, vocabulary, np.float32)
+    if not argmax_of(row.view(np.int32), 0x7F800000)[1]:
+        return -1
+    count = 0
+    for place in range(min(len(bits), -(-vocabulary // 8))):
+        of_eight = bits[place]
+        if of_eight:
+            for bit in range(min(8, vocabulary - 8 * place)):
+                if of_eight >> bit & 1:
+                    tokens[count], scores[count] = 8 * place + bit, row[8 * place + bit]
+                    count += 1
+    return count
 
 
 def keeps_one(processor: Any) -> bool:

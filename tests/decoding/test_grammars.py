@@ -142,13 +142,13 @@ def test_masks_are_computed_only_where_the_grammar_changes_the_choice(monkeypatc
     name = "nested customer"
     expected = plain_answers(0.0)[FEW.index(name)].text
     masks: list[int] = []
-    forbidden = Guide.forbidden
+    bits = Guide.bits
 
-    def counted(guide: Guide, device: torch.device, size: int) -> torch.Tensor:
+    def counted(guide: Guide) -> Any:
         masks.append(guide.length)
-        return forbidden(guide, device, size)
+        return bits(guide)
 
-    monkeypatch.setattr(Guide, "forbidden", counted)
+    monkeypatch.setattr(Guide, "bits", counted)
     for method in ("ar", "hd"):
         masks.clear()
         found = answers(method, [JSON_SCHEMAS[name]])[0]

@@ -22,7 +22,7 @@ from transformers import (
 
 from hdtool.runtime.sampling import truncation
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
-from hdtool.runtime.sampling.truncation import MOST_BY_MAXIMA, Truncation
+from hdtool.runtime.sampling.truncation import MOST_BY_MAXIMA, Truncation, allowed_scores
 
 POSITION = 3
 
@@ -74,6 +74,51 @@ def test_the_draw_is_that_of_the_processors(
     scores = torch.from_numpy(np.random.default_rng(seed).normal(size=vocabulary).astype(np.float32) * spread)
     race = ExponentialRace(seed)
     assert truncation.draw(race, POSITION, scores.numpy()) == drawn_after(made, race, scores)
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 2**32),
+    vocabulary=st.sampled_from([1, 2, 8, 41, 300, 5000]),
+    size=st.integers(-2, 2),
+    share=st.sampled_from([0.01, 0.3, 0.9]),
+    temperature=st.none() | st.floats(0.2, 2.0),
+    top_k=st.none() | st.sampled_from([1, 2, 50, MOST_BY_MAXIMA, MOST_BY_MAXIMA + 1]),
+    top_p=st.none() | st.sampled_from([1e-6, 0.5, 0.95]),
+    min_p=st.none() | st.floats(0, 0.9),
+)
+def test_a_draw_among_allowed_tokens_is_that_under_the_mask(
+    seed: int,
+    vocabulary: int,
+    size: int,
+    share: float,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+) -> None:
+    """A mask may have fewer bits than there are logits, or more."""
+    chance = np.random.default_rng(seed)
+    scores = chance.normal(size=vocabulary).astype(np.float32) * 3
+    bits = np.packbits(chance.random(max(1, vocabulary + 8 * size)) < share, bitorder="little")
+    bits[0] |= 1
+    allowed = np.unpackbits(bits, bitorder="little").astype(np.bool_)
+    allowed = np.pad(allowed, (0, max(0, vocabulary - len(allowed))))[:vocabulary]
+    tokens, found = np.empty(vocabulary, np.int64), np.empty(vocabulary, np.float32)
+    count = allowed_scores(scores.ctypes.data, vocabulary, bits, tokens, found)
+    assert tokens[:count].tolist() == np.flatnonzero(allowed).tolist()
+    made, race = processors(temperature, top_k, top_p, min_p), ExponentialRace(seed)
+    drawn = Truncation.at_end_of(made)[1].draw(race, POSITION, found[:count], tokens[:count])
+    masked = torch.from_numpy(np.where(allowed, scores, np.float32(-np.inf)))
+    assert drawn == drawn_after(made, race, masked)
+
+
+@pytest.mark.parametrize("worst", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_has_no_allowed_scores(worst: float) -> None:
+    scores, bits = np.zeros(20, np.float32), np.array([1], np.uint8)
+    scores[15] = worst
+    tokens, found = np.empty(20, np.int64), np.empty(20, np.float32)
+    assert allowed_scores(scores.ctypes.data, 20, bits, tokens, found) == -1
 
 
 @given(
