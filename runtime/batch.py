@@ -128,7 +128,8 @@ class Batch(Generic[Key]):
     def step(self) -> list[Outcome[Key]]:
         """One forward pass for all requests; those whose answers end leave the batch."""
         running = list(self._running)
-        verified = self._slots.verify([state.draft() for _, state in running])
+        trees = [state.draft() for _, state in running]
+        verified = self._slots.verify(trees, [state.walks for _, state in running])
         outcomes = []
         for slot, (_, state) in enumerate(running):
             self._target.select_slot(slot)

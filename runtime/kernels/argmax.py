@@ -56,17 +56,15 @@ class TreeLogits(torch.Tensor):
     # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    bits: LogitBits
     walk: ArgmaxWalk | None
     """The walk by arg-max, if the pass has computed it."""
 
     @classmethod
-    def of_rows(cls, memory: torch.Tensor) -> list[TreeLogits]:
-        """Views of the first 0, 1, 2 … rows of contiguous memory."""
-        views = [memory[:rows].as_subclass(cls) for rows in range(len(memory) + 1)]
-        for view in views:
-            view.bits, view.walk = bits_of(memory), None
-        return views
+    def of(cls, rows: torch.Tensor) -> TreeLogits:
+        """A view of rows of contiguous memory."""
+        made = rows.as_subclass(cls)
+        made.walk = None
+        return made
 
 
 def readable(logits: torch.Tensor) -> torch.Tensor:

@@ -244,8 +244,7 @@ class Target:
             started = time.perf_counter()
             logits = self.whole_pass.trees.logits(tree, self._cache, walks=walk)
             if logits is not None:
-                self.nodes_of_last_pass = len(tree.tokens)
-                self._count(time.perf_counter() - started)
+                self.count_pass(time.perf_counter() - started, len(tree.tokens))
                 return logits
         return self._verify_by_torch(tree)
 
@@ -260,7 +259,7 @@ class Target:
         """Wait for the captured step that still runs, if there is one."""
         if self._steps and self._runs:
             self._runs = False
-            self._count(self._steps.wait())
+            self.count_pass(self._steps.wait(), self.nodes_of_last_pass)
 
     @torch.inference_mode()
     def _captured(self, tree: DraftTree) -> torch.Tensor | None:
@@ -383,7 +382,6 @@ class Target:
         Where a token is ``certain`` after a row, the logits may be those of this token alone.
         """
         with self._row_by_row.on() if self._row_by_row.layers and mask is not None else NOTHING:
-            self.nodes_of_last_pass = -1
             started = time.perf_counter()
             logits = None
             if self.whole_pass:
@@ -392,7 +390,7 @@ class Target:
                 logits = self._pass_of_model(ids, positions, mask, cache, **options)
             if self._is_cuda:
                 torch.cuda.synchronize(self.device)
-            self._count(time.perf_counter() - started)
+            self.count_pass(time.perf_counter() - started)
         return logits
 
     def _pass_of_model(
@@ -414,9 +412,11 @@ class Target:
         if self.whole_pass:
             self.whole_pass.check_again()
 
-    def _count(self, seconds: float) -> None:
+    def count_pass(self, seconds: float, nodes: int = -1) -> None:
+        """Count a forward pass over a tree of so many nodes, -1 for any other."""
         self.seconds_in_model += seconds
         self.passes += 1
+        self.nodes_of_last_pass = nodes
 
     @torch.inference_mode()
     def _check_trees(self) -> None:

@@ -160,8 +160,9 @@ class Bench:
             if self.loaded.target.whole_pass:
                 compute = marks.around(layer_stack.compute_pass, _is_whole_step)
                 patches.enter_context(mock.patch.object(layer_stack, "compute_pass", compute))
-                compute = marks.around(tree_pass.compute_tree, lambda *_: True)
-                patches.enter_context(mock.patch.object(tree_pass, "compute_tree", compute))
+                for name in ("compute_tree", "compute_trees"):
+                    compute = marks.around(getattr(tree_pass, name), lambda *_: True)
+                    patches.enter_context(mock.patch.object(tree_pass, name, compute))
             else:  # a model with another ``forward`` has no whole passes
                 forward = marks.around(model.forward, _is_forward_step)
                 patches.enter_context(mock.patch.object(model, "forward", forward))

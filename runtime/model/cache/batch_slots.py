@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache, StaticKVCache
+from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.model.step_input import TreeInput
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
@@ -27,6 +29,7 @@ class BatchSlots:
         self._caches: list[StaticKVCache] = []
         self._pending: list[int] = []
         self._input = TreeInput(target.device)
+        self._pass: TreePass | None = None
         self._allocate(0)
 
     @torch.inference_mode()
@@ -66,20 +69,46 @@ class BatchSlots:
         target.all_hidden = all_hidden  # the drafters of the other slots still read theirs
         return logits
 
-    @torch.inference_mode()
-    def verify(self, trees: Sequence[DraftTree]) -> list[torch.Tensor]:
-        """Verify one tree in each of the first slots: logits ``[1 + nodes, vocabulary]`` for each."""
-        target = self._target
+    def verify(self, trees: Sequence[DraftTree], walks: Sequence[bool] = ()) -> list[torch.Tensor]:
+        """Verify one tree in each of the first slots: logits ``[1 + nodes, vocabulary]`` for each.
+
+        They are valid until the next call. Where ``walks`` says so, a compiled pass computes the walk by arg-max, too.
+        """
         lengths = [cache.length for cache, _ in zip(self._caches, trees, strict=False)]
         if max(lengths) + LARGEST_TREE >= self._storage.capacity:
             self._provide(max(lengths) + max(ROOM, max(lengths) // 2))
+        self._pending[: len(trees)] = [1] * len(trees)
+        found = self._in_one_call(trees, lengths, walks or [False] * len(trees))
+        return found or self._verify_by_torch(trees, lengths)
+
+    def _in_one_call(
+        self, trees: Sequence[DraftTree], lengths: Sequence[int], walks: Sequence[bool]
+    ) -> Sequence[torch.Tensor] | None:
+        """Verify the trees in one compiled call; None where that cannot be."""
+        whole = self._target.whole_pass
+        if not whole:
+            return None
+        if self._pass is None:
+            self._pass = TreePass(whole, self._size)
+        started = time.perf_counter()
+        found = self._pass.logits_of_batch(trees, self._storage, lengths, walks)
+        if found:
+            self._target.count_pass(time.perf_counter() - started)
+            self._note_used(lengths, max(map(len, found)))
+        return found
+
+    def _note_used(self, lengths: Sequence[int], rows: int) -> None:
+        for cache, length in zip(self._caches, lengths, strict=False):
+            cache.used = max(cache.used, length + rows)
+
+    @torch.inference_mode()
+    def _verify_by_torch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> list[torch.Tensor]:
+        target = self._target
         mask = target.masks.of_batch(trees, lengths)
         ids, positions = self._input.of_batch(trees, lengths)
         most = ids.shape[1]
-        for cache, length in zip(self._caches, lengths, strict=False):
-            cache.used = max(cache.used, length + most)
+        self._note_used(lengths, most)
         logits = target.run(ids, positions, mask, SlotKVCache(self._storage, lengths, most))
-        self._pending[: len(trees)] = [1] * len(trees)
         return [logits[slot, : len(tree) + 1] for slot, tree in enumerate(trees)]
 
     def commit(self, slot: int, path: Sequence[int]) -> None:

@@ -127,12 +127,19 @@ class LayerStack:
         """Whether a pass over so many sequences and new tokens of each, in float32, is computed in compiled code."""
         return (
             isinstance(cache, StaticKVCache | SlotKVCache)
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
             and self._takes_rows(slots, new, cache)
             and self._takes_mask(slots, new, mask, cache.length + new)
             and self._pays(slots * new, cache.length)
+            and self.is_usable
+        )
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the model is the recorded one, and passes may be computed for it here and now."""
+        return (
+            not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.compiler.is_compiling()
             and self._unchanged()
             and self._is_masked_attention()
         )

@@ -31,7 +31,6 @@ from hdtool.runtime.kernels.fused.passes import (
     embedding_of,
 )
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, form_of
-from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.fused.layer_parts import epsilon_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack
 from hdtool.runtime.model.fused.tree_pass import TreePass
@@ -60,6 +59,8 @@ class WholePass:
         self._positions = torch.empty(0), torch.empty(0)
         self._ends: Numbers | None = None
         """Addresses that are the same in all passes of an answer."""
+        self.checks = 0
+        """How often the model was to be compared."""
         self.trees = TreePass(self)
 
     @property
@@ -81,7 +82,7 @@ class WholePass:
         """Before the next pass, compare modules and weights with the recorded ones."""
         self._unchanged.check_again()
         self._ends = None
-        self.trees.restart()
+        self.checks += 1
 
     @property
     def outs(self) -> int:
@@ -147,9 +148,14 @@ class WholePass:
             self._ends = made
         return self._ends.copy()
 
-    def has_own_products(self, cache: StaticKVCache, rows: int) -> bool:
-        """Whether all of a pass over a tree with so many rows is in compiled code."""
-        return self._unchanged() and self.stack.takes_pass(1, 1, None, cache) and self._products_are_own(rows, rows)
+    @property
+    def is_usable(self) -> bool:
+        """Whether the model is the recorded one, and passes may be computed for it here and now."""
+        return self._unchanged() and self.stack.is_usable
+
+    def has_own_products(self, rows: int) -> bool:
+        """Whether all of a pass over trees with so many rows is in compiled code."""
+        return self.stack.takes_number(rows) and self._products_are_own(rows, rows)
 
     def _products_are_own(self, rows: int, last: int) -> bool:
         """Whether the products of so many rows, and that of the output layer for the ``last`` of them, are our own."""
