@@ -28,6 +28,15 @@ def has_feature(feature: str) -> bool:
         return False
 
 
+def _name_of_cpu() -> str:
+    try:
+        return str(binding.get_host_cpu_name())
+    except RuntimeError:
+        return ""
+
+
+CPU = _name_of_cpu()
+"""The name that LLVM has for this kind of processor."""
 EXPANDS_FLOAT16 = has_feature("f16c") or has_feature("avx512f") or machine().lower() in ("aarch64", "arm64")
 """Whether the processor converts float16; elsewhere the compiler calls a function of a library that may be missing."""
 PAUSE = "llvm.x86.sse2.pause" if has_feature("sse2") else None

@@ -31,14 +31,16 @@ from hdtool.runtime.kernels.int8.quantized_rows import CORRECTIONS, RECORD, SCAL
 from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.tile_choice import Tile
-from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, HALF, INDEX, OCTET, SHORT
+from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, OCTET, SHORT
 
 LOW_BITS = 4
 SIGN = 128
 """The highest bit of an octet: with it inverted, a level of eight bits is a signed number, 128 less."""
-PREFETCHED_BY_ONE_ROW, PREFETCHED = 1024, 8192
-"""Bytes from what is read to what is prefetched. A single input row reads as fast as memory allows, which is what the
-processor prefetches by itself; more of them compute meanwhile, and it stops too early."""
+PREFETCHED = 8192
+"""Bytes from what is read to what is prefetched."""
+PREFETCHED_BY_ONE_ROW = PREFETCHED if CPU == "znver5" else 1024
+"""The same for a single input row. Zen 4 prefetches by itself as fast as memory allows while little is computed. Zen 5
+does not: a pass of SmolLM2 took 3.3 ms with 1,024 bytes, 2.7 with 4,096, 2.6 with 8,192 and 2.8 with 16,384."""
 FEWEST_ROWS_AHEAD = 2
 """Input rows from which on the longer distance is used."""
 MOST_ROWS = 8 if PANEL_ROWS == 16 else 4
