@@ -58,18 +58,20 @@ class Answer:
         self._stop = stop
 
     def __iter__(self) -> Iterator[str]:
-        for text, _ in before_stop(self._pieces(), self._stop):
-            yield text
+        if not self._stop:
+            return (text for text in self._texts() if text)
+        pieces = ((text, SourceName.NONE) for text in self._texts())
+        return (text for text, _ in before_stop(pieces, self._stop))
 
     def by_source(self) -> Iterator[Piece]:
         """Generate the answer and yield the text of each token with the source that drafted it."""
         return before_stop(self._pieces_by_source(), self._stop)
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _texts(self) -> Iterator[str]:
         text = TextStream(self._tokenizer)
         for step in self._counted():
-            yield text.add(step.tokens), SourceName.NONE
-        yield text.end(), SourceName.NONE
+            yield text.add(step.tokens)
+        yield text.end()
 
     def _pieces_by_source(self) -> Iterator[Piece]:
         text = TextStream(self._tokenizer)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import get_num_threads, is_autocast_enabled
 
 from hdtool.runtime.accept import NOTHING_CERTAIN, walk
 from hdtool.runtime.kernels.argmax import INFINITY, ArgmaxWalk, TreeLogits
@@ -158,13 +159,13 @@ class TreePass:
 
     def _takes(self, storage: KVTensors, rows: int, end: int) -> bool:
         """Whether a pass of so many rows, up to a position of the KV cache, is computed here."""
-        threads = torch.get_num_threads()
+        threads = get_num_threads()
         if self._storage is not storage or self._threads != threads or self._checks != self._whole.checks:
             self._prepare(storage, threads)
         own = self._own.get(rows)
         if own is None:
             own = self._own[rows] = self._whole.has_own_products(rows)
-        return own and end <= storage.capacity and not torch.is_autocast_enabled("cpu")
+        return own and end <= storage.capacity and not is_autocast_enabled("cpu")
 
     @torch.inference_mode()
     def _prepare(self, storage: KVTensors, threads: int) -> None:
