@@ -129,7 +129,8 @@ class Batch(Generic[Key]):
         """One forward pass for all requests; those whose answers end leave the batch."""
         running = list(self._running)
         trees = [state.draft() for _, state in running]
-        verified = self._slots.verify(trees, [state.walks for _, state in running])
+        ranks = any(state.ranks for _, state in running)
+        verified = self._slots.verify(trees, [state.walks for _, state in running], rank=ranks)
         outcomes = []
         for slot, (_, state) in enumerate(running):
             self._target.select_slot(slot)

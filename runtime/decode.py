@@ -74,7 +74,8 @@ class DecodeState:
         self._sampler, self._stops, self._drafter = sampler, stops, drafter or NoDraft()
         self.walks = sampler.only_argmax or sampler.mask is not None
         """Whether acceptance begins with a walk by arg-max."""
-        self._needs_all_logits = not sampler.takes_the_only_token or reads_logits(self._drafter)
+        self.ranks = reads_logits(self._drafter)
+        self._needs_all_logits = not sampler.takes_the_only_token or self.ranks
         self._tree = DraftTree.bare(prompt[-1])
         self._is_first = True
         self._started = self._draft_end = self._seconds_in_model = 0.0
@@ -172,7 +173,7 @@ def decode(
         prediction=prediction,
     )
     read = partial(target.prefill, reuse=prefix_caching)
-    verify = partial(target.verify, wait=False, walk=state.walks)
+    verify = partial(target.verify, wait=False, walk=state.walks, rank=state.ranks)
 
     def finish(logits: torch.Tensor) -> Step:
         accepted, logits = state.accept(logits, target.recompute)

@@ -55,6 +55,7 @@ class NoDraft:
     """Plain decoding: every tree is empty."""
 
     seconds: Mapping[SourceName, float] = {}
+    reads_logits = False
 
     def begin(self, prompt: Sequence[int]) -> None:
         pass

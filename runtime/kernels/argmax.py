@@ -58,12 +58,14 @@ class TreeLogits(torch.Tensor):
 
     walk: ArgmaxWalk | None
     """The walk by arg-max, if the pass has computed it."""
+    maxima: Array | None
+    """What top-k needs of each row, if the pass has computed it."""
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> TreeLogits:
         """A view of rows of contiguous memory."""
         made = rows.as_subclass(cls)
-        made.walk = None
+        made.walk = made.maxima = None
         return made
 
 

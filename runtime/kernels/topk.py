@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hdtool.runtime.kernels.argmax import TreeLogits
 from hdtool.runtime.kernels.compiled import Array, compiled
 
 LANES = 16
@@ -21,6 +22,7 @@ MOST_LEVELS = 8
 COMPARABLE = torch.float32, torch.float64
 """Logits of other dtypes are converted to float32: NumPy has no bfloat16."""
 NO_TOKEN, NO_LOGIT = -1, -np.inf
+NOT_FOLDED = np.empty((0, 0), np.float32)
 
 
 class Logits(torch.Tensor):
@@ -80,20 +82,38 @@ def _comparable(logits: torch.Tensor) -> Array:
     return logits.numpy()
 
 
-def for_topk(logits: torch.Tensor) -> torch.Tensor | Array:
+class FoldedLogits:
+    """Logits with the maxima of their parts, which a pass has computed while it had them in the cache."""
+
+    def __init__(self, numbers: Array, maxima: Array) -> None:
+        """``maxima`` are those that ``fold`` writes for each row."""
+        self.numbers, self.maxima = numbers, maxima
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, rows: slice) -> FoldedLogits:
+        return FoldedLogits(self.numbers[rows], self.maxima[rows])
+
+
+def for_topk(logits: torch.Tensor) -> torch.Tensor | Array | FoldedLogits:
     """The form of the logits from which rows are selected fastest before ``topk``: on a CPU, a NumPy view."""
+    if isinstance(logits, TreeLogits) and logits.maxima is not None:
+        return FoldedLogits(logits.numpy(), logits.maxima)
     return _comparable(logits) if logits.device.type == "cpu" and logits.dtype == torch.float32 else logits
 
 
-def topk(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
+def topk(logits: torch.Tensor | Array | FoldedLogits, most: int) -> tuple[Array, Array]:
     """The top ``most`` tokens of each row, best first, and their logits; padded with -1 and -inf."""
     tokens, scores = np.empty((len(logits), most), np.int64), np.empty((len(logits), most), np.float32)
-    if isinstance(logits, np.ndarray):
-        write_topk(np.ascontiguousarray(logits), tokens, scores)
+    if isinstance(logits, FoldedLogits):
+        write_topk(logits.numbers, tokens, scores, logits.maxima)
+    elif isinstance(logits, np.ndarray):
+        write_topk(np.ascontiguousarray(logits), tokens, scores, NOT_FOLDED)
     elif logits.device.type == "cpu":
         # Torch takes ten times as long for this on a CPU.
         single = logits if logits.dtype == torch.float32 else logits.float()
-        write_topk(np.ascontiguousarray(_comparable(single)), tokens, scores)
+        write_topk(np.ascontiguousarray(_comparable(single)), tokens, scores, NOT_FOLDED)
     else:
         tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
         best = logits.detach().float().topk(min(most, logits.shape[-1]))
@@ -105,23 +125,29 @@ def topk(logits: torch.Tensor | Array, most: int) -> tuple[Array, Array]:
 
 
 @compiled
-def write_topk(logits: Array, tokens: Array, scores: Array) -> None:
-    """Top-k by a tree of maxima: the top k values lie below the k highest maxima of the last level."""
+def write_topk(logits: Array, tokens: Array, scores: Array, folded: Array) -> None:
+    """Top-k by a tree of maxima: the top k values lie below the k highest maxima of the last level.
+
+    ``folded`` are the maxima of the first level of each row, if they are known.
+    """
     vocabulary, most = logits.shape[1], scores.shape[1]
     begins, last = _levels(vocabulary, most)
     maxima, best = np.empty(begins[last + 1], np.float32), np.empty(most, np.float32)
     above, below = np.empty(vocabulary + BLOCK, np.int32), np.empty(vocabulary + BLOCK, np.int32)
     tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
     for row in range(len(logits)):
-        values = logits[row]
-        for level in range(1, last + 1):
+        first = folded[row] if len(folded) > 0 else maxima[: begins[2]]
+        if len(folded) == 0:
+            fold(logits[row], first)
+        values = first
+        for level in range(2, last + 1):
             highest = maxima[begins[level] : begins[level + 1]]
-            _fold(values, highest)
+            fold(values, highest)
             values = highest
         least = _kth_highest(values, best)
         found = _indices_of(values, least, above)
         for level in range(last - 1, -1, -1):
-            values = maxima[begins[level] : begins[level + 1]] if level else logits[row]
+            values = maxima[begins[level] : begins[level + 1]] if level > 1 else first if level else logits[row]
             found = _indices_below(above[:found], values, least, below)
             above, below = below, above
         for token in above[:found]:
@@ -132,22 +158,22 @@ def write_topk(logits: Array, tokens: Array, scores: Array) -> None:
 def _levels(vocabulary: int, most: int) -> tuple[Array, int]:
     """The offset of each level in the array of maxima, with the end of the last one, and the number of levels."""
     begins = np.zeros(MOST_LEVELS + 2, np.int64)
-    size, level = _folded(vocabulary), 1
+    size, level = folded_size(vocabulary), 1
     begins[2] = size
-    while level < MOST_LEVELS and _folded(size) >= MAXIMA_PER_TOKEN * most and _folded(size) < size:
-        size, level = _folded(size), level + 1
+    while level < MOST_LEVELS and folded_size(size) >= MAXIMA_PER_TOKEN * most and folded_size(size) < size:
+        size, level = folded_size(size), level + 1
         begins[level + 1] = begins[level] + size
     return begins, level
 
 
 @compiled
-def _folded(size: int) -> int:
+def folded_size(size: int) -> int:
     """The number of maxima of ``size`` values."""
     return -(-size // BLOCK) * LANES
 
 
 @compiled
-def _fold(values: Array, highest: Array) -> None:
+def fold(values: Array, highest: Array) -> None:
     """The maxima of the columns of each part, read as a matrix of ``FOLD`` rows and ``LANES`` columns."""
     whole = len(values) // BLOCK
     for number in range(whole):

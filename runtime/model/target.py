@@ -225,11 +225,12 @@ class Target:
                 file=sys.stderr,
             )
 
-    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False) -> torch.Tensor:
+    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False, rank: bool = False) -> torch.Tensor:
         """Verify all drafts in one pass: logits ``[1 + nodes, vocabulary]`` after the root and each node.
 
         The logits are valid until the next call. Without ``wait``, a captured step may still run when this returns:
-        its logits are there after a call of ``wait``. With ``walk``, a compiled pass computes the walk by arg-max, too.
+        its logits are there after a call of ``wait``. With ``walk``, a compiled pass computes the walk by arg-max, too,
+        and with ``rank`` what top-k needs of each row.
         """
         self._pending, self._tree = [tree.root], tree
         if self._steps:
@@ -242,7 +243,7 @@ class Target:
                 return logits
         if self.whole_pass:
             started = time.perf_counter()
-            logits = self.whole_pass.trees.logits(tree, self._cache, walks=walk)
+            logits = self.whole_pass.trees.logits(tree, self._cache, walks=walk, ranks=rank)
             if logits is not None:
                 self.count_pass(time.perf_counter() - started, len(tree.tokens))
                 return logits

@@ -146,7 +146,7 @@ class LeadingTarget(Target):
         self._broadcast("prefill", list(context), room)
         return super().prefill(context, room)
 
-    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False) -> torch.Tensor:
+    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False, rank: bool = False) -> torch.Tensor:
         self._broadcast("verify", tree)
         return super().verify(tree)
 

@@ -143,7 +143,7 @@ def _draw_from_top(
     if not is_finite:
         return -1
     top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
-    write_topk(scores.reshape(1, -1), top, values)
+    write_topk(scores.reshape(1, -1), top, values, np.empty((0, 0), np.float32))
     tokens = top[0, :top_k]
     if values[0, top_k] == values[0, top_k - 1]:
         tokens = np.nonzero(scores >= values[0, top_k])[0]

@@ -221,11 +221,11 @@ methods.cost_here = lambda target, batch: CostCurve.parse("0:1,64:2")
 verify = BatchSlots.verify
 said = []
 
-def slowly(self, *given):
+def slowly(self, *given, **named):
     if not said:
         said.append(print("begun", file=sys.stderr, flush=True))
     time.sleep(0.05)
-    return verify(self, *given)
+    return verify(self, *given, **named)
 
 BatchSlots.verify = slowly
 main()

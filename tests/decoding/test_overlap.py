@@ -30,8 +30,8 @@ class Noted(Target):
 
     notes: list[str]
 
-    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False) -> torch.Tensor:
-        logits = super().verify(tree, wait=wait, walk=walk)
+    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False, rank: bool = False) -> torch.Tensor:
+        logits = super().verify(tree, wait=wait, walk=walk, rank=rank)
         self.notes.append("started")
         return logits
 

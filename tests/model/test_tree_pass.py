@@ -15,6 +15,7 @@ from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.argmax import TreeLogits
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice
+from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, for_topk, topk
 from hdtool.runtime.model.cache import kv_cache
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, StaticKVCache
 from hdtool.runtime.model.target import Target
@@ -101,7 +102,7 @@ def test_a_pass_that_cannot_be_computed_here_is_that_of_torch(target: Target) ->
     expected = target.verify(TREE).clone()
     assert target.whole_pass
     with torch.autocast("cpu", torch.bfloat16):
-        assert target.whole_pass.trees.logits(TREE, target._cache, walks=False) is None
+        assert target.whole_pass.trees.logits(TREE, target._cache, walks=False, ranks=False) is None
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3 - min(2, threads))
@@ -109,9 +110,9 @@ def test_a_pass_that_cannot_be_computed_here_is_that_of_torch(target: Target) ->
     finally:
         torch.set_num_threads(threads)
     unknown = DraftTree.of(TREE.root, [VOCABULARY], [ROOT])
-    assert target.whole_pass.trees.logits(unknown, target._cache, walks=False) is None
+    assert target.whole_pass.trees.logits(unknown, target._cache, walks=False, ranks=False) is None
     length, target._cache.length = target._cache.length, target._cache.capacity - 3
-    assert target.whole_pass.trees.logits(TREE, target._cache, walks=False) is None
+    assert target.whole_pass.trees.logits(TREE, target._cache, walks=False, ranks=False) is None
     target._cache.length = length
 
 
@@ -144,3 +145,31 @@ def test_words_that_do_not_fit_are_moved_by_torch() -> None:
     assert cache.storage.places is None
     cache.commit(1, [1, 4])
     assert kv_cache.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
+
+
+@given(tree=trees(VOCABULARY, most=24), certain=st.booleans(), most=st.sampled_from([1, 3, 8]))
+def test_rankings_are_those_of_the_logits(target: Target, tree: DraftTree, certain: bool, most: int) -> None:
+    rows = [row for row in range(len(tree) + 1) if not certain or row % 3 != 1]
+    if certain:
+        tree = with_certain(tree, [3 if row % 3 == 1 else OPEN for row in range(len(tree) + 1)])
+    found = target.verify(tree, rank=True)
+    assert isinstance(found, TreeLogits) and found.maxima is not None
+    tokens, scores = topk(for_topk(found), most)
+    expected = topk(found.clone(), most)
+    assert tokens[rows].tolist() == expected[0][rows].tolist()
+    assert scores[rows].tolist() == expected[1][rows].tolist()
+    some = topk(for_topk(found)[rows[-1] : rows[-1] + 1], most)
+    assert some[0].tolist() == expected[0][rows[-1] :][:1].tolist()
+
+
+@pytest.mark.parametrize("vocabulary", [1, 127, 128, 129, 1000, 4096 + 5])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_that_are_folded_in_parts_have_the_same_maxima(vocabulary: int, rows: int) -> None:
+    numbers = np.random.default_rng(vocabulary).normal(size=(rows, vocabulary)).astype(np.float32)
+    maxima = np.empty((rows, folded_size(vocabulary)), np.float32)
+    for row in range(rows):
+        for first in range(0, vocabulary, 2 * BLOCK):
+            part = numbers[row, first : first + 2 * BLOCK]
+            fold(part, maxima[row, first // FOLD : first // FOLD + folded_size(len(part))])
+    found, expected = topk(FoldedLogits(numbers, maxima), 5), topk(torch.from_numpy(numbers), 5)
+    assert found[0].tolist() == expected[0].tolist()

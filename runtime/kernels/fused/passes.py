@@ -31,15 +31,18 @@ from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE, block_numbers, unpack_r
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.product_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.team import multiply_together
+from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, COSINES, SINES, KNOWN = range(8)
 """Addresses of the token ids and positions; of ``embedding_of`` a format, and of the matrix of embeddings, with its
 rows; of the tables of rotary positions, with their rows."""
-NORM, FIRST, PROJECT, PROJECTION, OUTS, BIAS, LOGITS = range(8, 15)
+NORM, FIRST, PROJECT, PROJECTION, OUTS, BIAS, LOGITS, MAXIMA = range(8, 16)
 """The address of the last norm's weight; the first row of each sequence whose logits are computed; of the output layer,
-the addresses of the product and the matrix, the rows of it, and the address of its bias; and the address of the logits,
-0 for none."""
-END_FIELDS = LOGITS + 1
+the addresses of the product and the matrix, the rows of it, and the address of its bias; and the addresses of the
+logits and of the maxima that ``fold`` writes for them, 0 for none."""
+END_FIELDS = MAXIMA + 1
+IN_CACHE = 1 << 17
+"""Logits of all rows that are folded before the processor's cache of the second level is full of later ones."""
 
 
 def embedding_of(kind: Any, size: int) -> Any:
@@ -110,9 +113,37 @@ def _write_logits(shape: Numbers, ends: Numbers, epsilon: Any, hidden: int, scra
     for slot in range(shape[SLOTS]):
         read = hidden + (slot * shape[NEW] + ends[FIRST]) * width * ITEM_SIZE
         norm_rows(read, count, width, ends[NORM], epsilon, scratch + slot * count * width * ITEM_SIZE)
-    rows = shape[SLOTS] * count
-    layer = ends[PROJECT], ends[PROJECTION], ends[OUTS], width, scratch, rows, ends[LOGITS], ends[BIAS]
-    multiply_together(shape[TEAM], shape[THREADS], *layer)
+    _project(shape, ends, shape[SLOTS] * count, scratch)
+
+
+@compiled
+def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
+    """Write the logits of normed rows, and their maxima if these are wanted."""
+    width, outs = shape[HIDDEN], ends[OUTS]
+    layer = ends[PROJECT], ends[PROJECTION], outs, width, normed, rows, ends[LOGITS], ends[BIAS]
+    if not rows:
+        return
+    if not ends[MAXIMA]:
+        multiply_together(shape[TEAM], shape[THREADS], *layer)
+        return
+    logits, maxima = array_at(ends[LOGITS], (rows, outs), types.float32), folded_rows(ends, rows)
+    if shape[TEAM]:
+        multiply_together(shape[TEAM], shape[THREADS], *layer)
+        for row in range(rows):
+            fold(logits[row], maxima[row])
+        return
+    size = max(1, IN_CACHE // (rows * BLOCK)) * BLOCK
+    for first in range(0, outs, size):
+        end = min(outs, first + size)
+        call_at(*layer, first, end)
+        for row in range(rows):
+            fold(logits[row, first:end], maxima[row, first // FOLD : first // FOLD + folded_size(end - first)])
+
+
+@compiled
+def folded_rows(ends: Numbers, rows: int) -> npt.NDArray[np.float32]:
+    """The maxima of so many rows."""
+    return array_at(ends[MAXIMA], (rows, folded_size(ends[OUTS])), types.float32)
 
 
 @compiled
@@ -130,14 +161,16 @@ def _write_open_logits(
             written = scratch + count * width * ITEM_SIZE
             norm_rows(hidden + row * width * ITEM_SIZE, 1, width, ends[NORM], epsilon, written)
             count += 1
-    layer = ends[PROJECT], ends[PROJECTION], outs, width, scratch, count, ends[LOGITS], ends[BIAS]
-    if count:
-        multiply_together(shape[TEAM], shape[THREADS], *layer)
+    _project(shape, ends, count, scratch)
+    folded = folded_size(outs)
     for row in range(rows - 1, -1, -1):
         if certain[row] < 0:
             count -= 1
             if count < row:
                 copy_numbers(ends[LOGITS] + count * outs * ITEM_SIZE, outs, ends[LOGITS] + row * outs * ITEM_SIZE)
+            if count < row and ends[MAXIMA]:
+                of_row = ends[MAXIMA] + row * folded * ITEM_SIZE
+                copy_numbers(ends[MAXIMA] + count * folded * ITEM_SIZE, folded, of_row)
     states = array_at(hidden, (rows, width), types.float32)
     logits = array_at(ends[LOGITS], (rows, outs), types.float32)
     for row in range(rows):

@@ -69,20 +69,23 @@ class BatchSlots:
         target.all_hidden = all_hidden  # the drafters of the other slots still read theirs
         return logits
 
-    def verify(self, trees: Sequence[DraftTree], walks: Sequence[bool] = ()) -> list[torch.Tensor]:
+    def verify(
+        self, trees: Sequence[DraftTree], walks: Sequence[bool] = (), *, rank: bool = False
+    ) -> list[torch.Tensor]:
         """Verify one tree in each of the first slots: logits ``[1 + nodes, vocabulary]`` for each.
 
-        They are valid until the next call. Where ``walks`` says so, a compiled pass computes the walk by arg-max, too.
+        They are valid until the next call. Where ``walks`` says so, a compiled pass computes the walk by arg-max, too,
+        and with ``rank`` what top-k needs of each row.
         """
         lengths = [cache.length for cache, _ in zip(self._caches, trees, strict=False)]
         if max(lengths) + LARGEST_TREE >= self._storage.capacity:
             self._provide(max(lengths) + max(ROOM, max(lengths) // 2))
         self._pending[: len(trees)] = [1] * len(trees)
-        found = self._in_one_call(trees, lengths, walks or [False] * len(trees))
+        found = self._in_one_call(trees, lengths, walks or [False] * len(trees), rank)
         return found or self._verify_by_torch(trees, lengths)
 
     def _in_one_call(
-        self, trees: Sequence[DraftTree], lengths: Sequence[int], walks: Sequence[bool]
+        self, trees: Sequence[DraftTree], lengths: Sequence[int], walks: Sequence[bool], rank: bool
     ) -> Sequence[torch.Tensor] | None:
         """Verify the trees in one compiled call; None where that cannot be."""
         whole = self._target.whole_pass
@@ -91,7 +94,7 @@ class BatchSlots:
         if self._pass is None:
             self._pass = TreePass(whole, self._size)
         started = time.perf_counter()
-        found = self._pass.logits_of_batch(trees, self._storage, lengths, walks)
+        found = self._pass.logits_of_batch(trees, self._storage, lengths, walks, ranks=rank)
         if found:
             self._target.count_pass(time.perf_counter() - started)
             self._note_used(lengths, max(map(len, found)))

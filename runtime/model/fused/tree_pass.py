@@ -28,10 +28,20 @@ from hdtool.runtime.kernels.fused.layers import (
     SLOTS,
     TEAM,
 )
-from hdtool.runtime.kernels.fused.passes import END_FIELDS, IDS, LOGITS, OUTS, POSITIONS, compute_pass, pass_numbers
+from hdtool.runtime.kernels.fused.passes import (
+    END_FIELDS,
+    IDS,
+    LOGITS,
+    MAXIMA,
+    OUTS,
+    POSITIONS,
+    compute_pass,
+    pass_numbers,
+)
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.team import ALONE, team_of
+from hdtool.runtime.kernels.topk import folded_size
 from hdtool.runtime.model.attention_masks import hide_non_ancestors
 from hdtool.runtime.model.step_input import fill_tree
 from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
@@ -63,6 +73,7 @@ TREE_PASS = np.dtype(
         ("ids", np.int64),
         ("positions", np.int64),
         ("certain", np.int64),
+        ("maxima", np.int64),  # what top-k needs of each row
         ("walked", np.int64),  # the tokens of each slot's walk by arg-max, and the nodes that drafted them
     ],
     align=True,
@@ -96,14 +107,15 @@ class TreePass:
         self._own: dict[int, bool] = {}
         """Whether all products of a pass with so many rows are our own."""
         self._logits = torch.empty(0)
+        self._maxima: Array = np.empty((0, 0), np.float32)
         self._views: dict[tuple[int, int], TreeLogits] = {}
         """Logits by their first row and their number."""
 
-    def logits(self, tree: DraftTree, cache: StaticKVCache, *, walks: bool) -> TreeLogits | None:
+    def logits(self, tree: DraftTree, cache: StaticKVCache, *, walks: bool, ranks: bool) -> TreeLogits | None:
         """The logits ``[rows, vocabulary]`` of the root and the nodes, valid until the next call.
 
         After a row with a certain token, they are those of this token alone. None for a pass that is not computed here.
-        With ``walks``, the walk by arg-max is computed, too.
+        With ``walks``, the walk by arg-max is computed, too, and with ``ranks`` what top-k needs of each row.
         """
         tokens, length = tree.tokens, cache.length
         rows = len(tokens) + 1
@@ -111,7 +123,7 @@ class TreePass:
         if not self._takes(cache.storage, rows, end):
             return None
         certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
-        given = tree.root, tokens, tree.parents, certain, length, walks
+        given = tree.root, tokens, tree.parents, certain, length, walks, ranks
         if self._threads == 1:
             found, finite = compute_tree(self._at, 0, *given)
         else:
@@ -124,10 +136,17 @@ class TreePass:
         self._whole.stack.passes += 1
         logits = self._view(0, rows)
         logits.walk = ArgmaxWalk(*self._walked[0, :, :found].tolist(), finite) if walks else None
+        logits.maxima = self._maxima[:rows] if ranks else None
         return logits
 
     def logits_of_batch(
-        self, trees: Sequence[DraftTree], storage: KVTensors, lengths: Sequence[int], walks: Sequence[bool]
+        self,
+        trees: Sequence[DraftTree],
+        storage: KVTensors,
+        lengths: Sequence[int],
+        walks: Sequence[bool],
+        *,
+        ranks: bool,
     ) -> list[TreeLogits] | None:
         """The same for a tree in each of the first slots."""
         rows = max(len(tree.tokens) for tree in trees) + 1
@@ -142,7 +161,7 @@ class TreePass:
         )
         nodes = [np.concatenate(parts) for parts in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True)]
         with self._team() as team:
-            known = compute_trees(self._at, team, heads, *nodes, _certain_of(trees), rows, self._found)
+            known = compute_trees(self._at, team, heads, *nodes, _certain_of(trees), rows, ranks, self._found)
         if not known:
             return None
         self._whole.stack.passes += 1
@@ -151,6 +170,7 @@ class TreePass:
             logits = self._view(slot * rows, len(tree.tokens) + 1)
             walked = self._walked[slot, :, :length].tolist()
             logits.walk = ArgmaxWalk(*walked, bool(finite)) if walks[slot] else None
+            logits.maxima = self._maxima[slot * rows : slot * rows + len(logits)] if ranks else None
             found.append(logits)
         return found
 
@@ -186,6 +206,7 @@ class TreePass:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
             if not len(self._logits):
                 self._logits = torch.empty(rows, whole.outs)
+                self._maxima = memory["maxima"] = np.empty((rows, folded_size(whole.outs)), np.float32)
             memory["hidden"] = torch.empty(rows, stack.width).numpy()
             memory["scratch"] = torch.empty(pass_numbers(shape, capacity)).numpy()
             memory["mask"] = torch.zeros(rows, capacity).numpy()  # pages that nobody writes take no memory
@@ -213,7 +234,7 @@ def _certain_of(trees: Sequence[DraftTree]) -> Array:
 
 @compiled
 def compute_tree(
-    at: int, team: int, root: int, tokens: Array, parents: Array, certain: Array, length: int, walks: bool
+    at: int, team: int, root: int, tokens: Array, parents: Array, certain: Array, length: int, walks: bool, ranks: bool
 ) -> tuple[int, bool]:
     """Compute a pass by the record at an address.
 
@@ -223,7 +244,7 @@ def compute_tree(
     """
     own, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
     _place_tree(own, 0, root, tokens, parents, length, rows)
-    if not _compute(own, team, 1, rows, certain):
+    if not _compute(own, team, 1, rows, certain, ranks):
         return -1, False
     return _walk(own, 0, rows, certain, tokens, parents) if walks else (0, True)
 
@@ -237,6 +258,7 @@ def compute_trees(
     parents: Array,
     certain: Array,
     rows: int,
+    ranks: bool,
     found: Array,
 ) -> bool:
     """The same for a tree in each slot, padded to so many rows; ``found`` gets the walks of those that ``WALKS`` names.
@@ -256,7 +278,7 @@ def compute_trees(
             of_rows[slot * rows + row] = only
             skips |= only != OPEN
         first += nodes
-    if not _compute(own, team, slots, rows, of_rows if skips else of_rows[:0]):
+    if not _compute(own, team, slots, rows, of_rows if skips else of_rows[:0], ranks):
         return False
     first = 0
     for slot in range(slots):
@@ -292,8 +314,9 @@ def _place_tree(own: Any, slot: int, root: int, tokens: Array, parents: Array, l
 
 
 @compiled
-def _compute(own: Any, team: int, slots: int, rows: int, certain: Array) -> bool:
+def _compute(own: Any, team: int, slots: int, rows: int, certain: Array, ranks: bool) -> bool:
     shape = own.shape
+    own.ends[MAXIMA] = own.maxima if ranks else 0
     shape[SLOTS], shape[NEW], shape[TEAM] = slots, rows, team
     shape[MASK], shape[MASK_SLOT], shape[MASK_ROW] = own.mask if rows > 1 else 0, ROWS * own.mask_width, own.mask_width
     layers, starts = array_at(own.layers, (own.used, FIELDS), np.int64), array_at(own.starts, slots, np.int64)
@@ -315,5 +338,5 @@ def compile_tree_passes() -> None:
         record[name] = numbers.ctypes.data
     record["ends"][0, IDS] = record["ends"][0, POSITIONS] = numbers.ctypes.data
     nodes, at = (bare.tokens, bare.parents), record.ctypes.data
-    compute_tree(at, 0, bare.root, *nodes, NOTHING_CERTAIN, 0, True)
-    compute_trees(at, 0, np.array([[-1, 0, 0, 1]]), *nodes, NOTHING_CERTAIN, 1, np.zeros((1, 2), np.int64))
+    compute_tree(at, 0, bare.root, *nodes, NOTHING_CERTAIN, 0, True, False)
+    compute_trees(at, 0, np.array([[-1, 0, 0, 1]]), *nodes, NOTHING_CERTAIN, 1, False, np.zeros((1, 2), np.int64))
