@@ -104,7 +104,7 @@ def _walk_argmax(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, most: 
     else:
         rows = readable(logits)
         found, finite = walk(*bits_of(rows), NOTHING_CERTAIN, tree.tokens, tree.parents, longest, walked)
-    return ArgmaxWalk(*walked[:, :found].tolist(), finite)
+    return ArgmaxWalk.of(walked, found, finite)
 
 
 def compile_acceptance() -> None:

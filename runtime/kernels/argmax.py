@@ -45,6 +45,12 @@ class ArgmaxWalk(NamedTuple):
     path: list[int]
     finite: bool
 
+    @classmethod
+    def of(cls, walked: Array, found: int, finite: bool) -> ArgmaxWalk:
+        """The walk that compiled code has written: a row of tokens and one of nodes, as long as were ``found``."""
+        tokens, path = walked[:, :found].tolist()
+        return cls(tokens, path, finite)
+
     def first(self, most: int) -> ArgmaxWalk:
         """The walk up to ``most`` tokens; a walk that goes on has found finite logits only."""
         return self if len(self.tokens) <= most else ArgmaxWalk(self.tokens[:most], self.path[:most], True)

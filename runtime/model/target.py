@@ -27,6 +27,7 @@ from hdtool.runtime.model.families import (
     refuse_by_logits,
 )
 from hdtool.runtime.model.fused.layer_stack import check_layers_again, takes_number
+from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.model.fused.whole_pass import WholePass
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.model.llm_int8 import RowByRow
@@ -73,6 +74,8 @@ class Target:
         self._capture = capture
         self.whole_pass: WholePass | None = None
         """What computes passes in the place of the model, where it can."""
+        self.tree_pass: TreePass | None = None
+        """What computes those over trees, with whole passes."""
         self.processes = 1
         """Processes that share the weights (tensor parallelism)."""
         self.vocabulary = embedded_tokens(model)
@@ -241,9 +244,9 @@ class Target:
                 if wait:
                     self.wait()
                 return logits
-        if self.whole_pass:
+        if self.tree_pass:
             started = time.perf_counter()
-            logits = self.whole_pass.trees.logits(tree, self._cache, walks=walk, ranks=rank)
+            logits = self.tree_pass.logits(tree, self._cache, walks=walk, ranks=rank)
             if logits is not None:
                 self.count_pass(time.perf_counter() - started, len(tree.tokens))
                 return logits
@@ -255,6 +258,11 @@ class Target:
         logits = self.run(*self._tree_input.of(tree, self.length), mask, self._cache, certain=tree.certain)[0]
         self.nodes_of_last_pass = len(tree)
         return logits
+
+    def use_whole_passes(self, whole: WholePass | None) -> None:
+        """Compute passes without the Python code of the model from now on, or with it again."""
+        self.whole_pass = whole
+        self.tree_pass = TreePass(whole) if whole else None
 
     def wait(self) -> None:
         """Wait for the captured step that still runs, if there is one."""

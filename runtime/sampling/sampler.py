@@ -157,10 +157,10 @@ class Sampler:
             return NOT_FINITE
         if not count:
             raise PromptError(NOTHING_ALLOWED)
-        tokens, scores = (one[:count] for one in self._allowed)
+        tokens, scores = self._allowed
         if self._greedy:
-            return int(tokens[scores.argmax()])
-        return self._truncation.draw(self._race, len(self.context), scores, tokens)
+            return int(tokens[scores[:count].argmax()])
+        return self._truncation.draw(self._race, len(self.context), scores[:count], tokens[:count])
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         """The token chosen at a row by its processed scores."""

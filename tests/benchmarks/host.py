@@ -41,6 +41,7 @@ from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.fused import passes
 from hdtool.runtime.kernels.fused.passes import FIRST
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
@@ -158,7 +159,7 @@ class Bench:
                 for owner, name, part in MARKED:
                     patches.enter_context(mock.patch.object(owner, name, marks.within(part, getattr(owner, name))))
             if self.loaded.target.whole_pass:
-                compute = marks.around(layer_stack.compute_pass, _is_whole_step)
+                compute = marks.around(passes.compute_pass, _is_whole_step)
                 patches.enter_context(mock.patch.object(layer_stack, "compute_pass", compute))
                 for name in ("compute_tree", "compute_trees"):
                     compute = marks.around(getattr(tree_pass, name), lambda *_: True)

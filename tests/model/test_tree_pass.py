@@ -100,9 +100,9 @@ def test_an_overflow_is_seen_where_a_token_is_certain(target: Target, certain: l
 
 def test_a_pass_that_cannot_be_computed_here_is_that_of_torch(target: Target) -> None:
     expected = target.verify(TREE).clone()
-    assert target.whole_pass
+    assert target.tree_pass
     with torch.autocast("cpu", torch.bfloat16):
-        assert target.whole_pass.trees.logits(TREE, target._cache, walks=False, ranks=False) is None
+        assert target.tree_pass.logits(TREE, target._cache, walks=False, ranks=False) is None
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3 - min(2, threads))
@@ -110,9 +110,9 @@ def test_a_pass_that_cannot_be_computed_here_is_that_of_torch(target: Target) ->
     finally:
         torch.set_num_threads(threads)
     unknown = DraftTree.of(TREE.root, [VOCABULARY], [ROOT])
-    assert target.whole_pass.trees.logits(unknown, target._cache, walks=False, ranks=False) is None
+    assert target.tree_pass.logits(unknown, target._cache, walks=False, ranks=False) is None
     length, target._cache.length = target._cache.length, target._cache.capacity - 3
-    assert target.whole_pass.trees.logits(TREE, target._cache, walks=False, ranks=False) is None
+    assert target.tree_pass.logits(TREE, target._cache, walks=False, ranks=False) is None
     target._cache.length = length
 
 

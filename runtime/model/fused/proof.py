@@ -183,10 +183,10 @@ def _use_whole_passes(target: Target, stack: LayerStack) -> None:
     """Compute whole passes in our own code, if they have the logits of the model."""
     counted = target.seconds_in_model, target.passes
     expected = _logits_of_passes(target)
-    target.whole_pass = whole_pass_of(target.model, stack)
+    target.use_whole_passes(whole_pass_of(target.model, stack))
     found = _logits_of_passes(target) if target.whole_pass else []
     if any(distance(*pair, pair[1]) > TOLERANCE for pair in zip(found, expected, strict=False)):
-        target.whole_pass = None
+        target.use_whole_passes(None)
     target.seconds_in_model, target.passes = counted
 
 

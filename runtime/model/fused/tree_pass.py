@@ -135,7 +135,7 @@ class TreePass:
             cache.used = end
         self._whole.stack.passes += 1
         logits = self._view(0, rows)
-        logits.walk = ArgmaxWalk(*self._walked[0, :, :found].tolist(), finite) if walks else None
+        logits.walk = ArgmaxWalk.of(self._walked[0], found, finite) if walks else None
         logits.maxima = self._maxima[:rows] if ranks else None
         return logits
 
@@ -159,17 +159,19 @@ class TreePass:
             ],
             np.int64,
         )
-        nodes = [np.concatenate(parts) for parts in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True)]
+        tokens, parents = (
+            np.concatenate([tree.tokens for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+        )
         with self._team() as team:
-            known = compute_trees(self._at, team, heads, *nodes, _certain_of(trees), rows, ranks, self._found)
+            known = compute_trees(self._at, team, heads, tokens, parents, _certain_of(trees), rows, ranks, self._found)
         if not known:
             return None
         self._whole.stack.passes += 1
         found = []
         for slot, (tree, (length, finite)) in enumerate(zip(trees, self._found[: len(trees)].tolist(), strict=True)):
             logits = self._view(slot * rows, len(tree.tokens) + 1)
-            walked = self._walked[slot, :, :length].tolist()
-            logits.walk = ArgmaxWalk(*walked, bool(finite)) if walks[slot] else None
+            logits.walk = ArgmaxWalk.of(self._walked[slot], length, bool(finite)) if walks[slot] else None
             logits.maxima = self._maxima[slot * rows : slot * rows + len(logits)] if ranks else None
             found.append(logits)
         return found

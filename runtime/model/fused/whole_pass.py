@@ -33,7 +33,6 @@ from hdtool.runtime.kernels.fused.passes import (
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, form_of
 from hdtool.runtime.model.fused.layer_parts import epsilon_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack
-from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.model.fused.unchanged import Unchanged
 from hdtool.runtime.tree import OPEN, Certain
 
@@ -61,7 +60,6 @@ class WholePass:
         """Addresses that are the same in all passes of an answer."""
         self.checks = 0
         """How often the model was to be compared."""
-        self.trees = TreePass(self)
 
     @property
     def is_known(self) -> bool:
