@@ -216,7 +216,7 @@ def test_copies_and_files_have_the_layers_of_the_library(tmp_path: Path) -> None
     for module in fused.model.modules():
         if isinstance(module, StackedLayers):
             module.stack = None
-    fused.whole_pass = None
+    fused.use_whole_passes(None)
     assert torch.equal(logits_of(fused, prompt_of(9)), logits_of(usual, prompt_of(9)))
 
 
