@@ -186,7 +186,7 @@ def decode(
         while True:
             with target.locked_for(state, is_first=is_first):
                 logits = read(state.begin(), state.room) if is_first else verify(state.draft())
-                step = None if target.captures else finish(logits)
+                step = None if late or target.captures else finish(logits)
             if step is None:
                 if late:
                     yield late
