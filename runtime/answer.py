@@ -58,7 +58,7 @@ class Answer:
         self._stop = stop
 
     def __iter__(self) -> Iterator[str]:
-        if not self._stop:
+        if not self._stop:  # as ``before_stop`` would, with fewer frames between a step and its text
             return (text for text in self._texts() if text)
         pieces = ((text, SourceName.NONE) for text in self._texts())
         return (text for text, _ in before_stop(pieces, self._stop))

@@ -75,6 +75,7 @@ class DecodeState:
         self.walks = sampler.only_argmax or sampler.mask is not None
         """Whether acceptance begins with a walk by arg-max."""
         self.ranks = reads_logits(self._drafter)
+        """Whether the drafter may rank the tokens after each node."""
         self._needs_all_logits = not sampler.takes_the_only_token or self.ranks
         self._tree = DraftTree.bare(prompt[-1])
         self._is_first = True

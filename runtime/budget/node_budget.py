@@ -120,7 +120,6 @@ class _ChosenSize(Pinned):
         self._most = LARGEST_BUDGET
         self._paused_until = 0
         # Compiled, or loaded, before the first step.
-        best_size(gains(np.empty(0)), self._choice)
         choose(self._at, np.empty(0), 0, self._most)
         choose_for_all(self._at, np.ones(1), 0, self._most)
         self._own["pause"] = 0
@@ -165,8 +164,7 @@ class MeasuredBudget(_ChosenSize):
         self._curve = curve
         self._passes, self._seconds = target.passes, target.seconds_in_model
         """Those of the target at the last call."""
-        learn_cost(self._at, 0, 0.0)
-        self._own["corrections"] = 1.0
+        learn_cost(self._at, 0, 1.0)  # compiles it; costs are still 1, so nothing is learned
         self._set_context(0)
 
     def nodes(self, probs: Probs) -> int:
@@ -256,10 +254,10 @@ def choose(at: int, probs: Probs, step: int, most: int) -> tuple[int, int, int]:
 @compiled
 def choose_for_all(at: int, gain: Probs, step: int, most: int) -> tuple[int, int, int]:
     """The same by the expected tokens of trees with 0, 1, 2 … nodes."""
-    choice = array_at(at, 1, CHOICE)
-    best, cost, plain = best_size(gain, choice)
+    own = array_at(at, 1, CHOICE)[0]
+    best, cost, plain = _best_size(gain, own)
     # In a batch a plain pass, too, yields a token for each slot.
-    paused_until = _decide(choice[0], best > 0, gain[best] / gain[0], cost, plain, step)
+    paused_until = _decide(own, best > 0, gain[best] / gain[0], cost, plain, step)
     # Nodes that will not be verified need not be drafted.
     return best, min(LARGEST_BUDGET, max(2 * best, most - 1, FEWEST_DRAFTED)), paused_until
 
@@ -281,9 +279,8 @@ def _decide(own: Any, paid: bool, gain: float, cost: float, plain: float, step: 
 
 
 @compiled
-def best_size(gain: Probs, choice: Any) -> tuple[int, float, float]:
+def _best_size(gain: Probs, own: Any) -> tuple[int, float, float]:
     """The number of nodes with the most expected tokens per second, and the seconds of passes with and without them."""
-    own = choice[0]
     plain = own.costs[own.sizes[0]] * own.corrections[own.sizes[0]]
     best, highest, paid = 0, gain[0] / (plain + own.overhead), plain
     for nodes in range(1, len(gain)):

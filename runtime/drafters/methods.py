@@ -29,7 +29,7 @@ from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.environment import fingerprint
-from hdtool.runtime.model.cache.kv_cache import compile_moves
+from hdtool.runtime.model.cache.position_moves import compile_moves
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import plugins
 from hdtool.runtime.stores.history.history import History

@@ -81,10 +81,6 @@ class Sampler:
         self._processors = processors_of(config) if processors is None else processors
         self.only_argmax = self._greedy and not self._processors
         """Whether the arg-max of the logits is all that is needed; ``chooser`` is not called then."""
-        self.mask = self._only_mask(padding)
-        """The only processor, if it forbids tokens and the arg-max is chosen: that of the logits, if it is allowed."""
-        self.first_mask = self.mask
-        """A mask that comes before the choice without any other processor between them."""
         self.takes_the_only_token = self._takes_the_only_token()
         """Whether a token is chosen whatever the logits are if a mask forbids all others."""
         self._race = ExponentialRace(config.seed)
@@ -95,8 +91,10 @@ class Sampler:
         self.truncating = self._processors[len(self.before) :]
         if not self._greedy:
             self._truncation.compile(self._race)
-            if len(self.before) == 1 and isinstance(self.before[0], Mask) and not padding:
-                self.first_mask = self.before[0]
+        self.first_mask = self._only_mask(padding)
+        """What comes before the choice, if it is one mask and nothing else."""
+        self.mask = self.first_mask if self._greedy else None
+        """The same if the arg-max is chosen: it is that of the logits, if it is allowed."""
         self._allowed = np.empty(0, np.int64), np.empty(0, np.float32)
         """Where the tokens that a mask allows are written, and their scores."""
         if self.first_mask:
@@ -109,9 +107,9 @@ class Sampler:
         """Whether the highest logit of any row used so far was NaN or infinite."""
 
     def _only_mask(self, padding: Sequence[int]) -> Mask | None:
-        if not self._greedy or len(self._processors) != 1 or padding:
+        if len(self.before) != 1 or padding:
             return None
-        (only,) = self._processors
+        (only,) = self.before
         return only if isinstance(only, Mask) else None
 
     def _takes_the_only_token(self) -> bool:

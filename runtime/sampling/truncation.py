@@ -65,8 +65,7 @@ class Truncation:
     def compile(self, race: ExponentialRace) -> None:
         """Compile what a draw uses, or load it from the cache, before the first step."""
         alike = replace(self, top_k=min(self.top_k, MOST_BY_MAXIMA + 1))
-        scores = np.ones(MOST_BY_MAXIMA + 2, np.float32)
-        alike.draw(race, 0, scores)
+        alike.draw(race, 0, np.ones(MOST_BY_MAXIMA + 2, np.float32))
 
     def draw(
         self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32], among: Array = ALL_TOKENS
@@ -143,6 +142,7 @@ def _draw_from_top(
     if not is_finite:
         return -1
     top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
+    # Not the array of this kind in ``topk.py``: to compiled code, that one is a constant and of another type.
     write_topk(scores.reshape(1, -1), top, values, np.empty((0, 0), np.float32))
     tokens = top[0, :top_k]
     if values[0, top_k] == values[0, top_k - 1]:

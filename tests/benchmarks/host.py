@@ -233,7 +233,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default: the embedded model")
     parser.add_argument("--activations", choices=ACTIVATIONS, default=ACTIVATIONS[0])
-    parser.add_argument("--vocabularies", type=int, nargs="*", default=None, help="larger ones to measure as well")
+    parser.add_argument(
+        "--vocabularies", type=int, nargs="*", default=None, help="larger ones to measure as well; in float32"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--methods", nargs="+", default=[*METHODS, *MEASURED])
     parser.add_argument("--prompts", type=int, default=8)
@@ -243,7 +245,8 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     is_embedded = options.model is None
-    larger = options.vocabularies if options.vocabularies is not None else () if is_embedded else LARGER
+    resizable = not is_embedded and options.activations == ACTIVATIONS[0]
+    larger = options.vocabularies if options.vocabularies is not None else LARGER if resizable else ()
     config = replace(
         ModelConfig(device="cpu", activations=options.activations), **({} if is_embedded else {"model": options.model})
     )

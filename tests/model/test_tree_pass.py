@@ -16,7 +16,8 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.argmax import TreeLogits
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, for_topk, topk
-from hdtool.runtime.model.cache import kv_cache
+from hdtool.runtime.model.cache import position_moves
+from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, StaticKVCache
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
@@ -144,7 +145,7 @@ def test_words_that_do_not_fit_are_moved_by_torch() -> None:
     cache.storage.tensors[0].copy_(torch.arange(64.0)[:, None].expand(64, 3))
     assert cache.storage.places is None
     cache.commit(1, [1, 4])
-    assert kv_cache.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
+    assert position_moves.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
 
 
 @given(tree=trees(VOCABULARY, most=24), certain=st.booleans(), most=st.sampled_from([1, 3, 8]))
@@ -173,3 +174,35 @@ def test_logits_that_are_folded_in_parts_have_the_same_maxima(vocabulary: int, r
             fold(part, maxima[row, first // FOLD : first // FOLD + folded_size(len(part))])
     found, expected = topk(FoldedLogits(numbers, maxima), 5), topk(torch.from_numpy(numbers), 5)
     assert found[0].tolist() == expected[0].tolist()
+
+
+@given(
+    drawn=st.lists(st.tuples(trees(VOCABULARY, most=9), st.integers(1, 30), st.booleans()), min_size=1, max_size=3),
+    certain=st.booleans(),
+    rank=st.booleans(),
+)
+def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
+    target: Target, drawn: list[tuple[DraftTree, int, bool]], certain: bool, rank: bool
+) -> None:
+    slots = BatchSlots(target, 3)
+    drafted = []
+    for slot, (tree, length, _) in enumerate(drawn):
+        slots.prefill(slot, prompt_of(length), room=20)
+        slots.commit(slot, [])
+        drafted.append(with_certain(tree, [OPEN, *[5] * len(tree)]) if certain and slot != 1 else tree)
+    verified = slots.verify(drafted, [walks for _, _, walks in drawn], rank=rank)
+    for found, tree, (_, length, walks) in zip(verified, drafted, drawn, strict=True):
+        assert isinstance(found, TreeLogits) and len(found) == len(tree) + 1
+        assert (found.walk is not None) == walks and (found.maxima is not None) == rank
+        target.prefill(prompt_of(length), 200)
+        target.commit([])
+        alone = target.verify(tree, walk=True, rank=True)
+        assert isinstance(alone, TreeLogits)
+        rows = [0] if tree.certain is not None else list(range(len(tree) + 1))
+        assert torch.equal(found.clone()[rows], alone.clone()[rows])
+        assert not walks or found.walk == alone.walk
+        if rank:
+            tops = [topk(for_topk(one), 4)[0][rows].tolist() for one in (found, alone)]
+            assert tops[0] == tops[1]
+    target.prefill(CONTEXT, 200)
+    target.commit([])

@@ -237,8 +237,7 @@ class Hierarchy(Pinned):
         if not most:
             self._memory.work["expected"] = self._nodes = 0
             return DraftTree.bare(context[-1])
-        if self._pending:
-            self._catch_up()
+        self._catch_up()
         if self._heads and (not self._gate or self._gate.now):
             self._heads.run_heads()
             note(self._memory.heads, self._heads.tokens, self._heads.probs)

@@ -39,7 +39,7 @@ rows; of the tables of rotary positions, with their rows."""
 NORM, FIRST, PROJECT, PROJECTION, OUTS, BIAS, LOGITS, MAXIMA = range(8, 16)
 """The address of the last norm's weight; the first row of each sequence whose logits are computed; of the output layer,
 the addresses of the product and the matrix, the rows of it, and the address of its bias; and the addresses of the
-logits and of the maxima that ``fold`` writes for them, 0 for none."""
+logits and of the maxima that ``fold`` writes for them, 0 if these are not wanted."""
 END_FIELDS = MAXIMA + 1
 IN_CACHE = 1 << 17
 """Logits of all rows that are folded before the processor's cache of the second level is full of later ones."""
@@ -85,7 +85,7 @@ def compute_pass(
 ) -> bool:
     """Write the hidden states after all layers, and the logits; False for ids or positions that are not known.
 
-    Of a single sequence, ``certain`` may state the only token that may follow each row, -1 where there are several.
+    ``certain`` may state the only token that may follow each row of all sequences, -1 where there are several.
     """
     rows, size = shape[SLOTS] * shape[NEW], shape[WIDTH] * ITEM_SIZE
     ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
@@ -101,7 +101,7 @@ def compute_pass(
     compute_layers(shape, layers, starts, epsilon, hidden, scratch + 2 * rows * size)
     if len(certain) > 0:
         _write_open_logits(shape, ends, last_epsilon, certain, hidden, scratch)
-    elif ends[LOGITS]:
+    else:
         _write_logits(shape, ends, last_epsilon, hidden, scratch)
     return True
 
@@ -126,7 +126,8 @@ def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
     if not ends[MAXIMA]:
         multiply_together(shape[TEAM], shape[THREADS], *layer)
         return
-    logits, maxima = array_at(ends[LOGITS], (rows, outs), types.float32), folded_rows(ends, rows)
+    logits = array_at(ends[LOGITS], (rows, outs), types.float32)
+    maxima = array_at(ends[MAXIMA], (rows, folded_size(outs)), types.float32)
     if shape[TEAM]:
         multiply_together(shape[TEAM], shape[THREADS], *layer)
         for row in range(rows):
@@ -138,12 +139,6 @@ def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
         call_at(*layer, first, end)
         for row in range(rows):
             fold(logits[row, first:end], maxima[row, first // FOLD : first // FOLD + folded_size(end - first)])
-
-
-@compiled
-def folded_rows(ends: Numbers, rows: int) -> npt.NDArray[np.float32]:
-    """The maxima of so many rows."""
-    return array_at(ends[MAXIMA], (rows, folded_size(ends[OUTS])), types.float32)
 
 
 @compiled

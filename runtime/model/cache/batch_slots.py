@@ -82,11 +82,11 @@ class BatchSlots:
             self._provide(max(lengths) + max(ROOM, max(lengths) // 2))
         self._pending[: len(trees)] = [1] * len(trees)
         found = self._in_one_call(trees, lengths, walks or [False] * len(trees), rank)
-        return list(found) if found else self._verify_by_torch(trees, lengths)
+        return found or self._verify_by_torch(trees, lengths)
 
     def _in_one_call(
         self, trees: Sequence[DraftTree], lengths: Sequence[int], walks: Sequence[bool], rank: bool
-    ) -> Sequence[torch.Tensor] | None:
+    ) -> list[torch.Tensor] | None:
         """Verify the trees in one compiled call; None where that cannot be."""
         whole = self._target.whole_pass
         if not whole:

@@ -208,12 +208,10 @@ class LayerStack:
         self.passes += 1
         return hidden
 
-    def compute_whole(
-        self, slots: int, new: int, mask: Any, cache: Any, ends: Numbers, epsilon: Any
-    ) -> torch.Tensor | None:
-        """The hidden states after a pass that is one call; it writes to the KV cache and what ``ends`` states.
+    def compute_whole(self, slots: int, new: int, mask: Any, cache: Any, ends: Numbers, epsilon: Any) -> bool:
+        """Compute a pass in one call, which writes to the KV cache and what ``ends`` states.
 
-        ``epsilon`` is that of the last norm. None for token ids or positions that the model does not have.
+        ``epsilon`` is that of the last norm. False for token ids or positions that the model does not have.
         """
         storage, starts = cache.room_for(new)
         shape = self.shape_of(slots, new, mask, storage)
@@ -221,10 +219,10 @@ class LayerStack:
         scratch = self._memory(pass_numbers(shape, max(starts) + new), hidden)
         own = shape, self.with_cache(storage)[: self.used], np.array(starts, np.int64), ends
         with team_of(int(shape[THREADS])).open() as shape[TEAM]:
-            known = compute_pass(*own, self.epsilon, epsilon, NO_NUMBERS, hidden.data_ptr(), scratch.data_ptr())
+            known: bool = compute_pass(*own, self.epsilon, epsilon, NO_NUMBERS, hidden.data_ptr(), scratch.data_ptr())
         self._scratch.append(scratch)
         self.passes += known
-        return hidden if known else None
+        return known
 
     def _compute_by_products(
         self,

@@ -104,6 +104,7 @@ class TreePass:
         self._storage: object = None
         """The KV cache whose addresses the record has."""
         self._checks = self._threads = 0
+        self._is_usable = False
         self._own: dict[int, bool] = {}
         """Whether all products of a pass with so many rows are our own."""
         self._logits = torch.empty(0)
@@ -147,7 +148,7 @@ class TreePass:
         walks: Sequence[bool],
         *,
         ranks: bool,
-    ) -> list[TreeLogits] | None:
+    ) -> list[torch.Tensor] | None:
         """The same for a tree in each of the first slots."""
         rows = max(len(tree.tokens) for tree in trees) + 1
         if not self._takes(storage, len(trees) * rows, max(lengths) + rows):
@@ -159,16 +160,14 @@ class TreePass:
             ],
             np.int64,
         )
-        tokens, parents = (
-            np.concatenate([tree.tokens for tree in trees]),
-            np.concatenate([tree.parents for tree in trees]),
-        )
+        tokens = np.concatenate([tree.tokens for tree in trees])
+        parents = np.concatenate([tree.parents for tree in trees])
         with self._team() as team:
             known = compute_trees(self._at, team, heads, tokens, parents, _certain_of(trees), rows, ranks, self._found)
         if not known:
             return None
         self._whole.stack.passes += 1
-        found = []
+        found: list[torch.Tensor] = []
         for slot, (tree, (length, finite)) in enumerate(zip(trees, self._found[: len(trees)].tolist(), strict=True)):
             logits = self._view(slot * rows, len(tree.tokens) + 1)
             logits.walk = ArgmaxWalk.of(self._walked[slot], length, bool(finite)) if walks[slot] else None
@@ -184,20 +183,21 @@ class TreePass:
         threads = get_num_threads()
         if self._storage is not storage or self._threads != threads or self._checks != self._whole.checks:
             self._prepare(storage, threads)
+        if not self._is_usable or end > storage.capacity or is_autocast_enabled("cpu"):
+            return False
         own = self._own.get(rows)
         if own is None:
             own = self._own[rows] = self._whole.has_own_products(rows)
-        return own and end <= storage.capacity and not is_autocast_enabled("cpu")
+        return own
 
     @torch.inference_mode()
     def _prepare(self, storage: KVTensors, threads: int) -> None:
         """Fill the record for a KV cache and a number of threads."""
         whole, stack, capacity = self._whole, self._whole.stack, storage.capacity
         self._storage, self._threads, self._checks = storage, threads, whole.checks
-        if not whole.is_usable:
-            self._own = dict.fromkeys(range(self._slots * ROWS + 1), False)
+        self._is_usable, self._own = whole.is_usable, {}
+        if not self._is_usable:
             return
-        self._own = {}
         record: Any = self._record[0]
         record["shape"] = shape = stack.shape_of(self._slots, ROWS, None, storage)
         record["ends"] = whole.ends_below(capacity)
@@ -228,10 +228,7 @@ def _certain_of(trees: Sequence[DraftTree]) -> Array:
     """The certain tokens of all rows of all trees, if there is any."""
     if all(tree.certain is None for tree in trees):
         return NOTHING_CERTAIN
-    parts = [tree.certain for tree in trees]
-    return np.concatenate(
-        [np.full(len(tree) + 1, OPEN) if one is None else one for tree, one in zip(trees, parts, strict=True)]
-    )
+    return np.concatenate([np.full(len(tree) + 1, OPEN) if tree.certain is None else tree.certain for tree in trees])
 
 
 @compiled
@@ -305,9 +302,8 @@ def _place_tree(own: Any, slot: int, root: int, tokens: Array, parents: Array, l
         ids[row], positions[row] = root, length
     array_at(own.starts, slot + 1, np.int64)[slot] = length
     if rows > 1:
-        shown = array_at(own.shown + 16 * slot, 2, np.int64)
-        of_slot = own.mask + slot * ROWS * own.mask_width * ITEM_SIZE
-        mask = array_at(of_slot, (ROWS, own.mask_width), np.float32)
+        shown = array_at(own.shown, (slot + 1, 2), np.int64)[slot]
+        mask = array_at(own.mask, (slot + 1, ROWS, own.mask_width), np.float32)[slot]
         hide_non_ancestors(mask, shown[0], shown[1], parents, length, HIDDEN_VALUE)
         for row in range(nodes + 1):
             for column in range(length + nodes + 1, length + rows):
@@ -328,7 +324,7 @@ def _compute(own: Any, team: int, slots: int, rows: int, certain: Array, ranks: 
 
 @compiled
 def _walk(own: Any, slot: int, rows: int, certain: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
-    outs, walked = own.ends[OUTS], array_at(own.walked + 16 * ROWS * slot, (2, ROWS), np.int64)
+    outs, walked = own.ends[OUTS], array_at(own.walked, (slot + 1, 2, ROWS), np.int64)[slot]
     logits = own.ends[LOGITS] + slot * rows * outs * ITEM_SIZE
     return walk(logits, outs, outs, FLOAT32_INFINITY, certain, tokens, parents, len(tokens) + 1, walked)
 

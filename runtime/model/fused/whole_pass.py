@@ -128,8 +128,8 @@ class WholePass:
         room = self._head.memory.room_for if self._head.memory else _new_room
         logits: torch.Tensor = room(slots * (new - first), outs, self._norm.weight)
         ends[LOGITS] = logits.data_ptr()
-        hidden = self.stack.compute_whole(slots, new, mask, cache, ends, self.epsilon)
-        return None if hidden is None else logits.view(slots, new - first, outs)
+        known = self.stack.compute_whole(slots, new, mask, cache, ends, self.epsilon)
+        return logits.view(slots, new - first, outs) if known else None
 
     def ends_below(self, end: int) -> Numbers:
         """What ``compute_pass`` reads beside the layers, without what differs from pass to pass."""
