@@ -13,7 +13,7 @@ import torch
 
 from hdtool.data.errors import ContextError, PromptError
 from hdtool.runtime.accept import Accepted, accept
-from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, reads_logits
+from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, SeededDrafter, reads_logits
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
@@ -90,6 +90,8 @@ class DecodeState:
     def begin(self) -> Sequence[int]:
         """Start the first step, which prefills the prompt: it has no drafts and yields one token."""
         self._start_step()
+        if isinstance(self._drafter, SeededDrafter):
+            self._drafter.set_seed(self._sampler.seed)
         self._drafter.begin(self.prompt)
         if len(self._prediction) and isinstance(self._drafter, HistoryDrafter):
             self._drafter.predict(self._prediction)

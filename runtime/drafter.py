@@ -46,6 +46,15 @@ class HistoryDrafter(Protocol):
         ...
 
 
+@runtime_checkable
+class SeededDrafter(Protocol):
+    """A drafter that predicts which tokens will be drawn with a seed."""
+
+    def set_seed(self, seed: int | None) -> None:
+        """Set the seed of the answer that ``begin`` starts next; None if it is greedy."""
+        ...
+
+
 def reads_logits(drafter: Drafter) -> bool:
     """Whether a drafter reads the logits that it observes; true unless it has this property."""
     return bool(getattr(drafter, "reads_logits", True))
@@ -80,6 +89,10 @@ class WrappedDrafter:
     @property
     def reads_logits(self) -> bool:
         return reads_logits(self._drafter)
+
+    def set_seed(self, seed: int | None) -> None:
+        if isinstance(self._drafter, SeededDrafter):
+            self._drafter.set_seed(seed)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafter.begin(prompt)

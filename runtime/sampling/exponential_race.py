@@ -10,6 +10,8 @@ import numpy.typing as npt
 from hdtool.runtime.kernels.compiled import compiled
 
 U64 = np.uint64
+BLOCK = 64
+"""Tokens that are compared with the earliest one so far at once."""
 U64_MAX = 2**64 - 1
 STRIDE = U64(0x9E3779B97F4A7C15)
 """The increment of SplitMix64 (Steele et al., 2014): its n-th number is a hash of start + n strides."""
@@ -45,7 +47,7 @@ def _hashed(number: Any) -> Any:
 
 
 @compiled
-def _start(seed: Any, position: Any) -> Any:
+def start_of(seed: Any, position: Any) -> Any:
     """The start of a position's stream, hashed so that streams of neighbouring positions are independent."""
     return _hashed(_hashed(seed + STRIDE) + U64(position) * STRIDE)
 
@@ -58,7 +60,7 @@ def _uniform(number: Any) -> Any:
 @compiled
 def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
     numbers = np.empty(tokens)
-    number = _start(seed, position)
+    number = start_of(seed, position)
     for token in range(tokens):
         number += STRIDE
         numbers[token] = _uniform(number)
@@ -66,15 +68,34 @@ def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
 
 
 @compiled
+def time_of(seed: Any, position: Any, token: Any) -> Any:
+    """The exponential time of a token at a position, for a probability of 1."""
+    return -np.log1p(-_uniform(start_of(seed, position) + U64(token + 1) * STRIDE))
+
+
+@compiled
 def sample(seed: Any, position: Any, probabilities: Any) -> Any:
     winner, earliest = -1, np.inf
-    number = _start(seed, position)
-    for token in range(probabilities.shape[0]):
-        number += STRIDE
-        time = _time_before(earliest, number, probabilities[token])
-        if time < earliest:
-            winner, earliest = token, time
+    for first in range(0, probabilities.shape[0], BLOCK):
+        weights = probabilities[first : first + BLOCK]
+        winner, earliest = race_block(start_of(seed, position), first, weights, winner, earliest)
     return winner
+
+
+@compiled
+def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any) -> Any:
+    """The winner of a race with the tokens from the ``first`` one on, and its time; ``start`` is that of the stream."""
+    number = start + U64(first) * STRIDE
+    early = 0
+    # Branch-free, so that the compiler uses vectors: hardly any block has a token that may win.
+    for place in range(weights.shape[0]):
+        early += _uniform(number + U64(place + 1) * STRIDE) < weights[place] * earliest
+    if early > 0:
+        for place in range(weights.shape[0]):
+            time = _time_before(earliest, number + U64(place + 1) * STRIDE, weights[place])
+            if time < earliest:
+                winner, earliest = first + place, time
+    return winner, earliest
 
 
 @compiled
@@ -91,7 +112,7 @@ def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: A
 
     Of tokens with equal weights, the last one comes first, as in a stable sort. -1 if no weight is a number.
     """
-    start, winner = _start(seed, position), -1
+    start, winner = start_of(seed, position), -1
     while True:
         winner = _winner_before(start, tokens, weights, winner)
         if winner < 0:

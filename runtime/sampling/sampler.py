@@ -24,7 +24,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
-from hdtool.runtime.sampling.truncation import NAMES, Truncation, allowed_scores, keeps_one
+from hdtool.runtime.sampling.truncation import NAMES, UNKNOWN, Truncation, allowed_scores, keeps_one
 from hdtool.runtime.tree import LARGEST_TREE
 
 NOT_FINITE = -1
@@ -84,6 +84,8 @@ class Sampler:
         self.takes_the_only_token = self._takes_the_only_token()
         """Whether a token is chosen whatever the logits are if a mask forbids all others."""
         self._race = ExponentialRace(config.seed)
+        self.seed = None if self._greedy else config.seed
+        """The seed of the draws; None if the arg-max is chosen."""
         truncated = Truncation.at_end_of(self._processors)
         self.before: list[LogitsProcessor]
         self.before, self._truncation = (list(self._processors), Truncation()) if self._greedy else truncated
@@ -148,6 +150,10 @@ class Sampler:
         The scores of all other tokens are not copied.
         """
         vocabulary, row = len(row), row.contiguous()
+        if not self._greedy:
+            winner = self._truncation.winner(self._race, len(self.context), row.numpy())
+            if winner == NOT_FINITE or (winner != UNKNOWN and mask.allowed(self.context, [winner])):
+                return winner
         if len(self._allowed[0]) < vocabulary:
             self._allowed = np.empty(vocabulary, np.int64), np.empty(vocabulary, np.float32)
         count = allowed_scores(row.data_ptr(), vocabulary, mask.bits(self.context), *self._allowed)

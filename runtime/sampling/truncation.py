@@ -23,11 +23,19 @@ from hdtool.runtime.kernels.fused.elementwise import exponentiate
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.topk import write_topk
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.sampling.exponential_race import ExponentialRace, sample, sample_among
+from hdtool.runtime.sampling.exponential_race import (
+    BLOCK,
+    ExponentialRace,
+    race_block,
+    sample_among,
+    start_of,
+)
 
 MOST_BY_MAXIMA = 128
 """The largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
 ALL_TOKENS = np.empty(0, np.int64)
+UNKNOWN = -2
+"""In place of a token that depends on others."""
 CERTAINLY = 0.999
 """Less than 1 by more than rounding."""
 NAMES = {
@@ -64,8 +72,12 @@ class Truncation:
 
     def compile(self, race: ExponentialRace) -> None:
         """Compile what a draw uses, or load it from the cache, before the first step."""
-        alike = replace(self, top_k=min(self.top_k, MOST_BY_MAXIMA + 1))
-        alike.draw(race, 0, np.ones(MOST_BY_MAXIMA + 2, np.float32))
+        alike, scores = (
+            replace(self, top_k=min(self.top_k, MOST_BY_MAXIMA + 1)),
+            np.ones(MOST_BY_MAXIMA + 2, np.float32),
+        )
+        alike.draw(race, 0, scores)
+        alike.winner(race, 0, scores)
 
     def draw(
         self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32], among: Array = ALL_TOKENS
@@ -82,6 +94,14 @@ class Truncation:
             scores = np.where(scores < np.partition(scores, place)[place], np.float32(-np.inf), scores)
         return int(_draw_from_all(race.seed, position, scores, among, *options))
 
+    def winner(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
+        """The token that is drawn among any tokens that include it; ``UNKNOWN`` if it depends on them.
+
+        -1 if the highest score is not finite.
+        """
+        options = self.top_k, np.float32(self.temperature), float(self.top_p), float(self.min_p)
+        return int(_winner_among_any(race.seed, position, scores, *options, INFINITY[torch.float32]))
+
 
 # Python code between two passes of a model is slow, as no cache holds it: NumPy takes three times as long for this.
 @compiled
@@ -92,6 +112,8 @@ def _draw_from_all(
     best, is_finite = argmax_of(scores.view(np.int32), infinity[0])
     if not is_finite:
         return -1
+    if top_p >= 1 and min_p == 0 and len(among) == 0:
+        return _draw_by_temperature(seed, position, scores, scores[best], temperature)
     padded = np.empty(-(-len(scores) // LANES) * LANES, np.float32)
     weights = padded[: len(scores)]
     for token in range(len(scores)):
@@ -99,7 +121,7 @@ def _draw_from_all(
     padded[len(scores) :] = -np.inf
     exponentiate(padded.ctypes.data, len(padded), np.float32(0))
     if top_p >= 1 and min_p == 0:
-        return sample_among(seed, position, among, weights, np.inf) if len(among) else sample(seed, position, weights)
+        return sample_among(seed, position, among, weights, np.inf)
     total = _total(padded)
     # Removed tokens have the rest of the weight together, so the most probable one has its mean or more.
     least = max(min_p, CERTAINLY * (1 - top_p) * total / len(weights))
@@ -113,6 +135,38 @@ def _draw_from_all(
         kept[place] = weights[tokens[place]]
     _name(tokens[:likely], among)
     return sample_among(seed, position, tokens[:likely], kept, top_p * total if top_p < 1 else np.inf)
+
+
+@compiled
+def _winner_among_any(
+    seed: Any, position: Any, scores: Any, top_k: Any, temperature: Any, top_p: Any, min_p: Any, infinity: Any
+) -> Any:
+    """The winner among all tokens, if it is kept when some of the others are forbidden."""
+    best, is_finite = argmax_of(scores.view(np.int32), infinity[0])
+    if not is_finite:
+        return -1
+    winner = _draw_by_temperature(seed, position, scores, scores[best], temperature)
+    if winner == best:
+        return winner
+    before = 0
+    for token in range(len(scores)):
+        before += scores[token] > scores[winner]
+    is_kept = top_p >= 1 and (top_k == 0 or before < top_k)
+    return winner if is_kept and np.exp((scores[winner] - scores[best]) / temperature) >= min_p else UNKNOWN
+
+
+@compiled
+def _draw_by_temperature(seed: Any, position: Any, scores: Any, highest: Any, temperature: Any) -> Any:
+    """The same with a temperature alone: weights are computed block by block and not kept."""
+    start, winner, earliest = start_of(seed, position), -1, np.inf
+    weights = np.empty(BLOCK, np.float32)
+    for first in range(0, len(scores), BLOCK):
+        part = scores[first : first + BLOCK]
+        for place in range(len(part)):
+            weights[place] = (part[place] - highest) / temperature
+        exponentiate(weights.ctypes.data, BLOCK, np.float32(0))
+        winner, earliest = race_block(start, first, weights[: len(part)], winner, earliest)
+    return winner
 
 
 @compiled

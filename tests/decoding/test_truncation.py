@@ -22,7 +22,7 @@ from transformers import (
 
 from hdtool.runtime.sampling import truncation
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
-from hdtool.runtime.sampling.truncation import MOST_BY_MAXIMA, Truncation, allowed_scores
+from hdtool.runtime.sampling.truncation import MOST_BY_MAXIMA, UNKNOWN, Truncation, allowed_scores
 
 POSITION = 3
 
@@ -108,9 +108,12 @@ def test_a_draw_among_allowed_tokens_is_that_under_the_mask(
     count = allowed_scores(scores.ctypes.data, vocabulary, bits, tokens, found)
     assert tokens[:count].tolist() == np.flatnonzero(allowed).tolist()
     made, race = processors(temperature, top_k, top_p, min_p), ExponentialRace(seed)
-    drawn = Truncation.at_end_of(made)[1].draw(race, POSITION, found[:count], tokens[:count])
+    truncation = Truncation.at_end_of(made)[1]
+    drawn = truncation.draw(race, POSITION, found[:count], tokens[:count])
     masked = torch.from_numpy(np.where(allowed, scores, np.float32(-np.inf)))
     assert drawn == drawn_after(made, race, masked)
+    winner = truncation.winner(race, POSITION, scores)
+    assert winner == UNKNOWN or not allowed[winner] or winner == drawn, "no mask changes it"
 
 
 @pytest.mark.parametrize("worst", [np.nan, np.inf])
@@ -150,7 +153,18 @@ def test_scores_that_are_not_finite_draw_nothing(options: dict[str, Any], worst:
     scores[7] = worst
     if worst is None:
         scores[:] = -np.inf
-    assert Truncation(**options).draw(ExponentialRace(1), POSITION, scores) == -1
+    for draw in (Truncation(**options).draw, Truncation(**options).winner):
+        assert draw(ExponentialRace(1), POSITION, scores) == -1
+
+
+def test_the_most_probable_token_is_drawn_whatever_is_forbidden_and_others_depend_on_it() -> None:
+    scores, race = np.zeros(100, np.float32), ExponentialRace(1)
+    scores[40] = 30.0
+    assert Truncation(top_k=1, top_p=0.01, min_p=0.5).winner(race, POSITION, scores) == 40
+    scores[40] = 0.0
+    scores[:50] = 1e-3  # fifty others are more probable than any of the second half
+    drawn = [Truncation(top_k=50).winner(ExponentialRace(seed), POSITION, scores) for seed in range(50)]
+    assert max(drawn) < 50 and UNKNOWN in drawn
 
 
 def test_what_comes_before_the_truncation_is_left_to_the_processors() -> None:

@@ -76,18 +76,19 @@ def check(tree: DraftTree, probs: Probs, vocabulary: int, most: int) -> None:
 @pytest.mark.parametrize("vocabulary", [50, 70_000])
 @pytest.mark.parametrize("used", ["C", "H", "M", "CH", "CM", "S", "CMS", "L", "R", "CL", "CMR", "CHMSLR"])
 def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard_bytes: int, tmp_path: Path) -> None:
-    """In one shard and in many; ranges are read whole and in samples; before learning and after."""
+    """In one shard and in many; ranges are read whole and in samples; before learning and after; greedy and sampled."""
     documents = random_documents(vocabulary, vocabulary)
     model, corpus = stores_of(tmp_path, documents, vocabulary, shard_bytes)
     assert (len(corpus.shards.places) > 1) == (shard_bytes == 700)
     stores = model if "M" in used else None, corpus if "S" in used else None
     drafted: set[int] = set()
-    for seed in range(2):
+    for seed, sampled_with in enumerate((None, 7)):
         hierarchy = drafting(used, *stores, most=24)
-        slow = SlowHierarchy(*stores, used)
+        hierarchy.set_seed(sampled_with)
+        slow = SlowHierarchy(*stores, used, sampled_with)
         text = [token for ids in random_documents(seed, vocabulary, 6) for token in ids]
         text[40] = 3  # which no store knows
-        for start in (0, 1, 20):
+        for start in (1, 20) if sampled_with else (0, 1, 20):
             hierarchy.begin(text[:start])
             slow.begin(text[:start])
             drafted |= check_answer(hierarchy, slow, text, range(start, start + 24), vocabulary, seed)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.sampling.exponential_race import ExponentialRace
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
@@ -102,7 +103,10 @@ class Node:
 class SlowHierarchy:
     """The same levels, weights and tree, by brute force over the context and the stores' own documents."""
 
-    def __init__(self, model: ModelStore | None, corpus: CorpusIndex | None, letters: str) -> None:
+    def __init__(
+        self, model: ModelStore | None, corpus: CorpusIndex | None, letters: str, seed: int | None = None
+    ) -> None:
+        self.seed = seed
         self.rates = np.array(RATES)
         self.rate_credit, self.rate_asked = STRENGTH * self.rates, np.full(KINDS, STRENGTH)
         self.last: dict[int, int] = {}  # the kind of each candidate
@@ -394,6 +398,15 @@ class SlowHierarchy:
             node.known = LONGEST_PREFIX
         return parts, chances, evidences
 
+    def _draw(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
+        """The chance of each candidate given its time in the exponential race, if the answer is sampled."""
+        if self.seed is None or not chances:
+            return chances
+        uniforms = ExponentialRace(self.seed).uniforms(len(node.context), max(chances) + 1)
+        weights = {token: chance / (-np.log1p(-uniforms[token])) ** 0.5 for token, chance in chances.items()}
+        scale = sum(weights.values()) + (1 - sum(chances.values())) ** 0.5
+        return {token: weight / scale for token, weight in weights.items()}
+
     def draft(self, most: int) -> list[Node]:
         root = Node(self.context)
         nodes, waiting, bar, node = [root], list[Node](), 0.0, root
@@ -403,6 +416,7 @@ class SlowHierarchy:
                 floor = max(WORTH_ADDING * bar / node.probs, LEAST_PART)
                 parts, chances, _ = self.expand(node, least, floor)
                 chances, named = self._agree(node, chances)
+                chances = self._draw(node, chances)
                 for token, part in parts.items():
                     source = max(range(len(SourceName)), key=lambda name: part.get(name, 0.0))
                     probs = chances[token] * node.probs

@@ -34,6 +34,7 @@ from hdtool.runtime.drafters.hierarchy.workspace import WORK, Memory
 from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
+from hdtool.runtime.sampling.exponential_race import ExponentialRace
 from hdtool.runtime.source_names import Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.corpus_ranges import no_shards, range_record
@@ -227,6 +228,10 @@ class Hierarchy(Pinned):
         self._memory.work["chain"][0, :size] = tokens[:size]
         self._memory.work["expected"] = size
 
+    def set_seed(self, seed: int | None) -> None:
+        self._memory.work["is_sampled"] = seed is not None
+        self._memory.work["seed"] = ExponentialRace(seed or 0).seed
+
     def forget_tree(self) -> None:
         """The last tree was verified in another form: rows of logits are not those of its nodes."""
         self._nodes = 0
@@ -238,6 +243,7 @@ class Hierarchy(Pinned):
             self._memory.work["expected"] = self._nodes = 0
             return DraftTree.bare(context[-1])
         self._catch_up()
+        self._memory.work["position"] = len(context)
         if self._heads and (not self._gate or self._gate.now):
             self._heads.run_heads()
             note(self._memory.heads, self._heads.tokens, self._heads.probs)

@@ -21,6 +21,7 @@ from hdtool.runtime.drafters.hierarchy.contributions import (
     add_plugins,
     add_recycled,
 )
+from hdtool.runtime.drafters.hierarchy.known_draws import weigh_draws
 from hdtool.runtime.drafters.hierarchy.ranking_agreement import agree
 from hdtool.runtime.drafters.hierarchy.recency import weigh_recency
 from hdtool.runtime.drafters.hierarchy.sources.context_evidence import LONGEST_SHORT, find_short_matches
@@ -146,6 +147,8 @@ def expand(corpus: Ints, at: Ints, node: int, least: float, floor: float, truth:
     if truth == DRAFTING and ranked >= 0:
         agree(work, weights.gains, memory.near[0], ranked)
         lap(work, RECYCLED)
+    if truth == DRAFTING and work.is_sampled:
+        weigh_draws(work, node)
     if node > 0:
         memory.ranges[0].lowest[node] = lowest
     if work.known[node] == 0 and left < least:

@@ -77,6 +77,10 @@ WORK = np.dtype(
         ("last_open", np.float64),  # left to the candidates of the last logit; 0 if they were not used
         ("last_part", np.float64),  # of it, the token's
         ("last_kind", np.int64),
+        # What the times of draws depend on.
+        ("is_sampled", np.int64),
+        ("seed", np.uint64),
+        ("position", np.int64),  # of the token after the root
         # The sources in use.
         ("vocabulary", np.int64),  # no source may draft a token outside it
         ("has", np.int64, len(SourceName)),
