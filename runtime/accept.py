@@ -8,10 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hdtool.runtime.kernels.argmax import ArgmaxWalk, TreeLogits, argmax_of_row, bits_of, is_finite, readable
+from hdtool.runtime.kernels.argmax import TreeLogits, Walk, argmax_of_row, bits_of, is_finite, readable
 from hdtool.runtime.kernels.compiled import Array, compiled
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.topk import known_argmax
-from hdtool.runtime.sampling.sampler import NOT_FINITE, Mask, Sampler
+from hdtool.runtime.sampling.sampler import Mask, Sampler
+from hdtool.runtime.sampling.truncation import NOT_FINITE, UNKNOWN, Draws, draw_row, winner_among_any
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree, child_of
 
 NOTHING_CERTAIN = np.empty(0, np.int64)
@@ -39,14 +42,15 @@ def accept(
     before such a node. If the node is the root, nothing is accepted and the result is None: the step must be
     computed again without drafts.
     """
-    if sampler.only_argmax:
-        return _accept_argmax(tree, logits, sampler, stops, most)
+    walk = _walk_argmax(tree, logits, sampler, most) if sampler.walks else _walk_draws(tree, logits, sampler, most)
+    if walk and not sampler.first_mask:
+        return _accept_walk(walk, tree, sampler, stops)
     path: list[int] = []
     tokens: list[int] = []
     node = ROOT
-    if sampler.mask:
-        # Scores are processed only from the first arg-max on that is not surely allowed.
-        for token, drafted in _allowed_argmax(tree, logits, sampler, sampler.mask, most):
+    if walk and sampler.first_mask:
+        # Scores are processed only from the first token of the walk on that is not surely allowed.
+        for token, drafted in _allowed(walk, sampler, sampler.first_mask):
             tokens.append(token)
             sampler.context.append(token)
             stopped = token in stops
@@ -70,12 +74,11 @@ def accept(
         node = child
 
 
-def _accept_argmax(
-    tree: DraftTree, logits: torch.Tensor, sampler: Sampler, stops: Container[int], most: int
-) -> Accepted | None:
-    """The same where the arg-max is chosen: one compiled call walks down the tree, and stops are tested afterwards."""
-    tokens, path, finite = _walk_argmax(tree, logits, sampler, most)
-    sampler.overflowed |= not finite and not len(tree)
+def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
+    """The same where one compiled call has walked down the tree: stops are tested afterwards."""
+    tokens, path, finite = walk
+    if not finite and not len(tree):
+        sampler.note_overflow()
     for place, token in enumerate(tokens):
         sampler.context.append(token)
         if token in stops:
@@ -84,18 +87,31 @@ def _accept_argmax(
     return Accepted(path[:-1], tokens) if tokens else None
 
 
-def _allowed_argmax(
-    tree: DraftTree, logits: torch.Tensor, sampler: Sampler, mask: Mask, most: int
-) -> list[tuple[int, int]]:
-    """The first tokens of a walk by arg-max, as long as the mask allows them, and the children that have them."""
-    tokens, path, finite = _walk_argmax(tree, logits, sampler, most)
-    if not finite:
+def _allowed(walk: Walk, sampler: Sampler, mask: Mask) -> list[tuple[int, int]]:
+    """The first tokens of a walk, as long as the mask allows them, and the children that have them."""
+    if not walk.finite:
         return []
-    count = mask.allowed(sampler.context, tokens)
-    return list(zip(tokens[:count], path[:count], strict=True))
+    count = mask.allowed(sampler.context, walk.tokens)
+    return list(zip(walk.tokens[:count], walk.path[:count], strict=True))
 
 
-def _walk_argmax(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, most: int) -> ArgmaxWalk:
+def _walk_draws(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, most: int) -> Walk | None:
+    """The walk by the sampler's draws; None if the logits are no float32 numbers on a CPU, or are processed first.
+
+    Under a mask, it ends before a token that depends on what the mask forbids.
+    """
+    draws = sampler.draws
+    if draws is None or not logits.is_cpu or logits.dtype != torch.float32:
+        return None
+    rows, certain = readable(logits), NOTHING_CERTAIN if tree.certain is None else tree.certain
+    address, apart, vocabulary, _ = bits_of(rows)
+    longest, is_masked = min(most, len(tree.tokens) + 1), sampler.first_mask is not None
+    of_tree = certain, tree.tokens, tree.parents, longest, sampler.walked
+    found, finite = walk_draws(address, apart, vocabulary, *of_tree, len(sampler.context), is_masked, draws)
+    return Walk.of(sampler.walked, found, finite)
+
+
+def _walk_argmax(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, most: int) -> Walk:
     if isinstance(logits, TreeLogits) and logits.walk:
         return logits.walk.first(most)
     walked, longest = sampler.walked, min(most, len(tree.tokens) + 1)
@@ -104,7 +120,7 @@ def _walk_argmax(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, most: 
     else:
         rows = readable(logits)
         found, finite = walk(*bits_of(rows), NOTHING_CERTAIN, tree.tokens, tree.parents, longest, walked)
-    return ArgmaxWalk.of(walked, found, finite)
+    return Walk.of(walked, found, finite)
 
 
 def compile_acceptance() -> None:
@@ -112,6 +128,14 @@ def compile_acceptance() -> None:
     bare, logits, walked = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
     walk(*bits_of(logits), NOTHING_CERTAIN, bare.tokens, bare.parents, 1, walked)
     walk_known(walked[0], walked[0], bare.tokens, bare.parents, 1, walked)
+
+
+def compile_draws(sampler: Sampler) -> None:
+    """The same for tokens that are drawn, if they are."""
+    if sampler.draws:
+        bare, row = DraftTree.bare(0), np.zeros(1, np.float32)
+        of_tree = NOTHING_CERTAIN, bare.tokens, bare.parents, 1, sampler.walked
+        walk_draws(row.ctypes.data, 1, 1, *of_tree, 0, False, sampler.draws)
 
 
 @compiled
@@ -145,6 +169,46 @@ def walk(
         walked[0, place], walked[1, place] = token, node
         if node == ROOT:
             return place + 1, finite
+    return longest, True
+
+
+@compiled
+def walk_draws(
+    address: int,
+    apart: int,
+    vocabulary: int,
+    certain: Array,
+    drafted: Array,
+    parents: Array,
+    longest: int,
+    walked: Array,
+    position: int,
+    is_masked: bool,
+    draws: Draws,
+) -> tuple[int, bool]:
+    """The same where tokens are drawn, the first one at a position; float32 logits.
+
+    If the draws are masked, the walk also ends before a token that depends on what is forbidden.
+    """
+    node, among = ROOT, np.empty(0, np.int64)
+    for place in range(longest):
+        row = array_at(address + (node + 1) * apart * ITEM_SIZE, vocabulary, np.float32)
+        token, finite = certain[node + 1] if len(certain) > 0 else OPEN, True
+        if token != OPEN:
+            finite = np.isfinite(row[token])
+        elif is_masked:
+            token = winner_among_any(position + place, row, draws)
+        else:
+            token = draw_row(position + place, row, among, draws)
+        finite = finite and token != NOT_FINITE
+        if not finite:
+            return place, False
+        if token == UNKNOWN:
+            return place, True
+        node = child_of(drafted, parents, node, token)
+        walked[0, place], walked[1, place] = token, node
+        if node == ROOT:
+            return place + 1, True
     return longest, True
 
 

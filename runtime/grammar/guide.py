@@ -11,13 +11,26 @@ import torch
 
 from hdtool.data.errors import PromptError
 from hdtool.runtime.sampling.sampler import NOTHING_ALLOWED
+from hdtool.runtime.tree import ROOT
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
+NOTHING = np.empty(0, np.bool_)
+
+
+class Dictated(NamedTuple):
+    """What a grammar dictates at one place."""
+
+    certain: list[int]
+    """The tokens that must follow, whatever text follows them."""
+    tokens: list[int]
+    """The tokens of the text that must follow; the last one may turn out otherwise, as more text may join it."""
+
+
 class Guided(NamedTuple):
-    """What a grammar makes of a tree; node -1 is the root."""
+    """What a grammar makes of a tree, by its root and its nodes."""
 
     allowed: npt.NDArray[np.bool_]
     """Which nodes it allows."""
@@ -34,6 +47,8 @@ class Guide:
         self._matcher, self._tokenizer = matcher, tokenizer
         self.length = 0
         """Tokens of the answer that were consumed."""
+        self._dictated: Dictated | None = None
+        """What follows them, once it is computed."""
 
     def follow(self, answer: Sequence[int]) -> None:
         """Consume the tokens of the answer that were not consumed yet."""
@@ -45,6 +60,7 @@ class Guide:
         if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
             raise self._stuck()
         self.length += len(new)
+        self._dictated = None
 
     def bits(self) -> npt.NDArray[np.uint8]:
         """A bit for each token that may come next, eight in a number, the first one in the lowest."""
@@ -65,12 +81,14 @@ class Guide:
     def allowed(self, tokens: list[int]) -> int:
         """How many of these tokens may come next, one after another, without the mask of all tokens."""
         count = 0
-        for token in tokens:
+        while count < len(tokens):
             # Where the text is dictated, other tokens with its bytes are forbidden.
-            forced = self._matcher.compute_ff_tokens()
-            if (forced and forced[0] != token) or not self._matcher.try_consume_tokens([token]):
+            certain = self._matcher.compute_ff_tokens()
+            some = _common(certain, tokens[count:]) if certain else tokens[count : count + 1]
+            consumed = self._matcher.try_consume_tokens(some) if some else 0
+            count += consumed
+            if not some or consumed < len(some):
                 break
-            count += 1
         self._matcher.rollback(count)
         return count
 
@@ -83,40 +101,48 @@ class Guide:
         return self._matcher.compute_ff_bytes()
 
     def forced(self) -> list[int]:
-        """The tokens of the text that must come next; the last one may turn out otherwise, as more text may join it."""
-        return self._forced(self._matcher.compute_ff_tokens())
+        """The tokens of the text that must come next, as far as a text of these tokens is allowed."""
+        self._dictated = self._dictated or self._dictates()
+        return self._dictated.tokens
 
-    def _forced(self, certain: list[int]) -> list[int]:
-        """The same, which begins with the tokens that are certain."""
-        text = self.forced_text()
-        if not text:
-            return certain
-        tokens = self._tokenizer.tokenize_bytes(text)
-        if tokens[: len(certain)] != certain:
-            return certain
-        return tokens[: self._matcher.validate_tokens(tokens)]
+    def _dictates(self) -> Dictated:
+        certain, text = self._matcher.compute_ff_tokens(), self.forced_text()
+        tokens = self._tokenizer.tokenize_bytes(text) if text else certain
+        if tokens is certain or tokens[: len(certain)] != certain:
+            return Dictated(certain, certain)
+        return Dictated(certain, tokens[: self._matcher.validate_tokens(tokens)])
 
     def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> Guided:
         """What the grammar makes of a tree."""
+        root = self._dictated or self._dictates()
+        if not len(tokens):
+            return Guided(NOTHING, {ROOT: root.tokens} if root.tokens else {}, {ROOT: root.certain})
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents.tolist()):
             children.setdefault(parent, []).append(node)
         found = Guided(np.zeros(len(tokens), np.bool_), {}, {})
         values = tokens.tolist()
 
-        def visit(above: int) -> None:
-            found.certain[above] = certain = self._matcher.compute_ff_tokens()
-            forced = self._forced(certain)
+        def visit(above: int, dictated: Dictated) -> None:
+            found.certain[above] = dictated.certain
             drafted = set()
             for node in children.get(above, ()):
                 if not self._matcher.try_consume_tokens([values[node]]):
                     continue
                 found.allowed[node] = True
                 drafted.add(values[node])
-                visit(node)
+                visit(node, self._dictates())
                 self._matcher.rollback(1)
-            if forced and forced[0] not in drafted:
-                found.chains[above] = forced
+            if dictated.tokens and dictated.tokens[0] not in drafted:
+                found.chains[above] = dictated.tokens
 
-        visit(-1)
+        visit(ROOT, root)
         return found
+
+
+def _common(some: list[int], others: list[int]) -> list[int]:
+    """The tokens that two lists begin with."""
+    size = 0
+    while size < min(len(some), len(others)) and some[size] == others[size]:
+        size += 1
+    return others[:size]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -76,7 +75,7 @@ class GuidedDrafter(WrappedDrafter):
         """The nodes that the grammar allows, and below them the chains that it forces, the most probable ones first."""
         found = self._guide.guided(tree.tokens, tree.parents)
         if found.allowed.all() and not found.chains:
-            return replace(tree, certain=_certain(len(tree), found.certain))
+            return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, _certain(len(tree), found.certain))
         chains, certain = found.chains, dict(found.certain)
         if not found.allowed.all():
             order = np.flatnonzero(found.allowed)

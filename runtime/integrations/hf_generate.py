@@ -35,7 +35,8 @@ from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.load import ends_of
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, embedded_tokens, use_masked_attention
-from hdtool.runtime.sampling.sampler import NOT_FINITE, Sampler
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sampling.truncation import NOT_FINITE
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 
@@ -244,8 +245,8 @@ class _Recorder(Sampler):
         self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
         self.logits_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
         if request.wants_scores or request.wants_logits:
-            self.only_argmax = self.takes_the_only_token = False
-            self.mask = self.first_mask = None
+            self.only_argmax = self.walks = self.takes_the_only_token = False
+            self.first_mask = self.draws = None
 
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
         return super().chooser(logits.to(self.device), finite_only=finite_only)

@@ -38,22 +38,23 @@ class LogitBits(NamedTuple):
     infinity: Array
 
 
-class ArgmaxWalk(NamedTuple):
-    """The arg-max at each node of a walk down a tree, the child that has it, and whether all of them are finite."""
+class Walk(NamedTuple):
+    """The token that is chosen at each node of a walk down a tree, the child that has it, and whether the logits there
+    are finite."""
 
     tokens: list[int]
     path: list[int]
     finite: bool
 
     @classmethod
-    def of(cls, walked: Array, found: int, finite: bool) -> ArgmaxWalk:
+    def of(cls, walked: Array, found: int, finite: bool) -> Walk:
         """The walk that compiled code has written: a row of tokens and one of nodes, as long as were ``found``."""
         tokens, path = walked[:, :found].tolist()
         return cls(tokens, path, finite)
 
-    def first(self, most: int) -> ArgmaxWalk:
+    def first(self, most: int) -> Walk:
         """The walk up to ``most`` tokens; a walk that goes on has found finite logits only."""
-        return self if len(self.tokens) <= most else ArgmaxWalk(self.tokens[:most], self.path[:most], True)
+        return self if len(self.tokens) <= most else Walk(self.tokens[:most], self.path[:most], True)
 
 
 class TreeLogits(torch.Tensor):
@@ -62,7 +63,7 @@ class TreeLogits(torch.Tensor):
     # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    walk: ArgmaxWalk | None
+    walk: Walk | None
     """The walk by arg-max, if the pass has computed it."""
     maxima: Array | None
     """What top-k needs of each row, if the pass has computed it."""

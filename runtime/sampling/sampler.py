@@ -24,11 +24,9 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
-from hdtool.runtime.sampling.truncation import NAMES, UNKNOWN, Truncation, allowed_scores, keeps_one
+from hdtool.runtime.sampling.truncation import NAMES, NOT_FINITE, UNKNOWN, Draws, Truncation, allowed_scores, keeps_one
 from hdtool.runtime.tree import LARGEST_TREE
 
-NOT_FINITE = -1
-"""Returned instead of a token if the logits are NaN or infinite."""
 NOTHING_ALLOWED = "the grammar leads to a place where no token of this model's vocabulary may follow"
 NO_BITS = np.empty(0, np.uint8)
 NO_NUMBERS = "the model's logits are not numbers: its dtype may be too small, try --dtype float32"
@@ -95,8 +93,10 @@ class Sampler:
             self._truncation.compile(self._race)
         self.first_mask = self._only_mask(padding)
         """What comes before the choice, if it is one mask and nothing else."""
-        self.mask = self.first_mask if self._greedy else None
-        """The same if the arg-max is chosen: it is that of the logits, if it is allowed."""
+        self.walks = self.only_argmax or (self._greedy and self.first_mask is not None)
+        """Whether each token is the arg-max of its logits, or of those that a mask allows."""
+        self.draws = self._own_draws()
+        """What each token is drawn by, if the draw reads its logits as they are or a mask is all that comes before."""
         self._allowed = np.empty(0, np.int64), np.empty(0, np.float32)
         """Where the tokens that a mask allows are written, and their scores."""
         if self.first_mask:
@@ -113,6 +113,11 @@ class Sampler:
             return None
         (only,) = self.before
         return only if isinstance(only, Mask) else None
+
+    def _own_draws(self) -> Draws | None:
+        if self._greedy or not (self.first_mask or (not self.before and self._truncation.is_compiled)):
+            return None
+        return self._truncation.draws(self._race)
 
     def _takes_the_only_token(self) -> bool:
         first, *others = self._processors or (None,)
@@ -143,6 +148,12 @@ class Sampler:
             if not finite_only:
                 raise ModelError(NO_NUMBERS)
         return token
+
+    def note_overflow(self) -> None:
+        """Logits that decided, and not because of a draft, are not finite: no token can be drawn by them."""
+        self.overflowed = True
+        if not self._greedy:
+            raise ModelError(NO_NUMBERS)
 
     def _choose_allowed(self, row: torch.Tensor, mask: Mask) -> int:
         """The token chosen among those that the mask allows; ``NOT_FINITE`` if the highest of all logits is not finite.

@@ -1,9 +1,11 @@
 """Structured output: plain decoding under the mask, ``hd`` under the mask, and ``hd`` with drafts of the grammar.
 
     python -m tests.benchmarks.structured MODEL [--schemas 30] [--max-new-tokens 160] [--temperature 0.8] [--rounds 1]
+        [--demo-stores]
 
-Every way answers each of 30 schemas in turn, with a fresh drafter for each answer (cold) and without stores. Answers
-are compared with those of plain decoding and validated. Forced tokens are those whose bytes the grammar dictates
+Every way answers each of 30 schemas in turn, with a fresh drafter for each answer (cold). With ``--demo-stores``, it
+drafts from the stores that the demo builds for SmolLM2, of the model's answers to everyday questions and of code and
+text; otherwise without stores. Answers are compared with those of plain decoding and validated. Forced tokens are those whose bytes the grammar dictates
 after the tokens before them; they are drafted if the pass that yielded them had them in its tree.
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hdtool.builders.demo.real_model import stores_of_real_model
 from hdtool.data.chat import encode_conversation
 from hdtool.data.grammar import Grammar
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
@@ -81,7 +84,7 @@ def answer(
     The seconds are those of the whole answer and those after the pass over the prompt.
     """
     decoding = DecodeConfig("ar" if way == PLAIN else "hd", options.max_new_tokens)
-    stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig("none", "none"), decoding.databases)
+    stores = StoreSet.for_tokenizer(loaded.tokenizer, options.stores, decoding.databases)
     drafter: Drafter = drafter_for(decoding, loaded.target, stores)
     guide = compiler.guide(grammar)
     if way == GUIDED:
@@ -126,11 +129,14 @@ def main() -> None:
     parser.add_argument("--schemas", type=int, default=len(JSON_SCHEMAS))
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--demo-stores", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--activations", choices=ACTIVATIONS, default=ACTIVATIONS[0])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    loaded = load(ModelConfig(options.model, activations=options.activations))
+    loading = ModelConfig(options.model, device="cpu", activations=options.activations)
+    loaded = load(loading)
+    options.stores = stores_of_real_model(loading) if options.demo_stores else StoresConfig("none", "none")
     compiler = GrammarCompiler(loaded.tokenizer, loaded.stops, loaded.target.vocabulary)
     measured = {way: Measured() for way in WAYS}
     warm = Grammar.regex("[a-z]{8}")

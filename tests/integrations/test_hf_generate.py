@@ -38,7 +38,8 @@ from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import NOT_FINITE, Sampler
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sampling.truncation import NOT_FINITE
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import LyingDrafter

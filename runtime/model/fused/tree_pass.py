@@ -16,7 +16,7 @@ import torch
 from torch import get_num_threads, is_autocast_enabled
 
 from hdtool.runtime.accept import NOTHING_CERTAIN, walk
-from hdtool.runtime.kernels.argmax import INFINITY, ArgmaxWalk, TreeLogits
+from hdtool.runtime.kernels.argmax import INFINITY, TreeLogits, Walk
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.fused.layers import (
     FIELDS,
@@ -136,7 +136,7 @@ class TreePass:
             cache.used = end
         self._whole.stack.passes += 1
         logits = self._view(0, rows)
-        logits.walk = ArgmaxWalk.of(self._walked[0], found, finite) if walks else None
+        logits.walk = Walk.of(self._walked[0], found, finite) if walks else None
         logits.maxima = self._maxima[:rows] if ranks else None
         return logits
 
@@ -170,7 +170,7 @@ class TreePass:
         found: list[torch.Tensor] = []
         for slot, (tree, (length, finite)) in enumerate(zip(trees, self._found[: len(trees)].tolist(), strict=True)):
             logits = self._view(slot * rows, len(tree.tokens) + 1)
-            logits.walk = ArgmaxWalk.of(self._walked[slot], length, bool(finite)) if walks[slot] else None
+            logits.walk = Walk.of(self._walked[slot], length, bool(finite)) if walks[slot] else None
             logits.maxima = self._maxima[slot * rows : slot * rows + len(logits)] if ranks else None
             found.append(logits)
         return found
