@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,11 +13,13 @@ import torch
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafters.hierarchy.batch_drafting import BatchDrafting
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.cache.prefix_cache import PrefixCache
 from hdtool.runtime.model.cache.prompt_reader import PromptReader
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.tree import DraftTree
 
 Key = TypeVar("Key")
 
@@ -80,6 +83,7 @@ class Batch(Generic[Key]):
         self._most, self._stops = max_new_tokens, stops
         self._prefixes = prefixes
         self._slots = BatchSlots(target, size)
+        self._drafting = BatchDrafting()
         self._running: list[tuple[Request[Key], DecodeState]] = []
 
     def __len__(self) -> int:
@@ -128,7 +132,7 @@ class Batch(Generic[Key]):
     def step(self) -> list[Outcome[Key]]:
         """One forward pass for all requests; those whose answers end leave the batch."""
         running = list(self._running)
-        trees = [state.draft() for _, state in running]
+        trees = self._draft([state for _, state in running])
         ranks = any(state.ranks for _, state in running)
         verified = self._slots.verify(trees, [state.walks for _, state in running], rank=ranks)
         outcomes = []
@@ -139,6 +143,14 @@ class Batch(Generic[Key]):
             if _has_ended(outcomes[slot]):
                 self._leave(slot)
         return [(request, outcome) for (request, _), outcome in zip(running, outcomes, strict=True)]
+
+    def _draft(self, states: Sequence[DecodeState]) -> list[DraftTree]:
+        for state in states:
+            state.start_step()
+        started = time.perf_counter()
+        trees = self._drafting.trees([state.drafter for state in states], [state.context for state in states])
+        each = (time.perf_counter() - started) / len(states)
+        return [state.take(tree, each) for state, tree in zip(states, trees, strict=True)]
 
     def remove(self, request: Request[Key]) -> None:
         """End the answer of a request that is running."""

@@ -71,16 +71,16 @@ class DecodeState:
         self.prompt = prompt
         self._prediction = prediction
         self.room, self._finish_at_limit = room_for(target, prompt, max_new_tokens)
-        self._sampler, self._stops, self._drafter = sampler, stops, drafter or NoDraft()
+        self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
         compile_draws(sampler)
         self.walks = sampler.walks
         """Whether acceptance begins with a walk by arg-max."""
-        self.ranks = reads_logits(self._drafter)
+        self.ranks = reads_logits(self.drafter)
         """Whether the drafter may rank the tokens after each node."""
         self._needs_all_logits = not sampler.takes_the_only_token or self.ranks
         self._tree = DraftTree.bare(prompt[-1])
         self._is_first = True
-        self._started = self._draft_end = self._seconds_in_model = 0.0
+        self._started = self._draft_seconds = self._seconds_in_model = 0.0
         self._target, self._vocabulary = target, target.vocabulary
 
     @property
@@ -90,33 +90,37 @@ class DecodeState:
 
     def begin(self) -> Sequence[int]:
         """Start the first step, which prefills the prompt: it has no drafts and yields one token."""
-        self._start_step()
-        if isinstance(self._drafter, SeededDrafter):
-            self._drafter.set_seed(self._sampler.seed)
-        self._drafter.begin(self.prompt)
-        if len(self._prediction) and isinstance(self._drafter, HistoryDrafter):
-            self._drafter.predict(self._prediction)
-        self._draft_end = time.perf_counter()
+        self.start_step()
+        if isinstance(self.drafter, SeededDrafter):
+            self.drafter.set_seed(self._sampler.seed)
+        self.drafter.begin(self.prompt)
+        if len(self._prediction) and isinstance(self.drafter, HistoryDrafter):
+            self.drafter.predict(self._prediction)
+        self._draft_seconds = time.perf_counter() - self._started
         return self.prompt
 
     def draft(self) -> DraftTree:
-        self._start_step()
-        tree = self._drafter.draft(self._sampler.context)
+        self.start_step()
+        tree = self.drafter.draft(self._sampler.context)
+        return self.take(tree, time.perf_counter() - self._started)
+
+    def take(self, tree: DraftTree, seconds: float) -> DraftTree:
+        """The tree of this step, of what was drafted in so many seconds."""
         if len(tree.tokens):
             # Deeper nodes would be accepted past the end, and a tokenizer may have more ids than the model embeddings.
             tree = tree.within(self.room - 1, self._vocabulary)
         if self._needs_all_logits and tree.certain is not None:
             tree = replace(tree, certain=None)
-        self._tree, self._draft_end = tree, time.perf_counter()
+        self._tree, self._draft_seconds = tree, seconds
         return tree
 
-    def _start_step(self) -> None:
+    def start_step(self) -> None:
         self._seconds_in_model, self._started = self._target.seconds_in_model, time.perf_counter()
 
     def end(self) -> None:
         """End the answer, complete or not."""
-        if isinstance(self._drafter, HistoryDrafter):
-            self._drafter.end()
+        if isinstance(self.drafter, HistoryDrafter):
+            self.drafter.end()
 
     def accept(self, logits: torch.Tensor, recompute: Callable[[int], torch.Tensor]) -> tuple[Accepted, torch.Tensor]:
         """Wait for the logits; the accepted tokens, and the logits that decided.
@@ -135,7 +139,7 @@ class DecodeState:
         return accepted, logits
 
     def observe(self, accepted: Accepted, logits: torch.Tensor) -> Step:
-        self._drafter.observe(accepted, logits)
+        self.drafter.observe(accepted, logits)
         self.room -= len(accepted.tokens)
         finish = Finish.STOP if accepted.stopped else self._finish_at_limit if not self.room else None
         cached, self._is_first = self._target.cached_tokens if self._is_first else 0, False
@@ -143,7 +147,7 @@ class DecodeState:
             accepted.tokens,
             self._tree,
             accepted.path,
-            self._draft_end - self._started,
+            self._draft_seconds,
             self._target.seconds_in_model - self._seconds_in_model,
             time.perf_counter() - self._started,
             finish,

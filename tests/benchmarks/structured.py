@@ -5,8 +5,9 @@
 
 Every way answers each of 30 schemas in turn, with a fresh drafter for each answer (cold). With ``--demo-stores``, it
 drafts from the stores that the demo builds for SmolLM2, of the model's answers to everyday questions and of code and
-text; otherwise without stores. Answers are compared with those of plain decoding and validated. Forced tokens are those whose bytes the grammar dictates
-after the tokens before them; they are drafted if the pass that yielded them had them in its tree.
+text; otherwise without stores. Answers are compared with those of plain decoding and validated. Forced tokens are those
+whose bytes the grammar dictates after the tokens before them; they are drafted if the pass that yielded them had them
+in its tree.
 """
 
 from __future__ import annotations

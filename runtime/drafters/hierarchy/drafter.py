@@ -237,11 +237,21 @@ class Hierarchy(Pinned):
         self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
+        most = self.prepare(context)
+        started = time.perf_counter()
+        grown = grow(self._corpus, self._at, most) if most else 0
+        return self.completed(context, grown, time.perf_counter() - started)
+
+    def prepare(self, context: Sequence[int]) -> int:
+        """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft.
+
+        The tree is grown by ``grow``, or by ``grow_all`` with those of others; ``completed`` is called next.
+        """
         self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:
             self._memory.work["expected"] = self._nodes = 0
-            return DraftTree.bare(context[-1])
+            return 0
         self._catch_up()
         self._memory.work["position"] = len(context)
         if self._heads and (not self._gate or self._gate.now):
@@ -249,11 +259,18 @@ class Hierarchy(Pinned):
             note(self._memory.heads, self._heads.tokens, self._heads.probs)
         if self._plugins:
             self._note_plugins(context)
-        started = time.perf_counter()
-        grown = self._grow_timed(most) if self._drafts % TIMED_EVERY == 0 else grow(self._corpus, self._at, most)
-        self._spent += time.perf_counter() - started
+        if self._drafts % TIMED_EVERY == 0:
+            self._timed[0] = HAS_CLOCK
         self._drafts += 1
-        size = self._nodes = self.budget.nodes(self._calibrated[:grown])
+        return most
+
+    def completed(self, context: Sequence[int], grown: int, seconds: float) -> DraftTree:
+        """The tree of so many nodes, which took so many seconds to grow."""
+        self._spent += seconds
+        if self._timed[0]:
+            self._clocked += self._laps
+            self._timed[0] = False
+        size = self._nodes = self.budget.nodes(self._calibrated[:grown]) if grown else 0
         if not size:
             return DraftTree.bare(context[-1])
         parts = self._tokens, self._parents, self._sources
@@ -264,15 +281,6 @@ class Hierarchy(Pinned):
             started = time.perf_counter()
             note_plugin(self._memory.plugins[slot], evidence, context)
             self._plugin_seconds[number] += time.perf_counter() - started
-
-    def _grow_timed(self, most: int) -> int:
-        """Draft, and measure the time of each source."""
-        self._timed[0] = HAS_CLOCK
-        grown = grow(self._corpus, self._at, most)
-        if HAS_CLOCK:
-            self._clocked += self._laps
-        self._timed[0] = False
-        return grown
 
     @property
     def reads_logits(self) -> bool:

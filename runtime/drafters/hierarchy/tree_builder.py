@@ -75,6 +75,13 @@ def grow(corpus: Ints, at: Ints, most: int) -> int:
 
 
 @compiled
+def grow_all(corpus: Ints, at: Ints, most: Ints, grown: Ints) -> None:
+    """The same for several workspaces, a row of addresses each, with the same corpus; ``grown`` gets the numbers."""
+    for row in range(len(most)):
+        grown[row] = grow(corpus, at[row], most[row]) if most[row] > 0 else 0
+
+
+@compiled
 def _enlist_expected(work: Any, node: int) -> int:
     """Put the token that is expected after a node into the list, alone; the new size of the list."""
     work.best_probs[node] = work.probs[node]
