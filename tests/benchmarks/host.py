@@ -39,6 +39,7 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.drafters.hierarchy.batch_drafting import BatchDrafting
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.fused import passes
@@ -61,9 +62,11 @@ LOOP = "loop"
 PARTS = ("drafter", "budget", "draft", "masks, ids", "accept", "commit", "learn", "observe", "text", "statistics", LOOP)
 MARKED: Sequence[tuple[type, str, str]] = (
     (DecodeState, "draft", "draft"),
+    (DecodeState, "take", "draft"),
     (DecodeState, "accept", "accept"),
     (DecodeState, "observe", "observe"),
     (Hierarchy, "draft", "drafter"),
+    (BatchDrafting, "trees", "drafter"),
     (Hierarchy, "observe", "learn"),
     (NoDraft, "draft", "drafter"),
     (NoDraft, "observe", "learn"),
