@@ -1,0 +1,113 @@
+"""Known draws: tokens per step of sampled answers with and without what the seed says about them.
+
+    python -m tests.benchmarks.known_draws SmolLM2.gguf --questions question.jsonl [--temperatures 0.8 1.0]
+
+Questions are taken from the categories of the file in turn. Each is answered plainly and twice with drafts, by a fresh
+drafter each time (cold) and with a seed of its own; one of the drafters does not get it. All answers must be equal.
+With ``--demo-stores``, it drafts from the stores that the demo builds for SmolLM2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdtool.builders.demo.real_model import stores_of_real_model
+from hdtool.data.chat import encode_conversation
+from hdtool.data.prompts import Prompt, read_prompts
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.stores.store_set import StoreSet
+
+LONGEST_PROMPT = 900
+SEEDS = 5000
+
+
+class Unseeded:
+    """A drafter that does not get the seed."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "set_seed":
+            raise AttributeError(name)
+        return getattr(self.drafter, name)
+
+
+def in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompt of each category, then the second of each."""
+    by_category = defaultdict(list)
+    for prompt in prompts:
+        by_category[prompt.category].append(prompt)
+    return [prompt for turn in zip_longest(*by_category.values()) for prompt in turn if prompt]
+
+
+def tokens_and_steps(
+    loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, most: int
+) -> tuple[list[int], int]:
+    """An answer, and the number of its steps after the pass over the prompt."""
+    sampler, stops = loaded.sampler(sampling, asked, max_new_tokens=most)
+    steps = list(decode(loaded.target, asked, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
+    return [token for step in steps for token in step.tokens], len(steps) - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--questions", type=Path, required=True)
+    parser.add_argument("--skip", type=int, default=0, help="questions that are left out at the start")
+    parser.add_argument("--limit", type=int, default=72)
+    parser.add_argument("--methods", nargs="+", default=["hd", "hd+logitspec"])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.8, 1.0])
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=ACTIVATIONS[0])
+    parser.add_argument("--demo-stores", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    loading = ModelConfig(options.model, device="cpu", activations=options.activations)
+    loaded = load(loading)
+    named = stores_of_real_model(loading) if options.demo_stores else StoresConfig("none", "none")
+    prompts = in_turn(list(read_prompts(options.questions)))[options.skip :][: options.limit]
+    print(f"{machine()}\n\n| method | temperature | draft tokens | without | with | more |\n|---|---|---|---|---|---|")
+    for method in options.methods:
+        for temperature in options.temperatures:
+            for nodes in options.draft_tokens:
+                decoding = DecodeConfig(method, options.max_new_tokens, draft_tokens=nodes)
+                stores = StoreSet.for_tokenizer(loaded.tokenizer, named, decoding.databases)
+                tokens, steps = 0, {False: 0, True: 0}
+                for number, prompt in enumerate(prompts):
+                    asked = encode_conversation(loaded.tokenizer, prompt.messages[:1])
+                    if len(asked) > LONGEST_PROMPT:
+                        continue
+                    sampling = SamplingConfig(temperature=temperature, seed=SEEDS + number)
+                    plain, _ = tokens_and_steps(loaded, NoDraft(), asked, sampling, options.max_new_tokens)
+                    for seeded in steps:
+                        drafter = drafter_for(decoding, loaded.target, stores)
+                        given = drafter if seeded else Unseeded(drafter)
+                        answer, taken = tokens_and_steps(loaded, given, asked, sampling, options.max_new_tokens)
+                        assert answer == plain, "drafts changed an answer"
+                        steps[seeded] += taken
+                    tokens += len(plain) - 1
+                without, with_seed = tokens / steps[False], tokens / steps[True]
+                print(
+                    f"| `{method}` | {temperature} | {nodes} | {without:.3f} | {with_seed:.3f} "
+                    f"| {100 * (with_seed / without - 1):.1f} % |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
