@@ -102,33 +102,35 @@ class _Packed:
         return self.code.builder.mul(block, INDEX(self.format.bytes))
 
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
-        """The same: for each part of the columns, a loop that computes scales, and one that uses them."""
-        code, builder, count = self.code, self.code.builder, self.blocks.scales
-        size = PART_COLUMNS // self.step * len(rows) * count
+        """The same. Where scales are computed ahead, a part of the columns has a loop for them and one for the rest."""
+        code, builder, count = self.code, self.code.builder, self.blocks.scales * len(rows)
+        size = max(1, PART_COLUMNS // self.step * count)
         memory = cgutils.alloca_once(builder, FLOAT, size)  # type: ignore[no-untyped-call]
-
-        def scales(column: Any, row: int) -> Any:
-            block = builder.udiv(column, INDEX(self.step))
-            return code.after(memory, builder.add(builder.mul(block, INDEX(len(rows) * count)), INDEX(row * count)))
 
         def part(first: Any, values: list[Any]) -> Sequence[Any]:
             left = builder.sub(columns, first)
             some = builder.select(builder.icmp_signed("<", left, INDEX(PART_COLUMNS)), left, INDEX(PART_COLUMNS))
 
             def blocks(column: Any) -> list[tuple[Any, Any]]:
+                """The addresses of a block of each row, and of its scales."""
                 offset = self.offset(builder.add(first, column))
-                return [(code.after(row, offset), scales(column, number)) for number, row in enumerate(rows)]
+                scales = code.after(memory, builder.mul(builder.udiv(column, INDEX(self.step)), INDEX(count)))
+                return [
+                    (code.after(row, offset), code.after(scales, place * self.blocks.scales))
+                    for place, row in enumerate(rows)
+                ]
 
             def write(column: Any, _: list[Any]) -> Sequence[Any]:
-                for block, written in blocks(column):
-                    self.blocks.write_scales(block, written)
+                for block, scales in blocks(column):
+                    self.blocks.write_scales(block, scales)
                 return []
 
             def step(column: Any, values: list[Any]) -> Sequence[Any]:
-                expanders = [self.blocks.expander(*block) for block in blocks(column)]
+                expanders = [self.blocks.expander(block, scales) for block, scales in blocks(column)]
                 return body(builder.add(first, column), expanders, values)
 
-            code.loop(some, [], write, self.step)
+            if count:
+                code.loop(some, [], write, self.step)
             return code.loop(some, values, step, self.step)
 
         return code.loop(columns, carried, part, PART_COLUMNS)
@@ -267,7 +269,7 @@ def _prefetch(code: VectorCode, ahead: Any, read: Any, outs: int) -> None:
     """Prefetch as much as is read, in the order of memory."""
     size = read.format.bytes if isinstance(read, _Packed) else read.size * read.step
     for byte in range(0, max(outs * size, CACHE_LINE), CACHE_LINE):
-        code.prefetch(code.after(ahead, byte))
+        code.prefetch(code.after(ahead, byte), nearest=True)
 
 
 @generated(types.int64, None, types.int64, types.int64)
@@ -278,7 +280,7 @@ def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any)
     first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
 
     def write(column: Any, expanders: list[Expand], _: list[Any]) -> list[Any]:
-        code.prefetch(code.after(first, builder.add(read.offset(column), INDEX(PREFETCHED))))
+        code.prefetch(code.after(first, builder.add(read.offset(column), INDEX(PREFETCHED))), nearest=True)
         (expand,) = expanders
         for place in range(read.vectors):
             at = code.after(numbers, builder.add(column, INDEX(place * LANES)))

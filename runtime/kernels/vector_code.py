@@ -133,9 +133,10 @@ class VectorCode:
             vector = combine(self.part(vector, 0, lanes), self.part(vector, lanes, lanes))
         return self.builder.extract_element(vector, WORD(0))
 
-    def prefetch(self, address: Any) -> None:
-        """Fetch a cache line to read, into L2: L1 has no room for two tiles and the input rows."""
-        self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), WORD(2), WORD(1))
+    def prefetch(self, address: Any, *, nearest: bool = False) -> None:
+        """Fetch a cache line to read, into L2, or into L1 where it has room for it."""
+        level = WORD(3 if nearest else 2)
+        self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), level, WORD(1))
 
     def loop(
         self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES

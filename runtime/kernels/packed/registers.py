@@ -21,14 +21,14 @@ Expand = Callable[[int], Any]
 """The vector of a block at a place in it, which counts vectors."""
 Scale = Callable[[int], Any]
 """One of the block's scales, in all lanes."""
-NUMBER = 4
-"""Bytes of a float32."""
+FLOAT_SIZE = 4
 LEVELS = [float(level) for level in range(16)]
 """The numbers of four bits."""
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
-SCALES = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16, "int8": 1, "int4": 2}
-"""The numbers by which the weights of a block are scaled and shifted. A tile computes those of many blocks ahead: from
-memory, a number fills a register without a shuffle, and it is shuffles that limit a tile of few input rows."""
+SCALES_AHEAD = {"Q4_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
+"""The scales of a block, and what is added to scaled weights, in formats of which a tile computes them for many blocks
+ahead: from memory, a number fills a register without a shuffle, and shuffles limit a tile of few input rows. With a
+single scale, or one in float32, a block is faster without."""
 
 
 class Blocks:
@@ -37,35 +37,35 @@ class Blocks:
     def __init__(self, code: VectorCode, format: BlockFormat) -> None:
         self.code, self.builder = code, code.builder
         self.vectors = format.numbers // LANES
-        self.scales = SCALES[format.name]
+        self.scales = SCALES_AHEAD.get(format.name, 0)
         self._format = format
         self._expander = getattr(self, f"_{format.name.lower()}")
 
     def write_scales(self, block: Any, written: Any) -> None:
-        """Write the numbers that ``expander`` reads."""
-        if self._format.name in ("Q4_K", "Q5_K"):
-            found = self._scales_and_minima(block)
-        elif self._format.name == "Q6_K":
-            found = self._scales_of_parts(block)
-        elif self._format.number is None:
-            found = self.code.load(block, ir.VectorType(FLOAT, self.scales))
-        else:  # one instruction converts four numbers, of which the last ones are no scales
+        """Write the scales that ``expander`` reads."""
+        if self._format.name == "Q4_1":
+            # One instruction converts four numbers; the last two are no scales.
             four = self.builder.fpext(self.code.load(block, ir.VectorType(HALF, 4)), ir.VectorType(FLOAT, 4))
             found = self.code.part(four, 0, self.scales)
-        self.builder.store(found, self.builder.bitcast(written, found.type.as_pointer())).align = NUMBER
+        else:
+            found = self._scales_of_parts(block) if self._format.name == "Q6_K" else self._scales_and_minima(block)
+        self.builder.store(found, self.builder.bitcast(written, found.type.as_pointer())).align = FLOAT_SIZE
 
     def expander(self, block: Any, scales: Any) -> Expand:
-        """Generate what all vectors of a block share; the function that is returned generates one of them."""
+        """Generate what all vectors of a block share; the function that is returned generates one of them.
+
+        ``scales`` is the address that ``write_scales`` wrote to.
+        """
 
         @cache
         def scale(place: int) -> Any:
-            return self.code.splat(self.code.load(self.code.after(scales, place), FLOAT, NUMBER))
+            return self._number(self.code.after(scales, place), FLOAT_SIZE)
 
         found: Expand = self._expander(block, scale)
         return found
 
-    def _q4_0(self, block: Any, scale: Scale) -> Expand:
-        return self._by_level(block, 2, [level - 8 for level in LEVELS], scale(0), None)
+    def _q4_0(self, block: Any, _: Scale) -> Expand:
+        return self._by_level(block, 2, [level - 8 for level in LEVELS], self._half(block, 0), None)
 
     def _q4_1(self, block: Any, scale: Scale) -> Expand:
         return self._by_level(block, 4, LEVELS, scale(0), scale(1))
@@ -85,15 +85,15 @@ class Blocks:
 
         return expand
 
-    def _q8_0(self, block: Any, scale: Scale) -> Expand:
-        return self._by_signed_byte(block, 2, scale(0))
+    def _q8_0(self, block: Any, _: Scale) -> Expand:
+        return self._by_signed_byte(block, 2, self._half(block, 0))
 
-    def _int8(self, block: Any, scale: Scale) -> Expand:
-        return self._by_signed_byte(block, 4, scale(0))
+    def _int8(self, block: Any, _: Scale) -> Expand:
+        return self._by_signed_byte(block, 4, self._number(block))
 
-    def _int4(self, block: Any, scale: Scale) -> Expand:
-        signed = [level - 8 for level in LEVELS]
-        halves = [self._by_level(block, first, signed, scale(0), scale(1)) for first in (8, 24)]
+    def _int4(self, block: Any, _: Scale) -> Expand:
+        both = self._number(block), self._number(self.code.after(block, 4))
+        halves = [self._by_level(block, first, [level - 8 for level in LEVELS], *both) for first in (8, 24)]
         return lambda place: halves[place * LANES // 32](place % (32 // LANES))
 
     def _by_signed_byte(self, block: Any, first: int, scale: Any) -> Expand:
@@ -180,7 +180,11 @@ class Blocks:
         """The numbers of a table at the places that the four lowest bits of indices state."""
         return self.code.call(PERMUTATION, self.code.vector, table, indices)
 
-    def _half(self, block: Any, offset: int, lanes: int) -> Any:
+    def _number(self, address: Any, align: int = 1) -> Any:
+        """A float32 in all lanes."""
+        return self.code.splat(self.code.load(address, FLOAT, align))
+
+    def _half(self, block: Any, offset: int, lanes: int = LANES) -> Any:
         """A float16 of a block in all lanes, as float32."""
         number = self.code.splat(self.code.load(self.code.after(block, offset), HALF), lanes)
         return self.builder.fpext(number, ir.VectorType(FLOAT, lanes))
