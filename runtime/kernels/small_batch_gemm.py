@@ -28,7 +28,7 @@ from hdtool.runtime.kernels.vector_code import LANES
 
 COLUMN_MULTIPLE = 64
 """The number of columns must be a multiple of this."""
-MOST_IN_REGISTERS, MOST_OF_NUMBERS = 11, 64
+MOST_IN_REGISTERS, MOST_OF_NUMBERS = 16 if LANES == 16 else 11, 64
 """Input rows up to which blocks are unpacked in registers, once for each tile; for more, they are unpacked once. A
 matrix of numbers takes little unpacking or none."""
 NEAR_NUMBERS = 10240
