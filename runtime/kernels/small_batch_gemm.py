@@ -28,9 +28,11 @@ from hdtool.runtime.kernels.vector_code import LANES
 
 COLUMN_MULTIPLE = 64
 """The number of columns must be a multiple of this."""
-MOST_IN_REGISTERS, MOST_OF_NUMBERS = 11, 64
+MOST_IN_REGISTERS, MOST_OF_NUMBERS = 16 if LANES == 16 else 11, 64
 """Input rows up to which blocks are unpacked in registers, once for each tile; for more, they are unpacked once. A
 matrix of numbers takes little unpacking or none."""
+NEAR_NUMBERS = 10240
+"""Numbers of a group of input rows that stay in the first cache, where each tile of matrix rows finds them again."""
 
 _OUTS = (0, *(outs_beside(rows) for rows in range(1, MOST_ROWS + 1)))
 _single = by_rows({1: tile(1, 1)})
@@ -100,12 +102,13 @@ def _multiply_interleaved(
     apart: int,
     interleaved: npt.NDArray[np.float32],
 ) -> None:
-    """Multiply by groups of up to 8 input rows, which are written vector by vector first.
+    """Multiply by groups of up to 8 input rows, fewer of long ones, which are written vector by vector first.
 
     A tile reads them in the order of memory then; rows that are a power of two apart would share one set of the cache.
     """
     aligned = line_after(interleaved.ctypes.data)
-    groups = (rows + MOST_ROWS - 1) // MOST_ROWS
+    most = min(MOST_ROWS, max(FEW_ROWS, NEAR_NUMBERS // columns))
+    groups = (rows + most - 1) // most
     row = 0
     for group in range(groups):
         some = (rows - row) // (groups - group)

@@ -35,7 +35,7 @@ number of rows, so nearly equal times do not decide against it."""
 CALL_SECONDS = 5e-6
 """Python's way to our own product may be longer than the one to torch's by this much. Compiled layers do not go it, and
 leave a whole pass to Python if a single product of it, as small as that of the keys, is not our own."""
-PRODUCT = "product 5"
+PRODUCT = "product 6"
 """The version of our own product, to which saved measurements belong."""
 TIMED_LAYERS = 4
 """Layers of a shape that are timed in turn: a single one would stay in the cache."""

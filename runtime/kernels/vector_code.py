@@ -133,17 +133,15 @@ class VectorCode:
             vector = combine(self.part(vector, 0, lanes), self.part(vector, lanes, lanes))
         return self.builder.extract_element(vector, WORD(0))
 
-    def prefetch(self, address: Any) -> None:
-        """Fetch a cache line to read, into L2: L1 has no room for two tiles and the input rows."""
-        self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), WORD(2), WORD(1))
+    def prefetch(self, address: Any, *, nearest: bool = False) -> None:
+        """Fetch a cache line to read, into L2, or into L1 where it has room for it."""
+        level = WORD(3 if nearest else 2)
+        self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), level, WORD(1))
 
     def loop(
         self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES
     ) -> list[Any]:
-        """A loop over indices below ``count`` in steps; ``body`` makes the next values from an index and the last ones.
-
-        The code of ``body`` must be one block.
-        """
+        """A loop over indices below ``count`` in steps; ``body`` makes the next values from an index and the last."""
         builder = self.builder
         before = builder.block
         inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
@@ -152,14 +150,15 @@ class VectorCode:
         index = builder.phi(INDEX)
         values = [builder.phi(value.type) for value in carried]
         made = list(body(index, list(values)))
+        last = builder.block
         following = builder.add(index, INDEX(step))
         for phi, first, value in zip([index, *values], [INDEX(0), *carried], [following, *made], strict=True):
             phi.add_incoming(first, before)
-            phi.add_incoming(value, inside)
+            phi.add_incoming(value, last)
         builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
         builder.position_at_end(after)
         ends = [builder.phi(value.type) for value in carried]
         for phi, first, value in zip(ends, carried, made, strict=True):
             phi.add_incoming(first, before)
-            phi.add_incoming(value, inside)
+            phi.add_incoming(value, last)
         return ends

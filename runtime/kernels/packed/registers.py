@@ -1,7 +1,8 @@
 """Generates code that expands a block to float32 in vector registers, with the roundings of the library ``gguf``.
 
 The layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and two for torchao.
-A weight is ``d * q``, ``d * q + m`` or ``d * q - m``: each operation rounds once, and none is fused.
+A weight is ``d * q``, ``d * q + m`` or ``d * q - m``: each operation rounds once. In GGUF files a ``d`` has at most 17
+bits and a ``q`` that something is added to at most 5, so their product is exact, and a fused operation rounds alike.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from hdtool.runtime.kernels.vector_code import FLOAT, HALF, LANES, OCTET, Vector
 
 Expand = Callable[[int], Any]
 """The vector of a block at a place in it, which counts vectors."""
+Scale = Callable[[int], Any]
+"""One of the block's scales, in all lanes."""
+FLOAT_SIZE = 4
 LEVELS = [float(level) for level in range(16)]
 """The numbers of four bits."""
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
+SCALES_AHEAD = {"Q4_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
+"""The scales of a block, and what is added to scaled weights, in formats of which a tile computes them for many blocks
+ahead: from memory, a number fills a register without a shuffle, and shuffles limit a tile of few input rows. With a
+single scale, or one in float32, a block is faster without."""
 
 
 class Blocks:
@@ -29,24 +37,43 @@ class Blocks:
     def __init__(self, code: VectorCode, format: BlockFormat) -> None:
         self.code, self.builder = code, code.builder
         self.vectors = format.numbers // LANES
+        self.scales = SCALES_AHEAD.get(format.name, 0)
+        self._format = format
         self._expander = getattr(self, f"_{format.name.lower()}")
 
-    def expander(self, block: Any) -> Expand:
-        """Generate what all vectors of a block share; the function that is returned generates one of them."""
-        found: Expand = self._expander(block)
+    def write_scales(self, block: Any, written: Any) -> None:
+        """Write the scales that ``expander`` reads."""
+        if self._format.name == "Q4_1":
+            # One instruction converts four numbers; the last two are no scales.
+            four = self.builder.fpext(self.code.load(block, ir.VectorType(HALF, 4)), ir.VectorType(FLOAT, 4))
+            found = self.code.part(four, 0, self.scales)
+        else:
+            found = self._scales_of_parts(block) if self._format.name == "Q6_K" else self._scales_and_minima(block)
+        self.builder.store(found, self.builder.bitcast(written, found.type.as_pointer())).align = FLOAT_SIZE
+
+    def expander(self, block: Any, scales: Any) -> Expand:
+        """Generate what all vectors of a block share; the function that is returned generates one of them.
+
+        ``scales`` is the address that ``write_scales`` wrote to.
+        """
+
+        @cache
+        def scale(place: int) -> Any:
+            return self._number(self.code.after(scales, place), FLOAT_SIZE)
+
+        found: Expand = self._expander(block, scale)
         return found
 
-    def _q4_0(self, block: Any) -> Expand:
+    def _q4_0(self, block: Any, _: Scale) -> Expand:
         return self._by_level(block, 2, [level - 8 for level in LEVELS], self._half(block, 0), None)
 
-    def _q4_1(self, block: Any) -> Expand:
-        return self._by_level(block, 4, LEVELS, self._half(block, 0), self._half(block, 2))
+    def _q4_1(self, block: Any, scale: Scale) -> Expand:
+        return self._by_level(block, 4, LEVELS, scale(0), scale(1))
 
     def _by_level(self, block: Any, first: int, levels: list[float], scale: Any, minimum: Any) -> Expand:
         """Half bytes: the low ones of 16 bytes, then the high ones."""
         if LANES == 16:
-            table = self.builder.fmul(ir.Constant(self.code.vector, levels), scale)
-            table = table if minimum is None else self.builder.fadd(table, minimum)
+            table = self._scaled(ir.Constant(self.code.vector, levels), scale, minimum)
             low = self._bytes(block, first)
             indices = low, self.builder.lshr(low, self.code.every(4))
             return lambda place: self._permuted(table, indices[place])
@@ -54,20 +81,19 @@ class Blocks:
         def expand(place: int) -> Any:
             half, byte = divmod(place * LANES, 16)
             level = self._float(self._plus(self._bits(self._bytes(block, first + byte), 4 * half, 4), int(levels[0])))
-            weights = self.builder.fmul(level, scale)
-            return weights if minimum is None else self.builder.fadd(weights, minimum)
+            return self._scaled(level, scale, minimum)
 
         return expand
 
-    def _q8_0(self, block: Any) -> Expand:
+    def _q8_0(self, block: Any, _: Scale) -> Expand:
         return self._by_signed_byte(block, 2, self._half(block, 0))
 
-    def _int8(self, block: Any) -> Expand:
-        return self._by_signed_byte(block, 4, self._number(block, 0))
+    def _int8(self, block: Any, _: Scale) -> Expand:
+        return self._by_signed_byte(block, 4, self._number(block))
 
-    def _int4(self, block: Any) -> Expand:
-        both, signed = (self._number(block, 0), self._number(block, 4)), [level - 8 for level in LEVELS]
-        halves = [self._by_level(block, first, signed, *both) for first in (8, 24)]
+    def _int4(self, block: Any, _: Scale) -> Expand:
+        both = self._number(block), self._number(self.code.after(block, 4))
+        halves = [self._by_level(block, first, [level - 8 for level in LEVELS], *both) for first in (8, 24)]
         return lambda place: halves[place * LANES // 32](place % (32 // LANES))
 
     def _by_signed_byte(self, block: Any, first: int, scale: Any) -> Expand:
@@ -76,41 +102,31 @@ class Blocks:
 
         return expand
 
-    def _q4_k(self, block: Any) -> Expand:
-        scales = self._scales_and_minima(block)
-
+    def _q4_k(self, block: Any, scale: Scale) -> Expand:
         def expand(place: int) -> Any:
             part, byte = divmod(place * LANES, 32)
             bytes_ = self._bytes(block, 16 + part // 2 * 32 + byte)
             if LANES == 16:
                 index = self.builder.lshr(bytes_, self.code.every(4)) if part % 2 else bytes_
                 return self._permuted(tables(part), index)
-            return self._scaled(self._float(self._bits(bytes_, part % 2 * 4, 4)), scales, part)
+            return self._scaled(self._float(self._bits(bytes_, part % 2 * 4, 4)), scale(part), scale(8 + part))
 
         @cache
         def tables(part: int) -> Any:
-            return self._scaled(ir.Constant(self.code.vector, LEVELS), scales, part)
+            return self._scaled(ir.Constant(self.code.vector, LEVELS), scale(part), scale(8 + part))
 
         return expand
 
-    def _q5_k(self, block: Any) -> Expand:
-        scales = self._scales_and_minima(block)
-
+    def _q5_k(self, block: Any, scale: Scale) -> Expand:
         def expand(place: int) -> Any:
             part, byte = divmod(place * LANES, 32)
             low = self._bits(self._bytes(block, 48 + part // 2 * 32 + byte), part % 2 * 4, 4)
             high = self._bits(self._bytes(block, 16 + byte), part, 1)
-            return self._scaled(self._float(self._joined(low, high)), scales, part)
+            return self._scaled(self._float(self._joined(low, high)), scale(part), scale(8 + part))
 
         return expand
 
-    def _q6_k(self, block: Any) -> Expand:
-        """Parts of 32 numbers, of which each half has a scale of 8 bits."""
-        kind = ir.VectorType(WORD, 16)
-        whole = self.builder.sext(self.code.load(self.code.after(block, 192), ir.VectorType(OCTET, 16)), kind)
-        scale = self.builder.sitofp(whole, ir.VectorType(FLOAT, 16))
-        scales = self.builder.fmul(self._half(block, 208, 16), scale)
-
+    def _q6_k(self, block: Any, scale: Scale) -> Expand:
         def expand(place: int) -> Any:
             part, byte = divmod(place * LANES, 32)
             half, quarter = divmod(part, 4)
@@ -118,12 +134,19 @@ class Blocks:
             high = self._bytes(block, 128 + half * 32 + byte)
             joined = self._joined(self._bits(low, quarter // 2 * 4, 4), self._bits(high, quarter * 2, 2))
             level = self._float(self._plus(joined, -32))
-            return self.builder.fmul(self.code.lane(scales, part * 2 + byte // 16), level)
+            return self._scaled(level, scale(part * 2 + byte // 16), None)
 
         return expand
 
+    def _scales_of_parts(self, block: Any) -> Any:
+        """The scales of halves of parts of 32 numbers; in the block they have 8 bits each."""
+        octets = self.code.load(self.code.after(block, 192), ir.VectorType(OCTET, 16))
+        whole = self.builder.sext(octets, ir.VectorType(WORD, 16))
+        return self.builder.fmul(self._half(block, 208, 16), self.builder.sitofp(whole, ir.VectorType(FLOAT, 16)))
+
     def _scales_and_minima(self, block: Any) -> Any:
-        """Eight scales and eight minima as one vector; in the block they have 6 bits each, in 12 bytes."""
+        """Eight scales and what is added to a weight, eight minima times -1; in the block they have 6 bits each, in 12
+        bytes."""
         builder = self.builder
         first, second, third = (self.code.load(self.code.after(block, 4 + 4 * word), WORD) for word in range(3))
 
@@ -144,20 +167,22 @@ class Blocks:
             packed = builder.insert_element(packed, word, WORD(place))
         octets = builder.bitcast(packed, ir.VectorType(OCTET, 16))
         numbers = builder.uitofp(builder.zext(octets, ir.VectorType(WORD, 16)), ir.VectorType(FLOAT, 16))
-        both = self._half(block, 0, 8), self._half(block, 2, 8)
+        both = self._half(block, 0, 8), builder.fneg(self._half(block, 2, 8))
         return builder.fmul(numbers, builder.shuffle_vector(*both, self.code.integers(list(range(16)))))
 
-    def _scaled(self, level: Any, scales: Any, part: int) -> Any:
-        product = self.builder.fmul(self.code.lane(scales, part), level)
-        return self.builder.fsub(product, self.code.lane(scales, 8 + part))
+    def _scaled(self, level: Any, scale: Any, added: Any) -> Any:
+        if added is not None and self._format.number is not None:
+            return self.code.multiply_add(level, scale, added)
+        weights = self.builder.fmul(level, scale)
+        return weights if added is None else self.builder.fadd(weights, added)
 
     def _permuted(self, table: Any, indices: Any) -> Any:
         """The numbers of a table at the places that the four lowest bits of indices state."""
         return self.code.call(PERMUTATION, self.code.vector, table, indices)
 
-    def _number(self, block: Any, offset: int) -> Any:
-        """A float32 of a block in all lanes."""
-        return self.code.splat(self.code.load(self.code.after(block, offset), FLOAT))
+    def _number(self, address: Any, align: int = 1) -> Any:
+        """A float32 in all lanes."""
+        return self.code.splat(self.code.load(address, FLOAT, align))
 
     def _half(self, block: Any, offset: int, lanes: int = LANES) -> Any:
         """A float16 of a block in all lanes, as float32."""
