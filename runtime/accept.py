@@ -186,7 +186,7 @@ def walk_draws(
     is_masked: bool,
     draws: Draws,
 ) -> tuple[int, bool]:
-    """The same where tokens are drawn, the first one at a position; float32 logits.
+    """The same where tokens are drawn from float32 logits, the first one at this position.
 
     If the draws are masked, the walk also ends before a token that depends on what is forbidden.
     """

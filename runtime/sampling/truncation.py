@@ -84,10 +84,8 @@ class Truncation:
 
     def compile(self, race: ExponentialRace) -> None:
         """Compile what a draw uses, or load it from the cache, before the first step."""
-        alike, scores = (
-            replace(self, top_k=min(self.top_k, MOST_BY_MAXIMA + 1)),
-            np.ones(MOST_BY_MAXIMA + 2, np.float32),
-        )
+        alike = replace(self, top_k=min(self.top_k, MOST_BY_MAXIMA + 1))
+        scores = np.ones(MOST_BY_MAXIMA + 2, np.float32)
         alike.draw(race, 0, scores)
         alike.winner(race, 0, scores)
 
@@ -151,7 +149,7 @@ def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
 
 @compiled
 def _draw_by_temperature(position: Any, scores: Any, highest: Any, draws: Any) -> Any:
-    """Weights are computed block by block and not kept."""
+    """The same with a temperature alone: weights are computed block by block and not kept."""
     start, winner, earliest = start_of(draws.seed, position), -1, np.inf
     weights = np.empty(BLOCK, np.float32)
     for first in range(0, len(scores), BLOCK):

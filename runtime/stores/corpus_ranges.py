@@ -15,6 +15,7 @@ and they give the range of each child, exactly or within a few suffixes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,9 @@ RANGES = np.dtype(
 )
 
 
+@cache
 def no_shards() -> Shards:
-    """The shards of an empty corpus."""
+    """The shards of an empty corpus, which all drafters without an index share."""
     tokens = np.empty(0, np.uint16)
     tokens.flags.writeable = False
     heads, sampled_prefixes = np.empty((0, 1), np.uint32), np.empty((0, PREFIX_TOKENS), np.uint16)
