@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,7 +27,9 @@ LEARNING_RATE, LEARNING_RATE_OTHERS = 0.05, 0.01
 SLOWEST, FASTEST = 2.0, 0.5
 """Bounds on the ratio of measured to estimated seconds that one step may contribute."""
 STEP_OVERHEAD = 2e-4
-"""Seconds of a step outside its forward pass."""
+"""Seconds of a step without a draft outside its forward pass, until they are measured."""
+SMOOTHING, MOST_ABOVE = 0.1, 3.0
+"""Learning rate of the seconds outside of passes, and how many times their average a single step may count."""
 CONTEXT_STEP = 64
 """Tokens by which the context grows before its cost is computed again."""
 LONGEST_PAUSE = 64
@@ -100,6 +103,21 @@ CHOICE = np.dtype(
 )
 
 
+class SmoothedSeconds:
+    """The moving average of a time, on which a single interruption has little influence."""
+
+    def __init__(self, expected: float = 0.0) -> None:
+        """An ``expected`` time counts as one that was observed."""
+        self.mean = expected
+        self._observed = int(expected > 0)
+
+    def observe(self, seconds: float) -> None:
+        if self._observed:
+            seconds = min(seconds, MOST_ABOVE * self.mean)
+        self._observed += 1
+        self.mean += max(SMOOTHING, 1 / self._observed) * (seconds - self.mean)
+
+
 class _ChosenSize(Pinned):
     """The number of nodes with the most expected tokens per second.
 
@@ -148,6 +166,9 @@ class CostBudget(_ChosenSize):
         self._steps = 0
         self.start_step(0)
 
+    def set_draft_seconds(self, seconds: float) -> None:
+        """Ignored: what a cost curve decides must not depend on how busy the machine is."""
+
     def start_step(self, context: int) -> None:
         """Set the length of the context of the next step."""
         self._steps += 1
@@ -156,7 +177,7 @@ class CostBudget(_ChosenSize):
 
 
 class MeasuredBudget(_ChosenSize):
-    """Like CostBudget, with costs corrected by the measured time of the target's passes."""
+    """Like CostBudget, with costs corrected by the measured time of the target's passes and of what is between them."""
 
     def __init__(self, target: Target, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
         super().__init__(overhead, lambda: target.passes, ABOVE, shares_of(target))
@@ -164,6 +185,8 @@ class MeasuredBudget(_ChosenSize):
         self._curve = curve
         self._passes, self._seconds = target.passes, target.seconds_in_model
         """Those of the target at the last call."""
+        self._called = time.perf_counter()
+        self._outside = SmoothedSeconds(overhead)
         learn_cost(self._at, 0, 1.0)  # compiles it; costs are still 1, so nothing is learned
         self._set_context(0)
 
@@ -179,11 +202,15 @@ class MeasuredBudget(_ChosenSize):
         self._own["costs"][: len(costs)] = costs
 
     def _learn(self) -> None:
-        """Correct the estimated costs by the last pass, if it was the only one since the last call."""
+        """Correct the estimated costs by the last step, if it was the only one since the last call."""
         passes, seconds, nodes = self._target.passes, self._target.seconds_in_model, self._target.nodes_of_last_pass
+        now = time.perf_counter()
         if passes == self._passes + 1 and self.most and 0 <= nodes <= LARGEST_BUDGET:
-            learn_cost(self._at, nodes, seconds - self._seconds)
-        self._passes, self._seconds = passes, seconds
+            in_pass = seconds - self._seconds
+            learn_cost(self._at, nodes, in_pass)
+            self._outside.observe(max(0.0, now - self._called - in_pass - self._own["drafting"]))
+            self._own["overhead"] = self._outside.mean
+        self._passes, self._seconds, self._called = passes, seconds, now
 
 
 class SharedBudget(_ChosenSize):
@@ -281,12 +308,13 @@ def _decide(own: Any, paid: bool, gain: float, cost: float, plain: float, step: 
 @compiled
 def _best_size(gain: Probs, own: Any) -> tuple[int, float, float]:
     """The number of nodes with the most expected tokens per second, and the seconds of passes with and without them."""
-    plain = own.costs[own.sizes[0]] * own.corrections[own.sizes[0]]
+    plain = _cost_of(own, 0)
+    for nodes in range(1, len(gain)):
+        # While drafts pay, no pass without them corrects its cost. It takes no longer than those that are measured.
+        plain = min(plain, _cost_of(own, nodes))
     best, highest, paid = 0, gain[0] / (plain + own.overhead), plain
     for nodes in range(1, len(gain)):
-        above, share = own.sizes[nodes], own.shares[nodes]
-        cost = share * own.costs[above] * own.corrections[above]
-        cost += (1 - share) * own.costs[above - 1] * own.corrections[above - 1]
+        cost = _cost_of(own, nodes)
         rate = gain[nodes] / (cost + own.overhead)
         if rate > highest:
             best, highest, paid = nodes, rate, cost
@@ -294,13 +322,20 @@ def _best_size(gain: Probs, own: Any) -> tuple[int, float, float]:
 
 
 @compiled
+def _cost_of(own: Any, nodes: int) -> float:
+    """The estimated seconds of a pass with so many nodes."""
+    size, share = own.sizes[nodes], own.shares[nodes]
+    below = max(0, size - 1)
+    cost = share * own.costs[size] * own.corrections[size]
+    return cost + (1 - share) * own.costs[below] * own.corrections[below]  # type: ignore[no-any-return]
+
+
+@compiled
 def learn_cost(at: int, nodes: int, seconds: float) -> None:
     """Correct the costs by those of a pass with so many nodes."""
     own = array_at(at, 1, CHOICE)[0]
     size, share = own.sizes[nodes], own.shares[nodes]
-    below = max(0, size - 1)
-    expected = share * own.costs[size] * own.corrections[size]
-    expected += (1 - share) * own.costs[below] * own.corrections[below]
+    below, expected = max(0, size - 1), _cost_of(own, nodes)
     change = min(SLOWEST, max(FASTEST, seconds / expected)) - 1 if expected > 0 else 0.0
     # A longer context slows passes of all sizes, but most of an error is specific to one size.
     for other in range(LARGEST_BUDGET + 1):

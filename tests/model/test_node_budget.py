@@ -9,8 +9,16 @@ import pytest
 
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import NODES, cost_here, save_at_home, saved_at_home, seconds_of_trees
-from hdtool.runtime.budget.node_budget import PASS_SIZES, FixedBudget, MeasuredBudget, Probs, SharedBudget
+from hdtool.runtime.budget.node_budget import (
+    PASS_SIZES,
+    FixedBudget,
+    MeasuredBudget,
+    Probs,
+    SharedBudget,
+    SmoothedSeconds,
+)
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
@@ -195,3 +203,52 @@ def test_a_budget_counts_the_slots_in_use_and_their_costs() -> None:
     for other in others[:2]:
         other.nodes(np.full(7, 0.001))
     assert first.nodes(probs) == 0
+
+
+def test_a_plain_pass_is_not_thought_slower_than_larger_ones() -> None:
+    """A plain pass was measured while the machine was busy: drafts that seldom help must not look as if they paid."""
+    budget, _ = budget_of([3.0, *[1.0] * 3, *[9.0] * (len(PASS_SIZES) - 4)])
+    budget.set_draft_seconds(0.5)
+    for _ in range(8):
+        if budget.most:
+            budget.nodes(np.array([0.2]))
+    assert budget._own["saved"] < 0 or budget._own["pause"] > 0
+
+
+def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1.5 seconds with passes of one second, and drafts of 0.2: 0.3 are left for a step without a draft."""
+    now = [0.0]
+    monkeypatch.setattr("hdtool.runtime.budget.node_budget.time.perf_counter", lambda: now[0])
+    clock = Clock()
+    budget = MeasuredBudget(clock, curve_of(FLAT), overhead=2.0)  # type: ignore[arg-type]
+    for _ in range(60):
+        budget.set_draft_seconds(0.2)
+        budget.nodes(np.full(7, 0.9))
+        clock.step(1.0, nodes=7)
+        now[0] += 1.5
+    assert budget._own["overhead"] == pytest.approx(0.3, rel=0.1)
+
+
+def test_a_single_interruption_counts_little_in_an_average() -> None:
+    average = SmoothedSeconds()
+    for _ in range(20):
+        average.observe(1.0)
+    average.observe(1000.0)
+    assert 1.0 < average.mean < 1.3
+    for _ in range(60):
+        average.observe(2.0)
+    assert average.mean == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_hierarchy_states_what_its_drafts_cost() -> None:
+    stated: list[float] = []
+
+    class Noting(FixedBudget):
+        def set_draft_seconds(self, seconds: float) -> None:
+            stated.append(seconds)
+
+    hierarchy = Hierarchy(budget=Noting(4))
+    stated.clear()
+    hierarchy.begin([1, 2, 1])
+    hierarchy.draft([1, 2, 1])
+    assert len(stated) == 1 and stated[0] > 0

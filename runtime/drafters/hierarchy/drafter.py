@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.backoff_weights import new_weights
@@ -114,7 +114,8 @@ class Hierarchy(Pinned):
         self._nodes = 0
         """Of the last tree, as far as rows of logits are those of its nodes."""
         self._drafts = 0
-        self._spent = 0.0
+        self._spent = self._learning_seconds = 0.0
+        self._cost = SmoothedSeconds()
         self._clocked = np.zeros(len(SourceName))
         self._compile()
 
@@ -270,6 +271,10 @@ class Hierarchy(Pinned):
         if self._timed[0]:
             self._clocked += self._laps
             self._timed[0] = False
+        if grown:
+            # Learning from the last step, which nothing but drafting needs, included.
+            self._cost.observe(seconds + self._learning_seconds)
+            self.budget.set_draft_seconds(self._cost.mean)
         size = self._nodes = self.budget.nodes(self._calibrated[:grown]) if grown else 0
         if not size:
             return DraftTree.bare(context[-1])
@@ -296,12 +301,14 @@ class Hierarchy(Pinned):
         is_drafting = self.budget.most > 0
         if not is_drafting and not nodes:
             return
+        started = time.perf_counter()
         uses_logits = is_drafting and self._rankings.uses_logits
         ranked = self._ranked_nodes(rows) if uses_logits and is_ranked else None
         self._learn(accepted.path, nodes if is_ranked else 0)
         if uses_logits:
             # After the weights have learned, so that they do not learn from these very logits.
             self._rankings.observe(accepted, logits, ranked)
+        self._learning_seconds = time.perf_counter() - started
         if self._heads and self._gate and is_drafting and is_current and rows and nodes:
             self._gate.observe(1 + float(self._probs[:nodes].sum()), time.perf_counter() - self._began)
 
