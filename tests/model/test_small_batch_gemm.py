@@ -31,6 +31,7 @@ from hdtool.runtime.kernels.small_batch_linear import (
     share_weights,
     use_small_batch_products,
 )
+from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
@@ -278,3 +279,17 @@ def test_one_copy_of_weights_serves_two_models() -> None:
 def _address(model: Any, name: str) -> int:
     found: int = model.get_parameter(name).data_ptr()
     return found
+
+
+def test_our_own_product_is_timed_with_threads_that_are_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking them takes longer than a small product does, and a pass does it once."""
+    opened: list[int] = []
+
+    def noted(threads: int) -> Any:
+        opened.append(threads)
+        return team_of(threads)
+
+    monkeypatch.setattr(layers, "team_of", noted)
+    weights = [torch.zeros(128, COLUMN_MULTIPLE) for _ in range(4)]
+    assert layers._seconds(layers.own_linear, torch.ones(1, COLUMN_MULTIPLE), weights) > 0
+    assert len(opened) == 1
