@@ -10,11 +10,10 @@ import torch
 
 from hdtool.runtime.kernels.argmax import TreeLogits, Walk, argmax_of_row, bits_of, is_finite, readable
 from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
-from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.topk import known_argmax
+from hdtool.runtime.sampling.drawn_walk import walk_draws
 from hdtool.runtime.sampling.sampler import Mask, Sampler
-from hdtool.runtime.sampling.truncation import NOT_FINITE, UNKNOWN, Draws, draw_row, winner_among_any
+from hdtool.runtime.sampling.truncation import NOT_FINITE
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree, child_of
 
 NOTHING_CERTAIN = np.empty(0, np.int64)
@@ -130,14 +129,6 @@ def compile_acceptance() -> None:
     walk_known(walked[0], walked[0], bare.tokens, bare.parents, 1, walked)
 
 
-def compile_draws(sampler: Sampler) -> None:
-    """The same for tokens that are drawn, if they are."""
-    if sampler.draws:
-        bare, row = DraftTree.bare(0), np.zeros(1, np.float32)
-        of_tree = NOTHING_CERTAIN, bare.tokens, bare.parents, 1, sampler.walked
-        walk_draws(row.ctypes.data, 1, 1, *of_tree, 0, False, sampler.draws)
-
-
 @compiled
 def walk(
     address: int,
@@ -169,46 +160,6 @@ def walk(
         walked[0, place], walked[1, place] = token, node
         if node == ROOT:
             return place + 1, finite
-    return longest, True
-
-
-@compiled
-def walk_draws(
-    address: int,
-    apart: int,
-    vocabulary: int,
-    certain: Array,
-    drafted: Array,
-    parents: Array,
-    longest: int,
-    walked: Array,
-    position: int,
-    is_masked: bool,
-    draws: Draws,
-) -> tuple[int, bool]:
-    """The same where tokens are drawn from float32 logits, the first one at this position.
-
-    If the draws are masked, the walk also ends before a token that depends on what is forbidden.
-    """
-    node, among = ROOT, np.empty(0, np.int64)
-    for place in range(longest):
-        row = array_at(address + (node + 1) * apart * ITEM_SIZE, vocabulary, np.float32)
-        token, finite = certain[node + 1] if len(certain) > 0 else OPEN, True
-        if token != OPEN:
-            finite = np.isfinite(row[token])
-        elif is_masked:
-            token = winner_among_any(position + place, row, draws)
-        else:
-            token = draw_row(position + place, row, among, draws)
-        finite = finite and token != NOT_FINITE
-        if not finite:
-            return place, False
-        if token == UNKNOWN:
-            return place, True
-        node = child_of(drafted, parents, node, token)
-        walked[0, place], walked[1, place] = token, node
-        if node == ROOT:
-            return place + 1, True
     return longest, True
 
 

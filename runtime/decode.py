@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hdtool.data.errors import ContextError, PromptError
-from hdtool.runtime.accept import Accepted, accept, compile_draws
+from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, SeededDrafter, reads_logits
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
@@ -72,7 +72,6 @@ class DecodeState:
         self._prediction = prediction
         self.room, self._finish_at_limit = room_for(target, prompt, max_new_tokens)
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
-        compile_draws(sampler)
         self.walks = sampler.walks
         """Whether acceptance begins with a walk by arg-max."""
         self.ranks = reads_logits(self.drafter)
