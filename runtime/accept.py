@@ -14,7 +14,7 @@ from hdtool.runtime.kernels.topk import known_argmax
 from hdtool.runtime.sampling.drawn_walk import walk_draws
 from hdtool.runtime.sampling.sampler import Mask, Sampler
 from hdtool.runtime.sampling.truncation import NOT_FINITE
-from hdtool.runtime.tree import OPEN, ROOT, DraftTree, child_of
+from hdtool.runtime.tree import OPEN, ROOT, DraftTree, descend
 
 NOTHING_CERTAIN = np.empty(0, np.int64)
 
@@ -156,8 +156,7 @@ def walk(
             finite = is_finite(address, apart, infinity, node + 1, token)
         if not finite and len(drafted) > 0:
             return place, False
-        node = child_of(drafted, parents, node, token)
-        walked[0, place], walked[1, place] = token, node
+        node = descend(walked, place, drafted, parents, node, token)
         if node == ROOT:
             return place + 1, finite
     return longest, True
@@ -173,8 +172,7 @@ def walk_known(
         token, finite = argmax[node + 1], are_finite[node + 1] != 0
         if not finite and len(drafted) > 0:
             return place, False
-        node = child_of(drafted, parents, node, token)
-        walked[0, place], walked[1, place] = token, node
+        node = descend(walked, place, drafted, parents, node, token)
         if node == ROOT:
             return place + 1, finite
     return longest, True

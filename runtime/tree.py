@@ -121,6 +121,21 @@ def child_of(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], node
 
 
 @compiled
+def descend(
+    walked: npt.NDArray[np.int64],
+    place: int,
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int32],
+    node: int,
+    token: int,
+) -> int:
+    """Write the token that is chosen after a node, and the child that drafts it, to a place of a walk; that child."""
+    child = child_of(tokens, parents, node, token)
+    walked[0, place], walked[1, place] = token, child
+    return child
+
+
+@compiled
 def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: int, vocabulary: int) -> bool:
     """Whether no node is deeper than ``depth``, and each has an embedding."""
     for token in tokens:

@@ -33,7 +33,7 @@ class RecordedSampler(Sampler):
     def __init__(self, turn: RecordedTurn) -> None:
         super().__init__(SamplingConfig(), turn.prompt)
         self._begin, self._answer = len(turn.prompt), turn.answer
-        self.only_argmax = self.walks = False
+        self.walks = False
         self.draws = None
 
     def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:

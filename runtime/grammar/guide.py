@@ -102,8 +102,12 @@ class Guide:
 
     def forced(self) -> list[int]:
         """The tokens of the text that must come next, as far as a text of these tokens is allowed."""
+        return self._dictates_next().tokens
+
+    def _dictates_next(self) -> Dictated:
+        """What follows the answer so far, computed once."""
         self._dictated = self._dictated or self._dictates()
-        return self._dictated.tokens
+        return self._dictated
 
     def _dictates(self) -> Dictated:
         certain, text = self._matcher.compute_ff_tokens(), self.forced_text()
@@ -114,7 +118,7 @@ class Guide:
 
     def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> Guided:
         """What the grammar makes of a tree."""
-        root = self._dictated or self._dictates()
+        root = self._dictates_next()
         if not len(tokens):
             return Guided(NOTHING, {ROOT: root.tokens} if root.tokens else {}, {ROOT: root.certain})
         children: dict[int, list[int]] = {}

@@ -8,7 +8,7 @@ from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.sampling.truncation import NOT_FINITE, UNKNOWN, Draws, draw_row, winner_among_any
-from hdtool.runtime.tree import OPEN, ROOT, DraftTree, child_of
+from hdtool.runtime.tree import OPEN, ROOT, DraftTree, descend
 
 
 def compile_walks(draws: Draws, walked: Array) -> None:
@@ -41,20 +41,18 @@ def walk_draws(
     node, among = ROOT, np.empty(0, np.int64)
     for place in range(longest):
         row = array_at(address + (node + 1) * apart * ITEM_SIZE, vocabulary, np.float32)
-        token, finite = certain[node + 1] if len(certain) > 0 else OPEN, True
+        token = certain[node + 1] if len(certain) > 0 else OPEN
         if token != OPEN:
-            finite = np.isfinite(row[token])
+            token = token if np.isfinite(row[token]) else NOT_FINITE
         elif is_masked:
             token = winner_among_any(position + place, row, draws)
         else:
             token = draw_row(position + place, row, among, draws)
-        finite = finite and token != NOT_FINITE
-        if not finite:
+        if token == NOT_FINITE:
             return place, False
         if token == UNKNOWN:
             return place, True
-        node = child_of(drafted, parents, node, token)
-        walked[0, place], walked[1, place] = token, node
+        node = descend(walked, place, drafted, parents, node, token)
         if node == ROOT:
             return place + 1, True
     return longest, True

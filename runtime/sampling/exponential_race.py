@@ -68,9 +68,9 @@ def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
 
 
 @compiled
-def time_of(seed: Any, position: Any, token: Any) -> Any:
-    """The exponential time of a token at a position, for a probability of 1."""
-    return -np.log1p(-_uniform(start_of(seed, position) + U64(token + 1) * STRIDE))
+def time_of(start: Any, token: Any) -> Any:
+    """The exponential time of a token in the stream of a position, for a probability of 1."""
+    return -np.log1p(-_uniform(start + U64(token + 1) * STRIDE))
 
 
 @compiled

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.decode import decode
-from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
@@ -34,16 +33,11 @@ LONGEST_PROMPT = 900
 SEEDS = 5000
 
 
-class Unseeded:
+class Unseeded(WrappedDrafter):
     """A drafter that does not get the seed."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "set_seed":
-            raise AttributeError(name)
-        return getattr(self.drafter, name)
+    def set_seed(self, seed: int | None) -> None:
+        pass
 
 
 def in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:

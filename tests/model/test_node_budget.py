@@ -18,6 +18,7 @@ from hdtool.runtime.budget.node_budget import (
     SmoothedSeconds,
 )
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
+from hdtool.runtime.drafters.hierarchy.batch_drafting import BatchDrafting
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.target import Target
@@ -252,3 +253,21 @@ def test_a_hierarchy_states_what_its_drafts_cost() -> None:
     hierarchy.begin([1, 2, 1])
     hierarchy.draft([1, 2, 1])
     assert len(stated) == 1 and stated[0] > 0
+
+
+def test_a_draft_that_finds_nothing_counts_as_one_that_does_not_pay() -> None:
+    """So the look-up is skipped in the next steps, alone and in a batch."""
+    asked: list[int] = []
+
+    class Noting(FixedBudget):
+        def nodes(self, probs: Probs) -> int:
+            asked.append(len(probs))
+            return super().nodes(probs)
+
+    drafters = [Hierarchy(budget=Noting(4)) for _ in range(2)]
+    for drafter in drafters:
+        drafter.begin([1, 2, 3])
+    asked.clear()
+    assert not len(drafters[0].draft([1, 2, 3]))
+    BatchDrafting().trees(drafters, [[1, 2, 3]] * 2)
+    assert asked == [0, 0, 0]

@@ -38,11 +38,11 @@ class BatchDrafting:
     def _grown(self, drafters: list[Hierarchy], contexts: Sequence[Context]) -> list[DraftTree]:
         if self._drafters != drafters:
             self._drafters, self._at = drafters, np.array([drafter.addresses for drafter in drafters])
-        most = np.array([drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)])
+        most = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
         grown, started = np.zeros(len(most), np.int64), time.perf_counter()
-        grow_all(drafters[0].corpus, self._at, most, grown)
+        grow_all(drafters[0].corpus, self._at, np.array(most), grown)
         each = (time.perf_counter() - started) / len(drafters)
         return [
-            drafter.completed(context, nodes, each)
-            for drafter, context, nodes in zip(drafters, contexts, grown.tolist(), strict=True)
+            drafter.completed(context, nodes, each) if wanted else DraftTree.bare(context[-1])
+            for drafter, context, wanted, nodes in zip(drafters, contexts, most, grown.tolist(), strict=True)
         ]

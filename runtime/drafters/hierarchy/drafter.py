@@ -239,14 +239,16 @@ class Hierarchy(Pinned):
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         most = self.prepare(context)
+        if not most:
+            return DraftTree.bare(context[-1])
         started = time.perf_counter()
-        grown = grow(self._corpus, self._at, most) if most else 0
+        grown = grow(self._corpus, self._at, most)
         return self.completed(context, grown, time.perf_counter() - started)
 
     def prepare(self, context: Sequence[int]) -> int:
         """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft.
 
-        The tree is grown by ``grow``, or by ``grow_all`` with those of others; ``completed`` is called next.
+        The tree is grown by ``grow``, or by ``grow_all`` with those of others, and made by ``completed``.
         """
         self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
@@ -271,11 +273,10 @@ class Hierarchy(Pinned):
         if self._timed[0]:
             self._clocked += self._laps
             self._timed[0] = False
-        if grown:
-            # Learning from the last step, which nothing but drafting needs, included.
-            self._cost.observe(seconds + self._learning_seconds)
-            self.budget.set_draft_seconds(self._cost.mean)
-        size = self._nodes = self.budget.nodes(self._calibrated[:grown]) if grown else 0
+        # Learning from the last step, which nothing but drafting needs, included.
+        self._cost.observe(seconds + self._learning_seconds)
+        self.budget.set_draft_seconds(self._cost.mean)
+        size = self._nodes = self.budget.nodes(self._calibrated[:grown])
         if not size:
             return DraftTree.bare(context[-1])
         parts = self._tokens, self._parents, self._sources

@@ -14,7 +14,7 @@ import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.candidates import whole
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.sampling.exponential_race import time_of
+from hdtool.runtime.sampling.exponential_race import start_of, time_of
 
 EARLIEST = 1e-12
 """Of a time that may be 0."""
@@ -26,10 +26,10 @@ def weigh_draws(work: Any, node: int) -> None:
 
     All other tokens together have no time that is known: they keep the root of what is left to them.
     """
-    position = work.position + work.depths[node]
+    start = start_of(work.seed, work.position + work.depths[node])
     sum_of_all = np.sqrt(max(0.0, 1.0 - whole(work)))
     for at in range(work.size):
-        work.chances[at] /= np.sqrt(max(EARLIEST, time_of(work.seed, position, work.candidates[at])))
+        work.chances[at] /= np.sqrt(max(EARLIEST, time_of(start, work.candidates[at])))
         sum_of_all += work.chances[at]
     for at in range(work.size):
         work.chances[at] /= sum_of_all
