@@ -68,7 +68,7 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
     loaded = load(ModelConfig())
     for prompt in prompts:
         asked = prompt["messages"][0]["content"]
-        assert run(["generate", "--prompt", asked, "--max-new-tokens", "48", "--json"]) == 0
+        assert run(["generate", "--prompt", asked, "--max-new-tokens", "48", "--draft-tokens", "16", "--json"]) == 0
         record = json.loads(capfd.readouterr().out)
         ids: Any = loaded.tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True)
         expected = generated(loaded.target.model, ids["input_ids"], 48)
@@ -102,7 +102,7 @@ def test_every_method_says_the_same(method: str, sampled: tuple[str, ...], capfd
 def test_each_token_has_the_colour_of_its_source(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["generate", "--prompt", "What does `len` do?", "--max-new-tokens", "48"]
+    asked = ["generate", "--prompt", "What does `len` do?", "--max-new-tokens", "48", "--draft-tokens", "16"]
     assert run(asked) == 0
     plain = capfd.readouterr()
     assert "drafting from" in plain.err and "stores" in plain.err

@@ -10,7 +10,16 @@ import pytest
 
 from hdtool.cli.app import run
 
-ASKED = ("generate", "--prompt", "Write a story about a fox.", "--max-new-tokens", "48", "--json")
+ASKED = (
+    "generate",
+    "--prompt",
+    "Write a story about a fox.",
+    "--max-new-tokens",
+    "48",
+    "--draft-tokens",
+    "16",
+    "--json",
+)
 
 
 pytestmark = pytest.mark.usefixtures("known_cost")
@@ -69,7 +78,7 @@ def test_a_check_reads_the_history_and_writes_nothing(capfd: pytest.CaptureFixtu
     shown(capfd, *ASKED, "--history", "past")
     before = {path.name: path.read_bytes() for path in Path("past").iterdir() if not path.name.endswith("-lock")}
     Path("prompts.txt").write_text(f"{ASKED[2]}\n")
-    command = ("verify", "--prompts", "prompts.txt", "--max-new-tokens", "48", "--json", "--quiet")
+    command = ("verify", "--prompts", "prompts.txt", *ASKED[3:], "--quiet")
     cold, warm = (shown(capfd, *command, "--history", where) for where in ("none", "past"))
     assert warm["lossless"] and warm["tokens_per_step"] > cold["tokens_per_step"], "the history was not read"
     assert {p.name: p.read_bytes() for p in Path("past").iterdir() if not p.name.endswith("-lock")} == before
@@ -89,7 +98,7 @@ def test_what_cannot_be_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]
     (tmp_path / "other" / "letter.txt").write_text("mine")
     assert "letter.txt" in complaint(capfd, *ASKED, "--history", "other")
     assert (tmp_path / "other" / "letter.txt").read_text() == "mine"
-    assert "--history has no effect" in complaint(capfd, *ASKED, "--method", "pld", "--history", "past")
+    assert "--history has no effect" in complaint(capfd, *ASKED[:3], "--method", "pld", "--history", "past")
     assert "--source, or --older-than" in complaint(capfd, "drop", "other")
     assert "--older-than is for history stores" in complaint(capfd, "drop", "other", "--older-than", "3")
     assert not (tmp_path / "past").exists()

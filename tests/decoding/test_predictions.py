@@ -230,7 +230,7 @@ def test_a_prediction_is_encoded_as_a_recorded_answer() -> None:
 # The command -----------------------------------------------------------------------------------
 
 QUESTION = "Explain `zip` and `map`."
-SETTINGS = ["--max-new-tokens", "48", "--model-db", "none", "--corpus-db", "none", "--json"]
+SETTINGS = ["--max-new-tokens", "48", "--draft-tokens", "16", "--model-db", "none", "--corpus-db", "none", "--json"]
 
 
 @pytest.fixture(autouse=True)
@@ -287,7 +287,9 @@ def test_collect_drafts_from_predictions(tmp_path: Path, capfd: pytest.CaptureFi
     (answer,) = json.loads(out.read_text())["answers"]
     assert answer["output_ids"] == plain["output_ids"]
     (prompt,) = read_prompts(asked)
-    (found,) = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=48), SamplingConfig()).all_answers([prompt])
+    (found,) = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=48, draft_tokens=16), SamplingConfig()).all_answers(
+        [prompt]
+    )
     assert "".join(found) and found.stats.accepted_prediction_tokens > 10
 
 

@@ -46,7 +46,8 @@ with leading():
 
 Messages are so short that prompts and trees need two broadcasts."""
 
-ASKED = ["generate", "--prompt", "Tom has 3 boxes with 12 pencils each. How many pencils?", "--json", "--threads", "1"]
+ASKED = ["generate", "--prompt", "Tom has 3 boxes with 12 pencils each. How many pencils?", "--json"]
+ASKED += ["--threads", "1", "--draft-tokens", "16"]
 COMMANDS = [
     [*ASKED, "--max-new-tokens", "24"],
     [*ASKED, "--max-new-tokens", "24", "--temperature", "0.8", "--seed", "5", "--method", "hd+logitspec"],

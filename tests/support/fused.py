@@ -54,7 +54,7 @@ def both(kind: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Targe
         model = model_of(kind, dtype)
         if dtype != torch.float32:
             compact_weights(model)
-        use_small_batch_products(model)
+        use_small_batch_products(model, own=True)
         targets.append(Target(model))
     assert fuse_layers(targets[1])
     return targets[0], targets[1]
