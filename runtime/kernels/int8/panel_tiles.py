@@ -38,9 +38,10 @@ SIGN = 128
 """The highest bit of an octet: with it inverted, a level of eight bits is a signed number, 128 less."""
 PREFETCHED = 8192
 """Bytes from what is read to what is prefetched."""
-PREFETCHED_BY_ONE_ROW = PREFETCHED if CPU == "znver5" else 1024
-"""The same for a single input row. Zen 4 prefetches by itself as fast as memory allows while little is computed. Zen 5
-does not: a pass of SmolLM2 took 3.3 ms with 1,024 bytes, 2.7 with 4,096, 2.6 with 8,192 and 2.8 with 16,384."""
+PREFETCHED_BY_ONE_ROW = 1024 if CPU in ("znver3", "znver4") else PREFETCHED
+"""The same for a single input row. Zen 4 prefetches by itself as fast as memory allows while little is computed. Others
+do not: a pass of SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 with 4,096, 2.6 with 8,192 and 2.8 with 16,384, and
+on an Intel Xeon with AMX 8.4 with 1,024 and 7.5 with 8,192."""
 FEWEST_ROWS_AHEAD = 2
 """Input rows from which on the longer distance is used."""
 MOST_ROWS = 8 if PANEL_ROWS == 16 else 4
