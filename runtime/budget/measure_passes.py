@@ -13,7 +13,7 @@ import torch
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.stores.home import cost_at_home
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file
-from hdtool.runtime.budget.node_budget import PASS_SIZES
+from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.int8.int8_linear import has_int8_activations

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.runtime.budget.pass_costs import COSTS, PASS_SIZES, MeasuredCosts, PassCosts, cost_of, passes_of
 from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
@@ -19,19 +20,10 @@ if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.model.target import Target
 
-PASS_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, LARGEST_BUDGET + 1)
-"""Sizes of forward passes that are timed, the root included. Captured steps have these sizes, so others cost as much as
-the next larger one; otherwise they cost what lies between."""
-LEARNING_RATE, LEARNING_RATE_OTHERS = 0.05, 0.01
-"""Learning rates of the estimated cost after a step: for passes of its size, and for passes of other sizes."""
-SLOWEST, FASTEST = 2.0, 0.5
-"""Bounds on the ratio of measured to estimated seconds that one step may contribute."""
 STEP_OVERHEAD = 2e-4
 """Seconds of a step without a draft outside its forward pass, until they are measured."""
 SMOOTHING, MOST_ABOVE = 0.1, 3.0
 """Learning rate of the seconds outside of passes, and how many times their average a single step may count."""
-CONTEXT_STEP = 64
-"""Tokens by which the context grows before its cost is computed again."""
 LONGEST_PAUSE = 64
 """Upper bound on the steps without drafts after drafting did not pay."""
 SAVED_LEARNING_RATE = 0.1
@@ -39,21 +31,14 @@ SAVED_LEARNING_RATE = 0.1
 RETRY_SHARE = 0.01
 """Share of the time that may be spent on trying drafts again."""
 
+ENOUGH = 3.0
+"""Passes that must confirm a cost before it decides for or against drafts for good."""
+WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
+"""Expected tokens of a step, against one without a draft, from which on a larger pass of unconfirmed cost is tried, and
+how many times as fast drafts must seem for a plain pass of unconfirmed cost not to be."""
 FEWEST_DRAFTED = PASS_SIZES[3]
 """Nodes that are drafted at least, if any are."""
-EACH = np.arange(LARGEST_BUDGET + 1)
-"""Where each number of nodes has a cost of its own, that number."""
-ABOVE = np.searchsorted(PASS_SIZES, EACH + 1)
-"""For each number of nodes, the index of the next larger timed size, or its own."""
-ALL = np.ones(LARGEST_BUDGET + 1)
-"""The share of the next larger size in the cost where that is the whole."""
-PART = np.interp(EACH + 1, PASS_SIZES, np.arange(len(PASS_SIZES))) - ABOVE + 1
-"""The same where costs lie between those of the sizes."""
-
 Probs = npt.NDArray[np.floating[Any]]
-Costs = npt.NDArray[np.float64]
-Sizes = npt.NDArray[np.int64]
-Shares = npt.NDArray[np.float64]
 
 
 class Budget(Protocol):
@@ -89,12 +74,7 @@ class FixedBudget:
 CHOICE = np.dtype(
     [
         ("overhead", np.float64),  # seconds of a step outside its pass
-        # A pass with some number of nodes costs the seconds at its place in ``sizes``, times their correction, by its
-        # share, and those before them for the rest.
-        ("costs", np.float64, LARGEST_BUDGET + 1),
-        ("corrections", np.float64, LARGEST_BUDGET + 1),
-        ("sizes", np.int64, LARGEST_BUDGET + 1),
-        ("shares", np.float64, LARGEST_BUDGET + 1),
+        ("costs", np.int64),  # the address of a record of costs
         ("drafting", np.float64),  # seconds of the last draft; 0 if they do not count
         ("saved", np.float64),  # moving average of the seconds that a draft saves; NaN after a pause
         ("pause", np.int64),
@@ -124,23 +104,24 @@ class _ChosenSize(Pinned):
     While drafting does not pay, steps without any draft are inserted, in pauses that double each time.
     """
 
-    def __init__(self, overhead: float, step: Callable[[], int], sizes: Sizes, shares: Shares) -> None:
-        """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step.
-
-        ``sizes`` and ``shares`` are the places of numbers of nodes among the costs.
-        """
+    def __init__(self, overhead: float, step: Callable[[], int], costs: PassCosts) -> None:
+        """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step."""
         self._step = step
         self._choice = np.zeros(1, CHOICE)
         self._at = self._choice.ctypes.data
         self._own: Any = self._choice[0]
-        self._own["overhead"], self._own["corrections"], self._own["saved"] = overhead, 1.0, np.nan
-        self._own["costs"], self._own["sizes"], self._own["shares"] = 1.0, sizes, shares
+        self._own["overhead"], self._own["saved"] = overhead, np.nan
+        self._use(costs)
         self._most = LARGEST_BUDGET
         self._paused_until = 0
         # Compiled, or loaded, before the first step.
         choose(self._at, np.empty(0), 0, self._most)
         choose_for_all(self._at, np.ones(1), 0, self._most)
         self._own["pause"] = 0
+
+    def _use(self, costs: PassCosts) -> None:
+        self._costs = costs
+        self._own["costs"] = costs.address
 
     @property
     def most(self) -> int:
@@ -161,7 +142,7 @@ class CostBudget(_ChosenSize):
     """
 
     def __init__(self, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
-        super().__init__(overhead, lambda: self._steps, EACH, ALL)
+        super().__init__(overhead, lambda: self._steps, PassCosts())
         self._curve = curve
         self._steps = 0
         self.start_step(0)
@@ -173,89 +154,78 @@ class CostBudget(_ChosenSize):
         """Set the length of the context of the next step."""
         self._steps += 1
         if self._steps == 1 or len(self._curve.contexts) > 1:
-            self._own["costs"] = self._curve.of_all_sizes(LARGEST_BUDGET, context)
+            self._costs.set(self._curve.of_all_sizes(LARGEST_BUDGET, context))
 
 
 class MeasuredBudget(_ChosenSize):
-    """Like CostBudget, with costs corrected by the measured time of the target's passes and of what is between them."""
+    """Like CostBudget, with costs that the target's passes correct, and the measured time between passes."""
 
-    def __init__(self, target: Target, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
-        super().__init__(overhead, lambda: target.passes, ABOVE, shares_of(target))
-        self._target = target
-        self._curve = curve
+    def __init__(self, target: Target, costs: MeasuredCosts, overhead: float = STEP_OVERHEAD) -> None:
+        super().__init__(overhead, lambda: target.passes, costs)
+        self._target, self._measured = target, costs
         self._passes, self._seconds = target.passes, target.seconds_in_model
         """Those of the target at the last call."""
         self._called = time.perf_counter()
         self._outside = SmoothedSeconds(overhead)
-        learn_cost(self._at, 0, 1.0)  # compiles it; costs are still 1, so nothing is learned
-        self._set_context(0)
 
     def nodes(self, probs: Probs) -> int:
-        self._learn()
-        if len(self._curve.contexts) > 1 and abs(self._target.length - self._context) >= CONTEXT_STEP:
-            self._set_context(self._target.length)
+        self._measured.update()
+        self._measure_overhead()
         return super().nodes(probs)
 
-    def _set_context(self, context: int) -> None:
-        self._context = context
-        costs = self._curve.of_passes(np.array(PASS_SIZES) - 1, np.full(len(PASS_SIZES), context))
-        self._own["costs"][: len(costs)] = costs
-
-    def _learn(self) -> None:
-        """Correct the estimated costs by the last step, if it was the only one since the last call."""
-        passes, seconds, nodes = self._target.passes, self._target.seconds_in_model, self._target.nodes_of_last_pass
-        now = time.perf_counter()
-        if passes == self._passes + 1 and self.most and 0 <= nodes <= LARGEST_BUDGET:
+    def _measure_overhead(self) -> None:
+        """Measure the time around the last pass, if it was the only one since the last call."""
+        passes, seconds, now = self._target.passes, self._target.seconds_in_model, time.perf_counter()
+        if passes == self._passes + 1 and self.most and self._target.nodes_of_last_pass >= 0:
             in_pass = seconds - self._seconds
-            learn_cost(self._at, nodes, in_pass)
             self._outside.observe(max(0.0, now - self._called - in_pass - self._own["drafting"]))
             self._own["overhead"] = self._outside.mean
         self._passes, self._seconds, self._called = passes, seconds, now
 
 
+class Together:
+    """What the budgets of a batch share: the costs of passes, and what each tree was last expected to bring."""
+
+    def __init__(self, target: Target, curves: Mapping[int, CostCurve]) -> None:
+        """``curves`` hold the passes of batches with such a tree in each slot, by the number of slots."""
+        self.target = target
+        self.expected: dict[int, Probs] = {}
+        self._costs: dict[int, MeasuredCosts] = {}
+        for slots in sorted(curves):
+            fewer = max(self._costs, default=0)
+            self._costs[slots] = MeasuredCosts(target, curves[slots], range(fewer + 1, slots + 1))
+
+    def costs(self, rows: int) -> MeasuredCosts:
+        """The costs of passes with so many trees."""
+        return self._costs[min((slots for slots in self._costs if slots >= rows), default=max(self._costs))]
+
+
 class SharedBudget(_ChosenSize):
-    """Like CostBudget for a batch, where one pass verifies all trees and costs as much as the largest of them.
+    """Like MeasuredBudget for a batch, where one pass verifies all trees and costs as much as the largest of them.
 
     So all trees get the same size, chosen by the sum of their expected tokens; each budget shares its latest ones.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        curves: Mapping[int, CostCurve],
-        shared: dict[int, Probs],
-        rows: Callable[[], int],
-        overhead: float = STEP_OVERHEAD,
-    ) -> None:
-        """``shared`` is common to the budgets of a batch.
-
-        ``curves`` hold the passes of batches with such a tree in each slot, by the number of slots; ``rows`` returns
-        how many of them are in use.
-        """
-        super().__init__(overhead, lambda: target.passes, ABOVE, shares_of(target))
-        self._shared, self._rows, self._each = shared, rows, overhead
-        sizes = np.array(PASS_SIZES) - 1
-        self._costs = {size: curve.of_passes(sizes, np.zeros(len(PASS_SIZES))) for size, curve in curves.items()}
+    def __init__(self, together: Together, rows: Callable[[], int], overhead: float = STEP_OVERHEAD) -> None:
+        """``rows`` returns how many slots of the batch are in use."""
+        super().__init__(overhead, lambda: together.target.passes, together.costs(1))
+        self._together, self._rows, self._each = together, rows, overhead
 
     def nodes(self, probs: Probs) -> int:
-        rows, mine = self._rows(), gains(probs)
-        self._shared.pop(id(self), None)  # the latest are at the end
-        self._shared[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
-        in_all = np.sum(list(self._shared.values())[-rows:], axis=0)
+        rows, mine, expected = self._rows(), gains(probs), self._together.expected
+        expected.pop(id(self), None)  # the latest are at the end
+        expected[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
+        in_all = np.sum(list(expected.values())[-rows:], axis=0)
+        costs = self._together.costs(rows)
+        costs.update()
+        self._use(costs)
         self._own["overhead"] = rows * self._each
-        costs = self._costs[min((size for size in self._costs if size >= rows), default=max(self._costs))]
-        self._own["costs"][: len(costs)] = costs
         best, self._most, self._paused_until = choose_for_all(self._at, in_all, self._step(), self._most)
         return min(len(probs), best)
 
     def set_draft_seconds(self, seconds: float) -> None:
         # All slots draft before the shared pass.
-        super().set_draft_seconds(seconds * max(1, min(self._rows(), len(self._shared))))
-
-
-def shares_of(target: Target) -> Shares:
-    """How much of the cost of a pass is that of the next larger timed size, by its number of nodes."""
-    return ALL if target.captures else PART
+        super().set_draft_seconds(seconds * max(1, min(self._rows(), len(self._together.expected))))
 
 
 @compiled
@@ -282,11 +252,21 @@ def choose(at: int, probs: Probs, step: int, most: int) -> tuple[int, int, int]:
 def choose_for_all(at: int, gain: Probs, step: int, most: int) -> tuple[int, int, int]:
     """The same by the expected tokens of trees with 0, 1, 2 … nodes."""
     own = array_at(at, 1, CHOICE)[0]
-    best, cost, plain = _best_size(gain, own)
+    costs = array_at(own.costs, 1, COSTS)[0]
+    best, cost, plain = _best_size(gain, own, costs)
     # In a batch a plain pass, too, yields a token for each slot.
-    paused_until = _decide(own, best > 0, gain[best] / gain[0], cost, plain, step)
+    faster = 0.0 if best == 0 else gain[best] / gain[0] * (plain + own.overhead) / (cost + own.overhead)
+    pays = faster > 1
+    if pays:
+        tries = faster < CLEARLY_FASTER and passes_of(costs, 0) < ENOUGH
+    else:
+        tries = gain[best] >= WORTH_TRYING * gain[0] and passes_of(costs, best) < ENOUGH
+    chosen = best if pays != tries else 0
     # Nodes that will not be verified need not be drafted.
-    return best, min(LARGEST_BUDGET, max(2 * best, most - 1, FEWEST_DRAFTED)), paused_until
+    most = min(LARGEST_BUDGET, max(2 * chosen, most - 1, FEWEST_DRAFTED))
+    if tries:
+        return chosen, most, 0
+    return chosen, most, _decide(own, pays, gain[chosen] / gain[0], cost if pays else plain, plain, step)
 
 
 @compiled
@@ -306,39 +286,18 @@ def _decide(own: Any, paid: bool, gain: float, cost: float, plain: float, step: 
 
 
 @compiled
-def _best_size(gain: Probs, own: Any) -> tuple[int, float, float]:
-    """The number of nodes with the most expected tokens per second, and the seconds of passes with and without them."""
-    plain = _cost_of(own, 0)
+def _best_size(gain: Probs, own: Any, costs: Any) -> tuple[int, float, float]:
+    """The number of nodes but 0 with the most expected tokens per second, its seconds and those of a plain pass.
+
+    0 where there are no nodes.
+    """
+    plain = cost_of(costs, 0)
+    best, highest, paid = 0, 0.0, plain
     for nodes in range(1, len(gain)):
-        # While drafts pay, no pass without them corrects its cost. It takes no longer than those that are measured.
-        plain = min(plain, _cost_of(own, nodes))
-    best, highest, paid = 0, gain[0] / (plain + own.overhead), plain
-    for nodes in range(1, len(gain)):
-        cost = _cost_of(own, nodes)
+        cost = cost_of(costs, nodes)
+        # A plain pass takes no longer than larger ones, which may have been measured later.
+        plain = min(plain, cost)
         rate = gain[nodes] / (cost + own.overhead)
         if rate > highest:
             best, highest, paid = nodes, rate, cost
     return best, paid, plain
-
-
-@compiled
-def _cost_of(own: Any, nodes: int) -> float:
-    """The estimated seconds of a pass with so many nodes."""
-    size, share = own.sizes[nodes], own.shares[nodes]
-    below = max(0, size - 1)
-    cost = share * own.costs[size] * own.corrections[size]
-    return cost + (1 - share) * own.costs[below] * own.corrections[below]  # type: ignore[no-any-return]
-
-
-@compiled
-def learn_cost(at: int, nodes: int, seconds: float) -> None:
-    """Correct the costs by those of a pass with so many nodes."""
-    own = array_at(at, 1, CHOICE)[0]
-    size, share = own.sizes[nodes], own.shares[nodes]
-    below, expected = max(0, size - 1), _cost_of(own, nodes)
-    change = min(SLOWEST, max(FASTEST, seconds / expected)) - 1 if expected > 0 else 0.0
-    # A longer context slows passes of all sizes, but most of an error is specific to one size.
-    for other in range(LARGEST_BUDGET + 1):
-        own.corrections[other] *= 1 + LEARNING_RATE_OTHERS * change
-    own.corrections[size] *= 1 + LEARNING_RATE * share * change
-    own.corrections[below] *= 1 + LEARNING_RATE * (1 - share) * change

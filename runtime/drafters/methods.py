@@ -10,9 +10,9 @@ from threading import Timer
 
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.accept import compile_acceptance
-from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Probs, SharedBudget
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, Together
+from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import NEED_HEADS, DecodeConfig, PaperConfig
 from hdtool.runtime.config.methods import HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
@@ -51,20 +51,19 @@ def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Dr
 def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> list[Drafter]:
     """One for each conversation of a batch; passes are timed once for all of them."""
     batch = config.batch_size
-    together: dict[int, Probs] = {}
 
     @cache
-    def curve() -> CostCurve:
-        return cost_here(target, batch)
+    def costs() -> MeasuredCosts:
+        return MeasuredCosts(target, cost_here(target, batch))
+
+    @cache
+    def together() -> Together:
+        return Together(target, {batch: cost_here(target, batch)})
 
     def budget() -> Budget:
         if config.draft_tokens is not None:
             return FixedBudget(config.draft_tokens)
-        return (
-            MeasuredBudget(target, curve())
-            if batch == 1
-            else SharedBudget(target, {batch: curve()}, together, lambda: batch)
-        )
+        return MeasuredBudget(target, costs()) if batch == 1 else SharedBudget(together(), lambda: batch)
 
     stores = replace(store_set, history=store_set.history or history_for(config, target, store_set))
     return [drafter_within(budget, config, stores, target) for _ in range(batch)]

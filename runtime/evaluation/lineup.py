@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from hdtool.data.errors import ModelError
 from hdtool.data.stores.store import TokenizerFingerprint
-from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
+from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import LLAMA_CPP, PEERS, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
@@ -66,9 +66,9 @@ class Lineup:
         return found
 
     @cached_property
-    def _curve(self) -> CostCurve:
+    def _costs(self) -> MeasuredCosts:
         """Passes are timed once for all drafters."""
-        return cost_here(self._loaded.target)
+        return MeasuredCosts(self._loaded.target, cost_here(self._loaded.target))
 
     def _new_drafter(self, config: DecodeConfig) -> Drafter:
         """A drafter with an empty history of its own."""
@@ -76,7 +76,7 @@ class Lineup:
 
         def budget() -> FixedBudget | MeasuredBudget:
             return (
-                MeasuredBudget(target, self._curve) if config.draft_tokens is None else FixedBudget(config.draft_tokens)
+                MeasuredBudget(target, self._costs) if config.draft_tokens is None else FixedBudget(config.draft_tokens)
             )
 
         return drafter_within(budget, config, with_own_history(self._store_set, config), target)

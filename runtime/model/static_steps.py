@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hdtool.runtime.budget.node_budget import PASS_SIZES
+from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.kernels.topk import Logits
 from hdtool.runtime.model.attention_masks import AttentionMasks
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, StaticKVCache, must_move

@@ -69,7 +69,8 @@ class Target:
         self.passes = 0
         """The number of these passes."""
         self.nodes_of_last_pass = -1
-        """Draft tokens that the last pass verified; -1 if it was that of a prompt or of a batch."""
+        """Draft tokens that the last pass verified, in a batch of the largest tree; -1 if it was that of a prompt."""
+        self.slots_of_last_pass, self.seconds_of_last_pass = 1, 0.0
         self._lock = AnswerLock()
         self._capture = capture
         self.whole_pass: WholePass | None = None
@@ -421,11 +422,11 @@ class Target:
         if self.whole_pass:
             self.whole_pass.check_again()
 
-    def count_pass(self, seconds: float, nodes: int = -1) -> None:
-        """Count a forward pass over a tree of so many nodes, -1 for any other."""
+    def count_pass(self, seconds: float, nodes: int = -1, slots: int = 1) -> None:
+        """Count a forward pass over trees of so many nodes in some slots; -1 nodes for any other pass."""
         self.seconds_in_model += seconds
         self.passes += 1
-        self.nodes_of_last_pass = nodes
+        self.nodes_of_last_pass, self.slots_of_last_pass, self.seconds_of_last_pass = nodes, slots, seconds
 
     @torch.inference_mode()
     def _check_trees(self) -> None:

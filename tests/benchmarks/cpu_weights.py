@@ -32,6 +32,7 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import MeasuredBudget
+from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_within
@@ -156,7 +157,7 @@ def passes(sides: dict[str, Side], repeats: int) -> None:
 def answer(loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], most: int) -> tuple[list[int], float, int]:
     """The tokens, the seconds and the steps of an answer."""
     target, config = loaded.target, DecodeConfig(method, max_new_tokens=most)
-    drafter = drafter_within(partial(MeasuredBudget, target, curve), config, StoreSet(), target)
+    drafter = drafter_within(partial(MeasuredBudget, target, MeasuredCosts(target, curve)), config, StoreSet(), target)
     started = CLOCK()
     steps = list(decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most, drafter=drafter))
     return [token for step in steps for token in step.tokens], CLOCK() - started, len(steps)

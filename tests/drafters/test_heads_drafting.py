@@ -16,6 +16,7 @@ from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import NODES
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
+from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
@@ -132,14 +133,16 @@ def test_steps_of_fixed_shape_show_their_hidden_states() -> None:
     assert target.captures and drafter.looked > 9
 
 
+class Unlearning(MeasuredCosts):
+    def update(self) -> None:
+        pass
+
+
 class Priced(MeasuredBudget):
     """Every pass of the target costs a second, and every draft ten."""
 
     def __init__(self, target: Target) -> None:
-        super().__init__(target, CostCurve(NODES, ((1e3,) * len(NODES),), (0,)))
-
-    def _learn(self) -> None:
-        pass
+        super().__init__(target, Unlearning(target, CostCurve(NODES, ((1e3,) * len(NODES),), (0,))))
 
     def set_draft_seconds(self, seconds: float) -> None:
         super().set_draft_seconds(10.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import NODES, cost_here, save_at_home, saved_at_home, seconds_of_trees
 from hdtool.runtime.budget.node_budget import (
-    PASS_SIZES,
     FixedBudget,
     MeasuredBudget,
     Probs,
     SharedBudget,
     SmoothedSeconds,
+    Together,
 )
+from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.drafters.hierarchy.batch_drafting import BatchDrafting
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
@@ -32,16 +34,28 @@ class Clock:
     def __init__(self) -> None:
         self.passes, self.seconds_in_model, self.length = 0, 0.0, 0
         self.captures, self.nodes_of_last_pass = False, -1
+        self.slots_of_last_pass, self.seconds_of_last_pass = 1, 0.0
 
-    def step(self, seconds: float, nodes: int = 0) -> None:
+    def step(self, seconds: float, nodes: int = 0, slots: int = 1) -> None:
         self.passes += 1
-        self.nodes_of_last_pass = nodes
+        self.nodes_of_last_pass, self.slots_of_last_pass, self.seconds_of_last_pass = nodes, slots, seconds
         self.seconds_in_model += seconds
 
 
-def budget_of(costs: list[float]) -> tuple[MeasuredBudget, Clock]:
+def confirmed(costs: MeasuredCosts) -> MeasuredCosts:
+    """As if passes of all sizes had taken so long."""
+    costs._own["passes"] = 100.0
+    return costs
+
+
+def budget_by(clock: Clock, curve: CostCurve, *, is_confirmed: bool = True, overhead: float = 0.0) -> MeasuredBudget:
+    costs = MeasuredCosts(clock, curve)  # type: ignore[arg-type]
+    return MeasuredBudget(clock, confirmed(costs) if is_confirmed else costs, overhead=overhead)  # type: ignore[arg-type]
+
+
+def budget_of(costs: list[float], *, is_confirmed: bool = True) -> tuple[MeasuredBudget, Clock]:
     clock = Clock()
-    return MeasuredBudget(clock, curve_of(costs), overhead=0.0), clock  # type: ignore[arg-type]
+    return budget_by(clock, curve_of(costs), is_confirmed=is_confirmed), clock
 
 
 def curve_of(*costs: list[float], contexts: tuple[int, ...] = (0,)) -> CostCurve:
@@ -100,7 +114,7 @@ def test_a_size_that_was_not_timed_costs_what_lies_between_unless_steps_are_capt
     for captures, best in ((False, 4), (True, 7)):
         clock = Clock()
         clock.captures = captures
-        budget = MeasuredBudget(clock, curve_of(cheap), overhead=0.0)  # type: ignore[arg-type]
+        budget = budget_by(clock, curve_of(cheap))
         assert budget.nodes(np.array([0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1])) == best
 
 
@@ -144,15 +158,24 @@ def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(
 
 def test_costs_follow_the_length_of_the_context() -> None:
     clock = Clock()
-    budget = MeasuredBudget(clock, curve_of(FLAT, STEEP, contexts=(0, 1000)), overhead=0.0)  # type: ignore[arg-type]
+    budget = budget_by(clock, curve_of(FLAT, STEEP, contexts=(0, 1000)))
     assert budget.nodes(np.full(8, 0.3)) == 8
     clock.length = 1000
     assert budget.nodes(np.full(8, 0.3)) == 0
 
 
 def shared(costs: list[float], slots: int, clock: Clock) -> list[SharedBudget]:
-    curve, together = curve_of(costs), dict[int, Probs]()
-    return [SharedBudget(clock, {slots: curve}, together, lambda: slots, overhead=0.0) for _ in range(slots)]  # type: ignore[arg-type]
+    return together_by(clock, {slots: curve_of(costs)}, lambda: slots, slots)
+
+
+def together_by(
+    clock: Clock, curves: dict[int, CostCurve], rows: Callable[[], int], slots: int, *, is_confirmed: bool = True
+) -> list[SharedBudget]:
+    together = Together(clock, curves)  # type: ignore[arg-type]
+    if is_confirmed:
+        for size in curves:
+            confirmed(together.costs(size))
+    return [SharedBudget(together, rows, overhead=0.0) for _ in range(slots)]
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -191,12 +214,8 @@ def test_a_budget_counts_the_slots_in_use_and_their_costs() -> None:
     """Nodes pay in a batch of one, where they are free, and not in one of four, where they double the pass."""
     free = CostCurve(tuple(size - 1 for size in PASS_SIZES), ((1.0,) * len(PASS_SIZES),))
     dear = CostCurve(free.nodes, (tuple(1.0 if size == 1 else 2.0 for size in PASS_SIZES),))
-    rows, together = 1, dict[int, Probs]()
-    clock, curves, probs = Clock(), {1: free, 4: dear}, np.full(7, 0.3)
-    first, *others = [
-        SharedBudget(clock, curves, together, lambda: rows, overhead=0.0)  # type: ignore[arg-type]
-        for _ in range(4)
-    ]
+    rows, probs = 1, np.full(7, 0.3)
+    first, *others = together_by(Clock(), {1: free, 4: dear}, lambda: rows, 4)
     for other in others:
         other.nodes(np.full(7, 0.001))  # answers that have ended since
     assert first.nodes(probs) == 7
@@ -204,6 +223,61 @@ def test_a_budget_counts_the_slots_in_use_and_their_costs() -> None:
     for other in others[:2]:
         other.nodes(np.full(7, 0.001))
     assert first.nodes(probs) == 0
+
+
+def verified(ask: Callable[[], int], clock: Clock, seconds: Callable[[int], float], steps: int) -> list[int]:
+    """The nodes of each step, whose passes take other times than were measured before."""
+    found = []
+    for _ in range(steps):
+        found.append(ask())
+        clock.step(seconds(found[-1]), found[-1])
+    return found
+
+
+def test_drafts_that_only_look_dear_are_tried() -> None:
+    """The machine was busy while larger passes were measured: 4 times too slow."""
+    probs = np.full(3, 0.3)
+    slow = [1.0, *[4.0] * (len(PASS_SIZES) - 1)]
+    alone, clock = budget_of(slow, is_confirmed=False)
+    found = verified(lambda: alone.nodes(probs) if alone.most else 0, clock, lambda nodes: 1.0, 60)
+    assert found[-20:] == [3] * 20
+    clock = Clock()
+    (one,) = together_by(clock, {1: curve_of(slow)}, lambda: 1, 1, is_confirmed=False)
+    found = verified(lambda: one.nodes(probs) if one.most else 0, clock, lambda nodes: 1.0, 60)
+    assert found[-20:] == [3] * 20
+
+
+def test_a_plain_pass_that_only_looks_slow_is_tried() -> None:
+    """Drafts seem to bring 1.3 tokens for the time of one, but a plain pass takes half of that time."""
+    budget, clock = budget_of(FLAT, is_confirmed=False)
+    probs = np.full(3, 0.1)
+    found = verified(lambda: budget.nodes(probs) if budget.most else 0, clock, lambda nodes: 1.0 if nodes else 0.5, 200)
+    assert found[-100:].count(0) > 90
+
+
+def test_costs_that_passes_confirm_are_not_tried_again() -> None:
+    steep, clock = budget_of(STEEP, is_confirmed=False)
+    probs = np.full(3, 0.3)
+    rises = dict(zip(NODES, STEEP, strict=True))
+    found = verified(lambda: steep.nodes(probs) if steep.most else 0, clock, rises.__getitem__, 400)
+    assert 3 <= sum(map(bool, found)) <= 9, "three for each size that may pay"
+    flat, clock = budget_of(FLAT, is_confirmed=False)
+    found = verified(lambda: flat.nodes(probs), clock, lambda nodes: 1.0, 400)
+    assert found.count(0) == 0, "clearly faster, whatever a plain pass takes"
+    flat, clock = budget_of(FLAT, is_confirmed=False)
+    found = verified(lambda: flat.nodes(probs / 3), clock, lambda nodes: 1.0, 400)
+    assert found.count(0) == 3
+
+
+def test_a_batch_learns_from_passes_with_as_many_trees() -> None:
+    clock = Clock()
+    together = Together(clock, {1: curve_of(FLAT), 4: curve_of(FLAT)})  # type: ignore[arg-type]
+    for slots, learns in ((1, 1), (3, 4), (4, 4)):
+        before = {size: together.costs(size)._own["corrections"][0] for size in (1, 4)}
+        clock.step(2.0, 0, slots)
+        for size, correction in before.items():
+            together.costs(size).update()
+            assert (together.costs(size)._own["corrections"][0] > correction) == (size == learns)
 
 
 def test_a_plain_pass_is_not_thought_slower_than_larger_ones() -> None:
@@ -221,7 +295,7 @@ def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     now = [0.0]
     monkeypatch.setattr("hdtool.runtime.budget.node_budget.time.perf_counter", lambda: now[0])
     clock = Clock()
-    budget = MeasuredBudget(clock, curve_of(FLAT), overhead=2.0)  # type: ignore[arg-type]
+    budget = budget_by(clock, curve_of(FLAT), overhead=2.0)
     for _ in range(60):
         budget.set_draft_seconds(0.2)
         budget.nodes(np.full(7, 0.9))

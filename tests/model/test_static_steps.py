@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.budget.node_budget import PASS_SIZES, FixedBudget
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy

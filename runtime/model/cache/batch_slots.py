@@ -96,8 +96,9 @@ class BatchSlots:
         started = time.perf_counter()
         found = self._pass.logits_of_batch(trees, self._storage, lengths, walks, ranks=rank)
         if found:
-            self._target.count_pass(time.perf_counter() - started)
-            self._note_used(lengths, max(map(len, found)))
+            rows = max(map(len, found))
+            self._target.count_pass(time.perf_counter() - started, rows - 1, len(trees))
+            self._note_used(lengths, rows)
         return found
 
     def _note_used(self, lengths: Sequence[int], rows: int) -> None:
@@ -112,6 +113,7 @@ class BatchSlots:
         most = ids.shape[1]
         self._note_used(lengths, most)
         logits = target.run(ids, positions, mask, SlotKVCache(self._storage, lengths, most))
+        target.nodes_of_last_pass, target.slots_of_last_pass = most - 1, len(trees)
         return [logits[slot, : len(tree) + 1] for slot, tree in enumerate(trees)]
 
     def commit(self, slot: int, path: Sequence[int]) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hdtool.data.stores.home import namespace_among
-from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_here
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, Probs, SharedBudget
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, Together
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.config.methods import OPTION_METHODS
 from hdtool.runtime.drafter import Drafter
@@ -26,8 +25,7 @@ class Tenants:
         """Answers that are being generated; the server sets it."""
         self.store_sets = {name: self._stores_of(stores, name) for name in names}
         self._free: dict[str, list[Drafter]] = {name: [] for name in names}
-        self._together: dict[int, Probs] = {}
-        self._curves = self._measured()
+        self._measure()
         for name in names:  # faults of stores are found here, and not by the first answer
             self.put(name, self._made(name))
 
@@ -54,21 +52,21 @@ class Tenants:
     def _made(self, tenant: str) -> Drafter:
         return drafter_within(self._budget, self._decoding, self.store_sets[tenant], self._loaded.target)
 
-    def _measured(self) -> dict[int, CostCurve]:
-        """The time of passes for 1, 2, 4 … answers at once, if the method has a choice of sizes."""
-        decoding, size = self._decoding, self._decoding.batch_size
+    def _measure(self) -> None:
+        """Time the passes for 1, 2, 4 … answers at once, if the method has a choice of sizes."""
+        target, decoding, size = self._loaded.target, self._decoding, self._decoding.batch_size
         if decoding.draft_tokens is not None or decoding.method not in OPTION_METHODS["draft_tokens"]:
-            return {}
+            return
         numbers = {min(size, 2**power) for power in range(size.bit_length() + 1)}
-        return {rows: cost_here(self._loaded.target, rows) for rows in sorted(numbers)}
+        self._together = Together(target, {rows: cost_here(target, rows) for rows in sorted(numbers)})
 
     def _budget(self) -> Budget:
         target, decoding = self._loaded.target, self._decoding
         if decoding.draft_tokens is not None:
             return FixedBudget(decoding.draft_tokens)
         if decoding.batch_size == 1:
-            return MeasuredBudget(target, self._curves[1])
-        return SharedBudget(target, self._curves, self._together, self._rows)
+            return MeasuredBudget(target, self._together.costs(1))
+        return SharedBudget(self._together, self._rows)
 
     def _rows(self) -> int:
         return max(1, self.rows())
