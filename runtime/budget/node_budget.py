@@ -261,6 +261,7 @@ def choose_for_all(at: int, gain: Probs, step: int, most: int) -> tuple[int, int
         tries = faster < CLEARLY_FASTER and passes_of(costs, 0) < ENOUGH
     else:
         tries = gain[best] >= WORTH_TRYING * gain[0] and passes_of(costs, best) < ENOUGH
+    # A choice that rests on an unconfirmed cost is turned round.
     chosen = best if pays != tries else 0
     # Nodes that will not be verified need not be drafted.
     most = min(LARGEST_BUDGET, max(2 * chosen, most - 1, FEWEST_DRAFTED))
