@@ -82,6 +82,9 @@ def _opened(file: Path) -> sqlite3.Connection:
         # A database with a write-ahead log cannot be opened in a folder that is read-only.
         database.close()
         database = sqlite3.connect(f"{place}?immutable=1", uri=True)
+    except sqlite3.DatabaseError:
+        database.close()
+        raise
     database.row_factory = None
     return database
 

@@ -32,6 +32,7 @@ class CountedFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file: io.FileIO | None = None  # Python closes what could not be opened, too
         self._file = path.open("rb", buffering=0)
         self.size = os.fstat(self._file.fileno()).st_size
         self.count = 0
@@ -40,12 +41,14 @@ class CountedFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        assert self._file
         count = self._file.readinto(buffer)
         self.count += count
         return count
 
     def close(self) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
         super().close()
 
 

@@ -278,7 +278,8 @@ def test_progress_and_hashes(tmp_path: Path) -> None:
     for _ in range(2):
         seen = [(record.source, reading.bytes_read) for record in reading]
         assert seen == sorted(seen)
-        assert all(len({count for owner, count in seen if owner == source}) > 5 for source in range(3))
+        # From Python 3.12 on, gzip reads 128 KiB at a time, of half a megabyte here.
+        assert all(len({count for owner, count in seen if owner == source}) > 3 for source in range(3))
         assert reading.bytes_read == reading.total_bytes == sum(path.stat().st_size for path in paths)
 
 
