@@ -11,6 +11,7 @@ import pytest
 from hdtool.data import demo
 from hdtool.runtime.config.decoding import NO_HISTORY
 from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable, holds
+from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
@@ -55,6 +56,24 @@ def test_improbable_drafts_are_dropped() -> None:
     bold, careful = engine(doubtful, min_draft_prob=0.02).drafts()[0], engine(doubtful, min_draft_prob=0.7).drafts()[0]
     assert len(careful) < len(bold)
     assert careful == bold[: len(careful)]
+
+
+def test_a_high_minimum_leaves_out_no_draft_that_reaches_it() -> None:
+    """It bounds what is sent, and not what is known of a token."""
+    store_set = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))
+    text = store_set.corpus.shards.tokens.tolist()  # type: ignore[union-attr]
+    reaching = sent = 0
+    for start in range(0, 30_000, 1500):
+        context = text[start : start + 200]
+        asked = engine(context, min_draft_prob=0.001, store_set=store_set)
+        drafts = asked.drafts()[0]
+        probs = memory_at(asked.drafter._hierarchy.addresses).work[0]["probs"][1 : len(drafts) + 1]
+        likely = drafts[: int((probs >= 0.3).sum())]
+        found = engine(context, min_draft_prob=0.3, store_set=store_set).drafts()[0]
+        assert found == drafts[: len(found)]
+        reaching, sent = reaching + len(likely), sent + len(found)
+    assert reaching > 20
+    assert sent > 0.9 * reaching
 
 
 def test_a_row_that_still_reads_its_prompt_gets_nothing() -> None:

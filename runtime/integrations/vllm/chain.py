@@ -23,8 +23,10 @@ from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, places_of
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, append, finish, start
 
-WORTH_ADDING = 0.3
-"""Evidence is skipped below this share of the minimum probability of a token."""
+WORTH_LOOKING, WORTH_ADDING = 0.1, 0.03
+"""Shorter orders and single contributions are skipped below these shares of the minimum probability of a token. With 1
+and 0.3, tokens that 39 % of answers went on with were estimated at 18 % beside a minimum of 17 %, and a fifth of the
+drafts that pay were not sent."""
 
 FIRST_ANSWER = 1 << 10
 """Lower numbers are left to the drafter that the requests share."""
@@ -72,7 +74,7 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
     node = 0
     while node < most:
         least = floor / work.probs[node]
-        expand(corpus, at, node, least, WORTH_ADDING * least, DRAFTING)
+        expand(corpus, at, node, WORTH_LOOKING * least, WORTH_ADDING * least, DRAFTING)
         best, prob = 0, 0.0
         for candidate in range(work.size):
             if work.chances[candidate] > prob:
