@@ -160,27 +160,28 @@ class CostBudget(_ChosenSize):
 class MeasuredBudget(_ChosenSize):
     """Like CostBudget, with costs that the target's passes correct, and the measured time between passes."""
 
+    _costs: MeasuredCosts
+
     def __init__(self, target: Target, costs: MeasuredCosts, overhead: float = STEP_OVERHEAD) -> None:
         super().__init__(overhead, lambda: target.passes, costs)
-        self._target, self._measured = target, costs
-        self._passes, self._seconds = target.passes, target.seconds_in_model
-        """Those of the target at the last call."""
-        self._called = time.perf_counter()
+        self._target = target
+        self._passes, self._called = target.passes, time.perf_counter()
+        """Those of the target at the last call, and its time."""
         self._outside = SmoothedSeconds(overhead)
 
     def nodes(self, probs: Probs) -> int:
-        self._measured.update()
+        self._costs.update()
         self._measure_overhead()
         return super().nodes(probs)
 
     def _measure_overhead(self) -> None:
         """Measure the time around the last pass, if it was the only one since the last call."""
-        passes, seconds, now = self._target.passes, self._target.seconds_in_model, time.perf_counter()
-        if passes == self._passes + 1 and self.most and self._target.nodes_of_last_pass >= 0:
-            in_pass = seconds - self._seconds
-            self._outside.observe(max(0.0, now - self._called - in_pass - self._own["drafting"]))
+        target, now = self._target, time.perf_counter()
+        if target.passes == self._passes + 1 and self.most and target.nodes_of_last_pass >= 0:
+            around = now - self._called - target.seconds_of_last_pass - self._own["drafting"]
+            self._outside.observe(max(0.0, around))
             self._own["overhead"] = self._outside.mean
-        self._passes, self._seconds, self._called = passes, seconds, now
+        self._passes, self._called = target.passes, now
 
 
 class Together:

@@ -12,7 +12,6 @@ from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.accept import compile_acceptance
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, Together
-from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import NEED_HEADS, DecodeConfig, PaperConfig
 from hdtool.runtime.config.methods import HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
@@ -53,20 +52,22 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
     batch = config.batch_size
 
     @cache
-    def costs() -> MeasuredCosts:
-        return MeasuredCosts(target, cost_here(target, batch))
-
-    @cache
     def together() -> Together:
         return Together(target, {batch: cost_here(target, batch)})
 
     def budget() -> Budget:
-        if config.draft_tokens is not None:
-            return FixedBudget(config.draft_tokens)
-        return MeasuredBudget(target, costs()) if batch == 1 else SharedBudget(together(), lambda: batch)
+        return budget_for(config, together, lambda: batch)
 
     stores = replace(store_set, history=store_set.history or history_for(config, target, store_set))
     return [drafter_within(budget, config, stores, target) for _ in range(batch)]
+
+
+def budget_for(config: DecodeConfig, together: Callable[[], Together], rows: Callable[[], int]) -> Budget:
+    """The budget of a drafter; ``together`` is called only if measured passes decide, and ``rows`` are in use."""
+    if config.draft_tokens is not None:
+        return FixedBudget(config.draft_tokens)
+    shared = together()
+    return MeasuredBudget(shared.target, shared.costs(1)) if config.batch_size == 1 else SharedBudget(shared, rows)
 
 
 def history_for(

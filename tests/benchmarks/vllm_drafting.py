@@ -40,7 +40,7 @@ def drafters() -> dict[str, dict[str, Any]]:
         "suffix": {"speculative_config": own | {"method": "suffix"}},
         "hdtool, no stores": drafting(MOST, model_db="none", corpus_db="none"),
         "hdtool": drafting(MOST),
-        "hdtool, worth 0.02": drafting(MOST, min_draft_prob=0.02),
+        "hdtool, 0.02": drafting(MOST, min_draft_prob=0.02),
     }
     if not find_spec("arctic_inference"):
         del found["suffix"]

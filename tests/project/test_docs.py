@@ -122,7 +122,7 @@ def test_the_programs_of_the_python_page_run(
 ) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     # Where drafts do not pay, as on a busy machine, none is accepted.
-    monkeypatch.setattr(methods, "MeasuredBudget", lambda target, curve: FixedBudget())
+    monkeypatch.setattr(methods, "MeasuredBudget", lambda target, costs: FixedBudget())
     page = (DOCS / "guides" / "python.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from hdtool.data.stores.home import namespace_among
 from hdtool.runtime.budget.measure_passes import cost_here
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, Together
+from hdtool.runtime.budget.node_budget import Budget, Together
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.config.methods import OPTION_METHODS
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.methods import drafter_within, history_for
+from hdtool.runtime.drafters.methods import budget_for, drafter_within, history_for
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -61,12 +61,4 @@ class Tenants:
         self._together = Together(target, {rows: cost_here(target, rows) for rows in sorted(numbers)})
 
     def _budget(self) -> Budget:
-        target, decoding = self._loaded.target, self._decoding
-        if decoding.draft_tokens is not None:
-            return FixedBudget(decoding.draft_tokens)
-        if decoding.batch_size == 1:
-            return MeasuredBudget(target, self._together.costs(1))
-        return SharedBudget(self._together, self._rows)
-
-    def _rows(self) -> int:
-        return max(1, self.rows())
+        return budget_for(self._decoding, lambda: self._together, lambda: max(1, self.rows()))
