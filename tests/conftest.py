@@ -16,7 +16,7 @@ import pytest
 HOME = TemporaryDirectory(prefix="hdtool-tests-")  # what is measured in tests is not kept for the user
 os.environ["HDTOOL_HOME"] = HOME.name
 
-collect_ignore = [] if find_spec("vllm") else ["vllm"]
+collect_ignore = ["smoke", *([] if find_spec("vllm") else ["vllm"])]  # smoke is for an installation: make test-newest
 
 FAMILIES = {"llama", "gemma2", "gpt2", "qwen3_moe", "llama4", "mistral"}
 """Full, sliding and chunked attention, learned positions, mixtures of experts; the others are tested by test-long."""

@@ -21,6 +21,7 @@ from hdtool.runtime.generate_settings import generate_options, refuse_settings
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import guided
 from hdtool.runtime.grammar.processor import masks_of
+from hdtool.runtime.model.library import cache_in
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.text_stream import text_of
@@ -228,7 +229,7 @@ class Passes:
             self.drafted += rows - self._known[0]
         else:
             # The last token is not in the KV cache yet: it is the first input of the pass.
-            self.note(options["past_key_values"].get_seq_length() + 1, rows - 1)
+            self.note(cache_in(options).get_seq_length() + 1, rows - 1)
 
 
 def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:

@@ -10,6 +10,7 @@ import torch
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.generate_settings import refused_setting
+from hdtool.runtime.model.library import CACHE_NAMES, cache_in, is_own_cache
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, StoppingCriteriaList
@@ -18,14 +19,14 @@ PLAIN_MODES = ("greedy_search", "sample")
 SUPPORTED_ARGUMENTS = (
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    *CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
     "inputs_embeds",
 )
 """Arguments of the model that have no effect here or are checked below."""
-ZERO_IS_TEXT = ("gemma3",)
-"""Types of models for which token types of 0 mark text; others embed each token type, 0 as well."""
+ZERO_IS_TEXT = {"mm_token_type_ids": None, "moe_mm_token_type_ids": None, "token_type_ids": ("gemma3",)}
+"""Arguments whose zeros mark text, for all or some types of models; others embed a token type of 0, too."""
 
 
 class UnsupportedCallError(OptionError):
@@ -113,9 +114,8 @@ def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_
         raise _refusal(f"the batch holds {input_ids.shape[0]} prompts", "it answers one prompt at a time")
     if input_ids.shape[1] == 0:
         raise _refusal("the prompt is empty", "generation needs at least one token")
-    cache = arguments.get("past_key_values")
-    if cache is not None and getattr(cache, "_is_user_defined", False):
-        raise _refusal("past_key_values are given", "it uses its own cache, which supports rejected drafts")
+    if is_own_cache(cache_in(arguments)):
+        raise _refusal("a KV cache is given", "it uses its own cache, which supports rejected drafts")
     foreign = [
         name
         for name, value in arguments.items()
@@ -126,9 +126,13 @@ def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_
 
 
 def _is_set(name: str, value: object, model_type: str) -> bool:
-    """Whether an argument changes what the model computes; an image of zeros does."""
+    """Whether an argument changes what the model computes: an image of zeros does, an empty mapping does not."""
     if isinstance(value, torch.Tensor):
-        return name != "token_type_ids" or model_type not in ZERO_IS_TEXT or bool(value.any())
+        types = ZERO_IS_TEXT.get(name, ())
+        is_text = (types is None or model_type in types) and not value.any()
+        return not is_text
+    if isinstance(value, Mapping):
+        return len(value) > 0
     return value is not None and value is not False
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
-from transformers import GenerationMixin, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hdtool.data.errors import OptionError
 from hdtool.data.grammar import Grammar
@@ -32,9 +27,10 @@ from hdtool.runtime.integrations.call_lock import CallLock
 from hdtool.runtime.integrations.generate_request import GenerateRequest, predicted_ids
 from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.library import argument_of_generate, attention_of, must_pass_in_step, use_masked_attention
 from hdtool.runtime.model.load import ends_of
 from hdtool.runtime.model.placement import device_of
-from hdtool.runtime.model.target import Target, embedded_tokens, use_masked_attention
+from hdtool.runtime.model.target import Target, embedded_tokens
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sampling.truncation import NOT_FINITE
 from hdtool.runtime.stats import Stats
@@ -146,7 +142,7 @@ class Generator:
             model_type=model.config.model_type,
             synced_gpus=synced_gpus or _is_synced(model),
         )
-        streamer = streamer or _argument_of_generate("streamer")
+        streamer = streamer or argument_of_generate("streamer")
         guide = self._guide(model, grammar) if grammar is not None else None
         if guide:
             logits_processor = LogitsProcessorList([GrammarProcessor(guide), *logits_processor])
@@ -268,7 +264,7 @@ class _Recorder(Sampler):
 def _prepared(model: PreTrainedModel) -> Iterator[None]:
     """Set the model up for a target; restore its training mode and attention implementation at the end."""
     training = [module for module in model.modules() if module.training]
-    attention = model.config._attn_implementation
+    attention = attention_of(model.config)
     try:
         model.eval()
         use_masked_attention(model)
@@ -276,27 +272,11 @@ def _prepared(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-        if model.config._attn_implementation != attention:
+        if attention_of(model.config) != attention:
             model.set_attn_implementation(attention)
 
 
 def _is_synced(model: PreTrainedModel) -> bool:
     """Whether other processes synchronize in each pass of the model, by the criterion of ``generate``."""
-    given = _argument_of_generate("synced_gpus")
-    if given is not None:
-        return bool(given)
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
-
-
-def _argument_of_generate(name: str) -> Any:
-    """The value of an argument of the enclosing ``generate`` call.
-
-    transformers 5 does not pass ``streamer`` and ``synced_gpus`` to a callable, although it has put the prompt into
-    the streamer, so its reader would wait forever. Both are local variables of that frame.
-    """
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = cast(Any, frame.f_back)
-    return frame.f_locals.get(name) if frame is not None else None
+    given = argument_of_generate("synced_gpus")
+    return must_pass_in_step(model) if given is None else bool(given)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.model.attention_masks import FULL
+from hdtool.runtime.model.library import cache_name, is_stateful, takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,16 +40,14 @@ def refuse_by_configuration(config: Any) -> None:
 def refuse_by_class(model: PreTrainedModel) -> None:
     """Raise for model classes that lack what tree verification needs."""
     kind = model.config.model_type
-    if getattr(model, "_is_stateful", False):
+    if is_stateful(model):
         raise _refusal(kind, "has a recurrent state, which cannot be rolled back after a rejected draft")
-    accepted = inspect.signature(model.forward).parameters
-    for needed, why in (
-        ("position_ids", "takes no position ids, so it cannot place the nodes of a tree"),
-        ("past_key_values", "takes no key-value cache"),
-        ("attention_mask", "takes no attention mask"),
-    ):
-        if needed not in accepted:
-            raise _refusal(kind, why)
+    if not takes(model, "position_ids"):
+        raise _refusal(kind, "takes no position ids, so it cannot place the nodes of a tree")
+    if cache_name(model) is None:
+        raise _refusal(kind, "takes no key-value cache")
+    if not takes(model, "attention_mask"):
+        raise _refusal(kind, "takes no attention mask")
 
 
 def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, rounding: float | None = None) -> None:

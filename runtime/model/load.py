@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+import transformers
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from hdtool.data.errors import HdtoolError, ModelError, OptionError
+from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import INT8, OWN, TORCH
@@ -31,6 +32,7 @@ from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.gguf.packed_model import packed_model
+from hdtool.runtime.model.library import is_known_type, text_class
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.target import Target
@@ -239,9 +241,21 @@ def ends_of(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase
 def load_settings(config: ModelConfig) -> Any:
     """A model's configuration, without the model."""
     place, trust = place_of(config, CONFIG_FILES), config.trust_remote_code
-    return _attempt(
-        config.name, "its configuration", lambda: AutoConfig.from_pretrained(place, trust_remote_code=trust)
-    )
+
+    def read() -> Any:
+        try:
+            return AutoConfig.from_pretrained(place, trust_remote_code=trust)
+        except (ValueError, KeyError) as error:
+            stated, _ = PreTrainedConfig.get_config_dict(place)
+            kind = stated.get("model_type")
+            if kind is None or is_known_type(kind) or stated.get("auto_map"):
+                raise
+            raise FamilyError(
+                f"{config.name} is of type {kind!r}, which transformers {transformers.__version__} does not know: "
+                "pip install --upgrade transformers"
+            ) from error
+
+    return _attempt(config.name, "its configuration", read)
 
 
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
@@ -255,7 +269,13 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
         computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
         options["quantization_config"] = _attempt(name, "quantized", lambda: quantization(scheme, computed))
     place = place_of(config, CONFIG_FILES, weights=True)
-    model = _attempt(name, "its weights", lambda: _complete_model(place, name, **options))
+    loader = text_class(settings, trust_remote_code=config.trust_remote_code)
+    if loader is None:
+        raise FamilyError(
+            f"models of type {settings.model_type!r} cannot be used: "
+            f"transformers {transformers.__version__} has no class that generates text with them"
+        )
+    model = _attempt(name, "its weights", lambda: _complete_model(loader, place, name, **options))
     _set_generation(model, config)
     if quantized and config.dtype != "auto" and model.dtype != dtype:
         computed_in = str(model.dtype).removeprefix("torch.")
@@ -272,10 +292,10 @@ def _set_generation(model: Any, config: ModelConfig) -> None:
         model.generation_config = generation_settings(config.generation_config, model.generation_config)
 
 
-def _complete_model(place: Path, name: str, **options: Any) -> Any:
+def _complete_model(loader: Any, place: Path, name: str, **options: Any) -> Any:
     """The model; raise if the checkpoint lacks weights, which the library would initialize at random."""
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options)
+        loaded = loader.from_pretrained(place, output_loading_info=True, **options)
     except ValueError as error:
         attention = options.get("attn_implementation")
         if not attention or "does not support an attention implementation" not in str(error):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -13,6 +12,7 @@ import torch
 from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import in_float32, is_compact
 from hdtool.runtime.model.compact_layers import compact_places, replace_parameter
+from hdtool.runtime.model.library import last_logits_only, passes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,11 +45,6 @@ def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]
             replace_parameter(places, weight)
 
 
-def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
-    """The option of a pass by which the model computes only the logits after its last token, if it has one."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-
-
 @torch.inference_mode()
 def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """The logits after ``ids``, from one plain pass."""
@@ -61,9 +56,7 @@ def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 @torch.inference_mode()
 def logits_step_by_step(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
     """The same with one pass for each token of the answer; it differs from a single pass by rounding only."""
-    read = None
-    for part in (prompt, *([token] for token in answer)):
-        out = model(torch.tensor([part], device=model.device), past_key_values=read, use_cache=True)
-        read = out.past_key_values
-    logits: torch.Tensor = out.logits[0, -1]
+    parts = [torch.tensor([part], device=model.device) for part in (prompt, *([token] for token in answer))]
+    *_, last = passes(model, parts)
+    logits: torch.Tensor = last.logits[0, -1]
     return logits

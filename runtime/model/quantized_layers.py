@@ -12,6 +12,7 @@ from torch.nn import Module
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.kernels.small_batch_linear import has_plain_weight
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, distances
+from hdtool.runtime.model.library import passes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,11 +76,7 @@ def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch
     ``at_once`` are the logits of ``paths``, each read in one pass. Read token by token they differ by rounding only,
     which is larger than the dtype suggests if layers quantize their input.
     """
-    read, found = None, []
-    for tokens in paths.split(1, dim=1):
-        out = model(input_ids=tokens, past_key_values=read, use_cache=True)
-        read = out.past_key_values
-        found.append(out.logits[:, -1])
+    found = [out.logits[:, -1] for out in passes(model, paths.split(1, dim=1))]
     rounding = distances(torch.stack(found, dim=1), at_once).max().item()
     if rounding > HIGH_PRECISION_TOLERANCE:
         print(

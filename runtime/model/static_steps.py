@@ -18,6 +18,7 @@ from hdtool.runtime.kernels.topk import Logits
 from hdtool.runtime.model.attention_masks import AttentionMasks
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, StaticKVCache, must_move
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
+from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -145,8 +146,8 @@ class StaticSteps:
                 input_ids=inputs.tokens,
                 position_ids=inputs.positions,
                 attention_mask=mask,
-                past_key_values=IndexedKVCache(storage, indices, extent),
                 use_cache=True,
+                **cache_argument(self._model, IndexedKVCache(storage, indices, extent)),
                 return_dict=True,
             ).logits[0]
             self._logits[:size].copy_(logits)

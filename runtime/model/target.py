@@ -30,9 +30,9 @@ from hdtool.runtime.model.fused.layer_stack import check_layers_again, takes_num
 from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.model.fused.whole_pass import WholePass
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
+from hdtool.runtime.model.library import cache_name, last_logits_only, use_masked_attention
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.placement import device_of, scattered
-from hdtool.runtime.model.precision import last_logits_only
 from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.model.step_input import TreeInput
@@ -41,7 +41,6 @@ from hdtool.runtime.tree import LARGEST_TREE, Certain, DraftTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-USABLE_ATTENTION = ("sdpa", "eager")
 NOTHING = nullcontext()
 PIECE = 128
 """Rows of a pass over a prompt in compiled layers; larger passes take longer for each row."""
@@ -91,6 +90,7 @@ class Target:
         self.masks = AttentionMasks(self.windows, self.dtype, self.device)
         self._tree_input = TreeInput(self.device)
         self._prefill_options = last_logits_only(model)
+        self._cache_name = cache_name(model)
         self._pending: list[int] = []
         """Tokens of the last pass that are part of the context without being drafted."""
         self._tree = DraftTree.bare(0)
@@ -410,9 +410,9 @@ class Target:
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=cache,
             use_cache=True,
             return_dict=True,
+            **{self._cache_name: cache},
             **options,
         ).logits
         return logits
@@ -443,7 +443,7 @@ class Target:
         whole = torch.tensor([[*context, *path] for path in paths], device=self.device)
         try:
             options = {} if is_quantized else self._prefill_options
-            plain = self.model(input_ids=whole, past_key_values=used, use_cache=True, **options).logits
+            plain = self.model(input_ids=whole, use_cache=True, **{self._cache_name: used}, **options).logits
             self._shapes = layer_shapes(used)
             if is_quantized:
                 with self._row_by_row.on():
@@ -494,12 +494,6 @@ class Target:
         if self._steps:
             self._steps.apply_moves(self._cache)
             self._steps = None
-
-
-def use_masked_attention(model: PreTrainedModel) -> None:
-    """Select an attention implementation that takes arbitrary masks, which flash attention does not."""
-    if model.config._attn_implementation not in USABLE_ATTENTION:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 def capacity_needed(context: Sequence[int], room: int) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.runtime.diagnosis import decoding
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,22 @@ def test_a_sound_installation(capfd: pytest.CaptureFixture[str]) -> None:
     assert found["home"]["state"] == "ok" and "home" in found["home"]["found"]
     assert found["stores"]["advice"].startswith("hdtool build-model-db --model MODEL")
     assert not [each for each in found.values() if each["state"] == "mend"]
+    assert found["decoding"]["found"].startswith("the embedded model gives 10 tokens in")
+
+
+def test_a_library_that_no_model_works_with_is_noticed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hdtool.runtime.model.library.CACHE_NAMES", ("renamed",))
+    found = checked(capfd, code=1)
+    assert "takes no key-value cache" in found["decoding"]["found"] and found["decoding"]["state"] == "mend"
+
+
+def test_another_answer_with_drafts_is_noticed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "decoded", lambda method: ([1, 2] if method == "hd" else [1, 3], 2))
+    assert "another answer" in checked(capfd, code=1)["decoding"]["found"]
 
 
 def test_it_fits_a_terminal_of_80_columns_and_needs_no_colours(

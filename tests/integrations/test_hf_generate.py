@@ -36,6 +36,7 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
+from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
@@ -483,7 +484,7 @@ def test_a_model_in_training_is_given_back_in_training() -> None:
 
 def test_attention_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention implementation without arbitrary masks is replaced during the call and restored."""
-    monkeypatch.setattr("hdtool.runtime.model.target.USABLE_ATTENTION", ("sdpa",))
+    monkeypatch.setattr("hdtool.runtime.model.library.MASKED_ATTENTION", ("sdpa",))
     model: Any = copy.deepcopy(model_of("llama"))
     model.set_attn_implementation("eager")
     expected = ask(model).tolist()
@@ -533,7 +534,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": GAP}, "the attention mask has gaps"),
     ({"attention_mask": torch.tensor([[1] * (len(PROMPT) - 1) + [0]])}, "the attention mask has gaps"),
     ({"position_ids": torch.arange(3, 3 + len(PROMPT))[None]}, "position_ids are not 0, 1, 2"),
-    ({"past_key_values": DynamicCache()}, "past_key_values are given"),
+    (cache_argument(model_of("llama"), DynamicCache()), "a KV cache is given"),
     ({"prompt_lookup_num_tokens": 3}, "the mode is assisted_generation"),
     ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_attentions or output_hidden"),
     ({"inputs": None, "inputs_embeds": torch.zeros(1, 4, 32), "attention_mask": None}, "inputs_embeds are given"),

@@ -22,6 +22,7 @@ from hdtool.runtime.kernels.small_batch_linear import ProductChoice, use_small_b
 from hdtool.runtime.model.fused import layer_stack
 from hdtool.runtime.model.fused.layer_stack import StackedLayers, stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers
+from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.precision import more_precise
 from hdtool.runtime.model.target import Target
@@ -118,7 +119,9 @@ def test_other_passes_are_those_of_the_library() -> None:
     model, passes = fused.model, stack(fused).passes
     ids = torch.tensor([prompt_of(6)])
     for cached in (False, True):
-        found, expected = (one.model(ids, past_key_values=DynamicCache() if cached else None) for one in (fused, usual))
+        found, expected = (
+            one.model(ids, **cache_argument(one.model, DynamicCache() if cached else None)) for one in (fused, usual)
+        )
         assert found.logits.requires_grad and torch.equal(found.logits, expected.logits)
     for block in (torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)):
         assert not takes(fused, block())
@@ -141,7 +144,7 @@ def test_other_passes_are_those_of_the_library() -> None:
 def takes(target: Target, block: Any) -> bool:
     """Whether a pass over one row would be computed in compiled code."""
     hidden, place = torch.rand(1, 1, 64), torch.rand(1, 1, 16)
-    given = {"attention_mask": None, "position_embeddings": (place, place), "past_key_values": target.new_cache(4)}
+    given = {"attention_mask": None, "position_embeddings": (place, place), "cache": target.new_cache(4)}
     stack(target).check_again()
     with torch.no_grad(), block:
         return stack(target).takes(hidden, given)
@@ -252,7 +255,7 @@ def test_rows_that_the_cache_has_no_room_for_are_the_librarys() -> None:
     _, fused = both()
     cache = fused.new_cache(64)
     place = torch.rand(1, 2, 16)
-    given = {"position_embeddings": (place, place), "past_key_values": cache}
+    given = {"position_embeddings": (place, place), "cache": cache}
     with torch.inference_mode():
         for length, expected in ((62, True), (63, False)):
             cache.length = length

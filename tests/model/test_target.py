@@ -18,6 +18,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.model import families, target
 from hdtool.runtime.model.families import context_limit
+from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
@@ -141,17 +142,17 @@ def test_a_model_that_ignores_masks_or_positions_is_refused(
 ) -> None:
     model = copy.deepcopy(model_of(family)).to(dtype)  # type: ignore[arg-type]
     Target(model)
-    honest = model.forward
+    honest, usual = model.forward, copy.copy(model)
 
     def careless(
         input_ids: Any = None,
         attention_mask: Any = None,
         position_ids: Any = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **rest: Any,
     ) -> Any:
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
-        return honest(input_ids=input_ids, past_key_values=past_key_values, **{**given, ignored: None}, **rest)
+        return honest(input_ids=input_ids, **cache_argument(usual, cache), **{**given, ignored: None}, **rest)
 
     monkeypatch.setattr(model, "forward", careless)
     with pytest.raises(FamilyError, match="does not follow tree masks"):
@@ -177,7 +178,7 @@ def test_a_model_whose_code_fails_is_refused_with_its_words(monkeypatch: pytest.
         input_ids: Any = None,
         attention_mask: Any = None,
         position_ids: Any = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **rest: Any,
     ) -> Any:
         raise RuntimeError("no kernel for this\nand a long story")

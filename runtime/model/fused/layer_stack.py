@@ -24,6 +24,7 @@ from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKV
 from hdtool.runtime.model.fused.layer_parts import LayerParts
 from hdtool.runtime.model.fused.unchanged import Unchanged
 from hdtool.runtime.model.fused.weight_table import table_of
+from hdtool.runtime.model.library import CACHE_NAMES, cache_in
 
 MOST_ROWS, MOST_THREADS = 64, 8
 """Larger passes, such as those of prompts, are computed here if all products are our own, and with no more threads than
@@ -35,7 +36,7 @@ of torch keep their cores busy for a while after each product."""
 FEW_THREADS = 2
 """With so many, compiled attention by one thread was faster than the library's by all of them, however large."""
 NO_NUMBERS = np.empty(0, np.int64)
-KNOWN = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "use_cache"}
+KNOWN = {"attention_mask", "position_embeddings", "position_ids", *CACHE_NAMES, "use_cache"}
 """What a pass of ours gives to a layer; a pass with other arguments is the library's."""
 
 
@@ -120,7 +121,7 @@ class LayerStack:
             and isinstance(cos_sin, tuple)
             and len(cos_sin) == 2
             and all(_are_numbers(one, (*hidden.shape[:2], self._first.width)) for one in cos_sin)
-            and self.takes_pass(hidden.shape[0], hidden.shape[1], given.get("attention_mask"), given["past_key_values"])
+            and self.takes_pass(hidden.shape[0], hidden.shape[1], given.get("attention_mask"), cache_in(given))
         )
 
     def takes_pass(self, slots: int, new: int, mask: object, cache: object) -> bool:
@@ -190,7 +191,7 @@ class LayerStack:
     ) -> torch.Tensor:
         """The layers from ``first`` to ``end`` in compiled code; it writes to the KV cache that is given."""
         end = self.used if end is None else end
-        storage, starts = given["past_key_values"].room_for(hidden.shape[1])
+        storage, starts = cache_in(given).room_for(hidden.shape[1])
         table = self.with_cache(storage)
         shape = self.shape_of(hidden.shape[0], hidden.shape[1], given["attention_mask"], storage)
         shape[COS], shape[SIN] = (one.data_ptr() for one in given["position_embeddings"])

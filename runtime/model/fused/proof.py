@@ -16,6 +16,7 @@ from hdtool.runtime.model.fused.layer_parts import LayerParts, parts_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack, StackedLayers
 from hdtool.runtime.model.fused.tree_pass import compile_tree_passes
 from hdtool.runtime.model.fused.whole_pass import whole_pass_of
+from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
 
@@ -128,7 +129,7 @@ class _Proof:
                 "attention_mask": mask,
                 "position_embeddings": self._rotary(hidden, positions),
                 "position_ids": positions,
-                "past_key_values": cache,
+                **cache_argument(self._parts[0].layer, cache),
                 "use_cache": True,
             }
             expected = self._checked(number, storage, hidden, given)

@@ -109,7 +109,7 @@ class WholePass:
         given = {
             "attention_mask": mask,
             "position_embeddings": self._rotated(positions, cache.length + new),
-            "past_key_values": cache,
+            "cache": cache,
         }
         hidden = self.stack.compute(embedded(self._embedding.weight, ids), given)
         if last_only:

@@ -1,0 +1,126 @@
+"""What hdtool relies on inside transformers beyond its documented interface.
+
+Everything here asks for a feature, never for a version, so that one release may rename what another one had.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names of the KV cache in ``forward``, its output and ``generate``; releases before 5.24 have the second one."""
+MASKED_ATTENTION = ("sdpa", "eager")
+"""Attention implementations that take arbitrary masks; flash attention does not."""
+
+
+def cache_name(module: torch.nn.Module) -> str | None:
+    """The argument by which a model or one of its layers takes its KV cache; None if it takes none."""
+    accepted = inspect.signature(module.forward).parameters
+    return next((name for name in CACHE_NAMES if name in accepted), None)
+
+
+def cache_argument(module: torch.nn.Module, cache: Cache) -> dict[str, Cache]:
+    """The arguments of a pass that reads and writes ``cache``."""
+    name = cache_name(module)
+    assert name is not None, "refuse_by_class refuses models without a cache"
+    return {name: cache}
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The KV cache among the arguments of a pass, or the fields of its output; None if there is none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
+def passes(model: PreTrainedModel, parts: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The outputs of passes over consecutive parts of a sequence, each of which continues the one before."""
+    cache: Any = None
+    for ids in parts:
+        out = model(input_ids=ids, use_cache=True, **cache_argument(model, cache))
+        cache = cache_in(out)
+        yield out
+
+
+def is_own_cache(cache: object) -> bool:
+    """Whether a caller of ``generate`` made this cache; ``generate`` marks those and makes one otherwise."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def takes(model: PreTrainedModel, argument: str) -> bool:
+    """Whether ``forward`` names this argument."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def text_class(settings: Any, *, trust_remote_code: bool) -> Any:
+    """The auto class that loads a model of text by its configuration; None if the library has none.
+
+    Multimodal checkpoints load whole and read text alone.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+    brought = getattr(settings, "auto_map", None) or {}
+    if trust_remote_code and AutoModelForCausalLM.__name__ in brought:
+        return AutoModelForCausalLM
+    classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    return next((each for each in classes if type(settings) in each._model_mapping), None)
+
+
+def is_known_type(model_type: str) -> bool:
+    """Whether the library has a configuration of this type of model."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
+    """The option of a pass by which the model computes only the logits after its last token, if it has one."""
+    return {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether the model has a recurrent state beside its KV cache."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def attention_of(config: Any) -> str:
+    """The attention implementation that a configuration selects."""
+    return cast(str, config._attn_implementation)
+
+
+def use_masked_attention(model: PreTrainedModel) -> None:
+    """Select an attention implementation that takes arbitrary masks."""
+    if attention_of(model.config) not in MASKED_ATTENTION:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+
+
+def must_pass_in_step(model: PreTrainedModel) -> bool:
+    """Whether processes share the weights so that all of them must make equally many passes (ZeRO-3, FSDP)."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+
+
+def argument_of_generate(name: str) -> Any:
+    """The value of an argument of the enclosing ``generate`` call.
+
+    transformers 5 does not pass ``streamer`` and ``synced_gpus`` to a callable, although it has put the prompt into
+    the streamer, so its reader would wait forever. Both are local variables of that frame.
+    """
+    from transformers import GenerationMixin
+
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = cast(Any, frame.f_back)
+    return frame.f_locals.get(name) if frame is not None else None
