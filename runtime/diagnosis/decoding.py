@@ -9,6 +9,7 @@ from hdtool.data.errors import reason_of
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.model import OWN
 from hdtool.runtime.diagnosis.finding import MEND, Finding
 
 PROMPT = "def read(path):"
@@ -32,10 +33,10 @@ def decoding_findings() -> Iterator[Finding]:
 
 
 def decoded(method: str) -> tuple[list[int], int]:
-    """An answer of the embedded model and the number of its steps."""
+    """An answer of the embedded model and the number of its steps; nothing is measured, so nothing is kept."""
     decoding = DecodeConfig(method, draft_tokens=NODES, max_new_tokens=TOKENS)
     stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
-    answerer = Answerer(ModelConfig(), decoding, SamplingConfig(), store_set=stores)
+    answerer = Answerer(ModelConfig(products=OWN), decoding, SamplingConfig(), store_set=stores)
     for answer in answerer.all_answers([Prompt.from_text(PROMPT)]):
         for _ in answer:
             pass

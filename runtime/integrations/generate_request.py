@@ -25,6 +25,8 @@ SUPPORTED_ARGUMENTS = (
     "inputs_embeds",
 )
 """Arguments of the model that have no effect here or are checked below."""
+ENCODED = "mm_encoder_outputs"
+"""What ``generate`` has encoded of images, videos and audio, by kind; empty for a prompt of text."""
 ZERO_IS_TEXT = {"mm_token_type_ids": None, "moe_mm_token_type_ids": None, "token_type_ids": ("gemma3",)}
 """Arguments whose zeros mark text, for all or some types of models; others embed a token type of 0, too."""
 
@@ -116,6 +118,8 @@ def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_
         raise _refusal("the prompt is empty", "generation needs at least one token")
     if is_own_cache(cache_in(arguments)):
         raise _refusal("a KV cache is given", "it uses its own cache, which supports rejected drafts")
+    if inputs := arguments.get(ENCODED):
+        raise _refusal(f"{' and '.join(inputs)} input is given", "it reads text alone")
     foreign = [
         name
         for name, value in arguments.items()
