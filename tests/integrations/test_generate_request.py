@@ -76,7 +76,7 @@ def test_positions_of_padding_are_not_looked_at() -> None:
         read(attention_mask=mask, position_ids=torch.stack([padded, padded + 1]))
 
 
-@pytest.mark.parametrize("library", ["is_fsdp_managed_module", "is_deepspeed_zero3_enabled", None])
+@pytest.mark.parametrize("library", ["fsdp.is_fsdp_managed_module", "deepspeed.is_deepspeed_zero3_enabled", None])
 def test_processes_that_wait_for_each_other_in_every_pass_are_refused(
     library: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +87,7 @@ def test_processes_that_wait_for_each_other_in_every_pass_are_refused(
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     if library:
-        monkeypatch.setattr(f"hdtool.runtime.integrations.hf_generate.{library}", lambda *_: True)
+        monkeypatch.setattr(f"transformers.integrations.{library}", lambda *_: True)
         with pytest.raises(OptionError, match="synced_gpus is set"):
             model.generate(IDS, max_new_tokens=5, custom_generate=Generator())
     alone = model.generate(IDS, max_new_tokens=5, synced_gpus=False, custom_generate=Generator())
