@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Annotated
-
-import typer
 
 from hdtool.cli.parameters.command import SERVER, option
 from hdtool.cli.parameters.settings import without
@@ -28,18 +25,12 @@ Engine = Annotated[
 
 def serve(
     *,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="Folder or hub name of the model, or a GGUF file. Default: the demo model."
-        ),
-    ] = None,
     engine: Engine = OWN,
     server: ServerConfig,
     decoding: Annotated[DecodeConfig, without(batch_size=BATCH, max_new_tokens=LONGEST)],
     stores: StoresConfig,
     sampling: Annotated[SamplingConfig, without("seed", "stop", temperature=1.0)],
-    loading: Annotated[ModelConfig, without("model")],
+    loading: Annotated[ModelConfig, without().as_argument()],
 ) -> None:
     """Serve a model by OpenAI's API.
 
@@ -57,9 +48,9 @@ def serve(
     from hdtool.runtime.integrations.server.launch import Launch
 
     quiet_libraries()
-    if model is None:
+    if loading.model is None:
         print("serving the embedded toy model: hdtool serve MODEL names another", file=sys.stderr)
-    launch = Launch(replace(loading, model=model), decoding, sampling, stores, server)
+    launch = Launch(loading, decoding, sampling, stores, server)
     for tenant, store_set in launch.tenants.store_sets.items():
         if tenant:
             print(f"tenant {tenant}:", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli.parameters.command import OUTPUT, option
+from hdtool.cli.parameters.command import MODEL, OUTPUT, option
 from hdtool.cli.serving.command import VLLM, Engine
 from hdtool.data.errors import OptionError, ServeError
 from hdtool.runtime.config import StoresConfig, VllmConfig
@@ -30,6 +30,7 @@ def serve_vllm(
             help="Folder or hub name of the model, then any option of vllm serve. Default: the embedded demo model.",
         ),
     ] = None,
+    model: Annotated[str | None, option(MODEL, "The model, if it is not the first argument.", "--model")] = None,
     engine: Engine = VLLM,
     serving: VllmConfig,
     stores: StoresConfig,
@@ -40,7 +41,10 @@ def serve_vllm(
     Starts vLLM's OpenAI-compatible server with the stores that fit the model's tokenizer, and prints the command. All
     options that are not listed here are passed to vLLM. Needs pip install "hdtool[vllm]".
     """
-    model, *passed_on = arguments or [""]
+    if model is None:
+        model, *passed_on = arguments or [""]
+    else:
+        passed_on = arguments or []
     if model.startswith("-"):
         raise OptionError(
             f"{model.partition('=')[0]} is in the place of the model: write hdtool serve MODEL --engine vllm "
