@@ -59,7 +59,7 @@ RARELY_USED = {
 }
 """Options that ``--help`` leaves out of long lists; ``--help-all`` shows them."""
 LONG_LIST = 25
-"""Most options that ``--help`` shows without leaving any out."""
+"""Most parameters that ``--help`` shows without leaving any out."""
 HELP_ALL = "help_all"
 NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
@@ -124,7 +124,7 @@ def with_hyphens(text: str) -> str:
 
 def rarely_used(names: Iterable[str | None]) -> set[str]:
     """The options of a command that its ``--help`` leaves out."""
-    given = {name for name in names if name}
+    given = {name for name in names if name} - {"help", HELP_ALL}
     return given & RARELY_USED if len(given) > LONG_LIST else set()
 
 
