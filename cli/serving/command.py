@@ -9,6 +9,7 @@ from typing import Annotated
 from hdtool.cli.parameters.command import SERVER, option
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import OptionError, ServeError
+from hdtool.data.extras import install_command
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 
 OWN, VLLM = "hdtool", "vllm"
@@ -35,14 +36,14 @@ def serve(
     """Serve a model by OpenAI's API.
 
     Answers of several requests are generated in one batch. The sampling options hold for requests that leave them
-    open, and so does --max-new-tokens. Needs pip install "hdtool[server]". hdtool serve --engine vllm --help shows the
-    options of the other engine.
+    open, and so does --max-new-tokens. Needs the extra server, pip install ".[server]". hdtool serve --engine vllm
+    --help shows the options of the other engine.
     """
     if engine != OWN:
         raise OptionError(f"--engine must be {OWN} or {VLLM}, got {engine}")
     missing = [name for name in LIBRARIES if not find_spec(name)]
     if missing:
-        raise ServeError(f'the server needs {", ".join(missing)}: pip install "hdtool[server]"')
+        raise ServeError(f"the server needs {', '.join(missing)}: {install_command('server')}")
 
     from hdtool.cli.output.show_answers import print_sources, quiet_libraries
     from hdtool.runtime.integrations.server.launch import Launch

@@ -12,6 +12,7 @@ import typer
 from hdtool.cli.parameters.command import MODEL, OUTPUT, option
 from hdtool.cli.serving.command import VLLM, Engine
 from hdtool.data.errors import OptionError, ServeError
+from hdtool.data.extras import install_command
 from hdtool.runtime.config import StoresConfig, VllmConfig
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def serve_vllm(
     """Serve a model with vLLM and drafting.
 
     Starts vLLM's OpenAI-compatible server with the stores that fit the model's tokenizer, and prints the command. All
-    options that are not listed here are passed to vLLM. Needs pip install "hdtool[vllm]".
+    options that are not listed here are passed to vLLM. Needs the extra vllm, pip install ".[vllm]".
     """
     if model is None:
         model, *passed_on = arguments or [""]
@@ -52,7 +53,7 @@ def serve_vllm(
         )
     if not dry_run and not find_spec("vllm"):
         raise ServeError(
-            'vLLM is not installed here: pip install "hdtool[vllm]", or have the command printed for another place by '
+            f"vLLM is not installed here: {install_command('vllm')}, or have the command printed for another place by "
             "--dry-run"
         )
 

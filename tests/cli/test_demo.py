@@ -83,7 +83,9 @@ def test_what_the_model_lacks_is_named(monkeypatch: pytest.MonkeyPatch, capfd: p
     found = importlib.util.find_spec
     monkeypatch.setattr("hdtool.cli.demo.find_spec", lambda name: None if name == "gguf" else found(name))
     assert run(["demo", "--model", "smollm2"]) == 1
-    assert capfd.readouterr().err.endswith('needs gguf, not installed here: pip install "hdtool[gguf]"\n')
+    assert capfd.readouterr().err.endswith(
+        'needs gguf, not installed here: pip install "accelerate>=1.1" "gguf>=0.19"\n'
+    )
 
 
 def test_another_name_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

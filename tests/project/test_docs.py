@@ -99,6 +99,16 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert command in COMMANDS
 
 
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_extras_are_installed_from_the_checkout(page: Path) -> None:
+    """hdtool is on no package index, so its name with an extra would install nothing."""
+    assert "hdtool[" not in page.read_text(encoding="utf-8")
+
+
+def test_no_message_advises_what_pip_cannot_install() -> None:
+    assert not [path for path in FILES if re.search(r"hdtool\[[a-z{]", path.read_text(encoding="utf-8"))]
+
+
 COMMAND = re.compile(r"^(?:\$ )?(?:torchrun .* -m hdtool\.cli|hdtool) ([\w-]+)(.*)", re.MULTILINE)
 
 
