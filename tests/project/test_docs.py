@@ -99,10 +99,10 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert command in COMMANDS
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
-def test_extras_are_installed_from_the_checkout(page: Path) -> None:
+def test_extras_are_installed_from_the_checkout() -> None:
     """hdtool is on no package index, so its name with an extra would install nothing."""
-    assert "hdtool[" not in page.read_text(encoding="utf-8")
+    told = [page for page in PAGES if "hdtool[" in page.read_text(encoding="utf-8")]
+    assert told in ([], [ROOT / "CHANGELOG.md"])
 
 
 def test_no_message_advises_what_pip_cannot_install() -> None:
