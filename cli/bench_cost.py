@@ -22,7 +22,7 @@ CONTEXTS_PER_BLOCK = 8
 
 def bench_cost(
     *,
-    loading: Annotated[ModelConfig, without("device_map", "generation_config")],
+    loading: Annotated[ModelConfig, without("device_map", "generation_config").as_argument()],
     shape: Annotated[
         str | None,
         option(

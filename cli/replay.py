@@ -57,7 +57,8 @@ def replay(
         option(INPUT, "Rebuild contexts by the chat template or as text. Default: chat if any.", "--chat/--raw"),
     ] = None,
     loading: Annotated[
-        ModelConfig, only("model", "gguf_file", "trust_remote_code").described(model=options.THAT_ANSWERED)
+        ModelConfig,
+        only("model", "gguf_file", "trust_remote_code").described(model=options.THAT_ANSWERED).as_argument(),
     ],
     stores: Annotated[StoresConfig, without("namespace")],
     cost: Annotated[

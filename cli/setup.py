@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import BUILD, INPUT, OUTPUT, option
+from hdtool.cli.parameters.model_argument import require_model
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import OptionError
 from hdtool.data.inputs import find_inputs
@@ -29,7 +30,6 @@ UNKNOWN_PLACE = "hdtool's home, which names its folder after the weights once th
 
 def setup(
     *,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of the model, or a GGUF file.")],
     more_logs: Annotated[
         list[str] | None, typer.Argument(metavar="[FILES]...", help="More files of --logs, as a wildcard yields them.")
     ] = None,
@@ -39,7 +39,10 @@ def setup(
     ] = None,
     chat: options.Chat = None,
     settings: SetupConfig,
-    loading: Annotated[ModelConfig, without("model", "device_map", "generation_config")],
+    named: Annotated[
+        ModelConfig,
+        without("device_map", "generation_config").described(model=options.REQUIRED_MODEL).as_argument(),
+    ],
     replaced: Annotated[
         bool, option(BUILD, "Replace the stores that this model has in hdtool's home.", "--replace")
     ] = False,
@@ -53,6 +56,7 @@ def setup(
     index, measures forward passes, replays the held-out part, answers some of its prompts with and without drafts, and
     prints a verdict in five lines. The same command continues an interrupted set-up.
     """
+    require_model("setup", named.model)
     if corpus and more_logs:
         raise OptionError(
             f"{more_logs[0]} could belong to --logs or to --corpus: put quotes around patterns, as in --logs 'logs/*'"
@@ -66,7 +70,6 @@ def setup(
     from hdtool.runtime.model.checkpoint.identity import name_in_words
 
     quiet_libraries(quiet=quiet)
-    named = replace(loading, model=model)
     plan = SetupPlan(
         found,
         texts,

@@ -24,7 +24,7 @@ def train_heads(
         option(OUTPUT, "File for the model's hidden states: computed once, read by each epoch and each training."),
     ] = None,
     chat: options.Chat = None,
-    loading: Annotated[ModelConfig, only("model", "gguf_file", "device", "dtype", "trust_remote_code")],
+    loading: Annotated[ModelConfig, only("model", "gguf_file", "device", "dtype", "trust_remote_code").as_argument()],
     medusa: Annotated[bool, option(HEADS, "Medusa heads: independent of each other.", "--medusa")] = False,
     heads: HeadsConfig,
     config: TrainConfig,

@@ -42,7 +42,7 @@ def verify(
     sampling: Annotated[SamplingConfig, without("stop")],
     structure: GrammarConfig,
     tools: options.Tools = None,
-    loading: Annotated[ModelConfig, without("device_map")],
+    loading: Annotated[ModelConfig, without("device_map").as_argument()],
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.conversations.conversation import QUESTIONS, TEXT, USER, Conversation
+from hdtool.data.conversations.messages import media_part
 from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.formats.hub import files_of, is_hub_name
@@ -112,6 +113,7 @@ def alternating(groups: Iterable[Sequence[Prompt]]) -> list[Prompt]:
 def _prompt_of(found: Found) -> Prompt:
     conversation, where = found.conversation, found.where
     messages, later = _asked(conversation)
+    _require_text(found.row.value)
     row = found.row.value if isinstance(found.row.value, dict) else {}
     return Prompt(
         messages,
@@ -122,6 +124,14 @@ def _prompt_of(found: Found) -> Prompt:
         grammar=grammar_of(row, where),
         tools=tools_of(row.get("tools"), where),
     )
+
+
+def _require_text(row: Any) -> None:
+    """Refuse a prompt with an image or a sound: the answer would not be about it."""
+    messages = row.get("messages") if isinstance(row, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and (kind := media_part(message.get("content"))):
+            raise RowError(f"a message has a part of type {kind[:40]!r}, and hdtool answers text only")
 
 
 def _asked(conversation: Conversation) -> tuple[tuple[Message, ...], tuple[str, ...]]:

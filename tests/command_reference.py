@@ -7,36 +7,24 @@ import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
-from hdtool.cli.app import run
+from typer.main import get_command
+
+from hdtool.cli.app import VLLM_COMMAND, app, run
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "commands.md"
-STORES = ("build-model-db", "build-corpus-db", "collect", "convert", "inspect", "merge", "add", "drop", "stores")
-COMMANDS = (
-    "",
-    "setup",
-    "generate",
-    "chat",
-    *STORES,
-    "train-heads",
-    "export",
-    "serve",
-    "serve --engine vllm",
-    "replay",
-    "verify",
-    "bench",
-    "bench-cost",
-    "bench-shape",
-    "demo",
-    "doctor",
-)
+NAMES: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = {"": "", **{"serve --engine vllm" if name == VLLM_COMMAND else name: name for name in NAMES}}
+"""The commands as they are typed, with their names."""
 
 INTRODUCTION = """\
 # Command reference
 
-The output of `hdtool COMMAND --help`, written by `make docs`; `make test` checks that it is current.
+The output of `hdtool COMMAND --help-all`, or of `--help` where it shows everything, written by `make docs`;
+`make test` checks that it is current.
 
 Exit codes: 0 success, 1 an error that you can fix (one line on standard error says how), 2 bad usage,
 130 interrupted by Ctrl-C, 141 a closed pipe. An option that has no effect with the chosen method or with
@@ -46,16 +34,17 @@ another option is bad usage.
 
 def render() -> str:
     sections = [INTRODUCTION]
-    for command in COMMANDS:
-        name = f"hdtool {command}".strip()
-        sections.append(f"## {name}\n\n```\n{_help(command)}\n```\n")
+    for typed, name in COMMANDS.items():
+        has_more = name and any("--help-all" in one.opts for one in NAMES[name].params)
+        shown = _help(typed, "--help-all" if has_more else "--help")
+        sections.append(f"## {f'hdtool {typed}'.strip()}\n\n```\n{shown}\n```\n")
     return "\n".join(sections)
 
 
-def _help(command: str) -> str:
+def _help(command: str, option: str) -> str:
     """Of a terminal of 100 columns, in this process: to start Python for each command takes most of the time."""
     with patch.dict(os.environ, {"COLUMNS": "100"}), redirect_stdout(StringIO()) as shown:
-        code = run([*command.split(), "--help"])
+        code = run([*command.split(), option])
     assert code == 0, command
     return shown.getvalue().rstrip()
 

@@ -10,6 +10,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
 
 from hdtool.data.errors import ClusterError, HdtoolError, reason_of
+from hdtool.data.extras import install_command
 
 CONNECT_SECONDS = 5.0
 """Ray itself tries for minutes."""
@@ -27,7 +28,7 @@ def joined(address: str | None, workers: int | None = None) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise ClusterError('engine ray needs Ray, which is not installed: pip install "hdtool[ray]"') from None
+        raise ClusterError(f"engine ray needs Ray, which is not installed: {install_command('ray')}") from None
     if address:
         _reach(address)
     options = {"address": address} if address else {"address": "local", "num_cpus": workers, "include_dashboard": False}

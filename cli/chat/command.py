@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from hdtool.cli.parameters import options
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import HdtoolError, PromptError
@@ -16,12 +14,10 @@ if TYPE_CHECKING:
     from hdtool.cli.chat.line_editor import ReadMessage
     from hdtool.cli.chat.session import Session
 
-MODEL = typer.Argument(metavar="MODEL", help="Folder or hub name of a model, or a GGUF file. Default: the demo model.")
-
 
 def chat(
     *,
-    loading: Annotated[ModelConfig, without().described(model=MODEL)],
+    loading: Annotated[ModelConfig, without().as_argument()],
     system: options.System = None,
     decoding: Annotated[DecodeConfig, without("batch_size", max_new_tokens=1024)],
     store_set: Annotated[StoresConfig, without("namespace")],

@@ -15,9 +15,14 @@ INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
 
 PromptText = Annotated[
-    str | None, typer.Argument(metavar="PROMPT", help="Text to answer. Default: --prompts or standard input.")
+    str | None,
+    typer.Argument(
+        metavar="PROMPT",
+        help="Text to answer, also without MODEL before it; - is standard input. Default: --prompts, else standard "
+        "input.",
+    ),
 ]
-Prompt = Annotated[str | None, option(INPUT, "The same as an option, for texts that begin with a dash.")]
+Prompt = Annotated[str | None, option(INPUT, "Text to answer, which may begin with a dash.")]
 System = Annotated[str | None, option(INPUT, "System message before the conversation.")]
 Prompts = Annotated[Path | None, option(INPUT, "File of prompts: text, one per line, or conversations in any form.")]
 Prediction = Annotated[
@@ -74,10 +79,10 @@ Report = Annotated[Path | None, option(OUTPUT, "Folder for a page with tables an
 Quiet = Annotated[bool, option(OUTPUT, "Show no progress bar.", "--quiet")]
 
 # Models of which only the tokenizer is read
-Tokenizer = Annotated[
-    ModelConfig,
-    only("model", "gguf_file", "trust_remote_code").described(
-        model="Model that the store is for; often its tokenizer alone is read. Default: the demo model."
-    ),
-]
+_TOKENIZER = only("model", "gguf_file", "trust_remote_code").described(
+    model="Model that the store is for; often its tokenizer alone is read. Default: the demo model."
+)
+Tokenizer = Annotated[ModelConfig, _TOKENIZER]
+ModelOfStore = Annotated[ModelConfig, _TOKENIZER.as_argument()]
+REQUIRED_MODEL = "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 or embedded."
 THAT_ANSWERED = "Model that answered; only its tokenizer is read. Default: the demo model."

@@ -12,6 +12,7 @@ from hdtool.cli.parameters.command import (
     BUILD,
     DRAFTING,
     HEADS,
+    HELP_ALL,
     INPUT,
     MEASUREMENT,
     MODEL,
@@ -20,8 +21,10 @@ from hdtool.cli.parameters.command import (
     SERVER,
     STRUCTURE,
     TRAINING,
+    help_all,
     option,
 )
+from hdtool.cli.parameters.model_argument import MODEL_ARGUMENT, model_argument
 from hdtool.cli.parameters.unused_options import method_names
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import SOURCE_NAMES
@@ -74,9 +77,15 @@ class Chosen:
     """Defaults that differ from those of the class."""
     helps: Mapping[str, Any] = field(default_factory=dict)
     """Helps that differ from those of the class, or whole options."""
+    is_argument: bool = False
+    """Whether ``MODEL`` may be typed without ``--model``."""
 
     def described(self, **helps: Any) -> Chosen:
         return replace(self, helps=helps)
+
+    def as_argument(self) -> Chosen:
+        """The model as the first argument too: ``hdtool chat MODEL`` and ``hdtool chat --model MODEL``."""
+        return replace(self, is_argument=True)
 
 
 def only(*names: str, **defaults: Any) -> Chosen:
@@ -104,8 +113,13 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
         names = [name for name in chosen.names or known if name not in chosen.left_out]
         groups[parameter.name] = kind, {name: known[name] for name in names}
         parameters += [_parameter(kind, name, known[name], chosen) for name in names]
+        if chosen.is_argument:
+            parameters.insert(0, model_argument())
+    parameters += help_all([parameter.name for parameter in parameters])
 
     def command(**given: Any) -> Any:
+        for name in (MODEL_ARGUMENT, HELP_ALL):  # Command has used them
+            given.pop(name, None)
         for name, (kind, taken) in groups.items():
             values = {one.name: given.pop(option) for option, one in taken.items()}
             given[name] = kind(**{field: _value(field, value) for field, value in values.items() if value is not None})

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Annotated
-
-import typer
 
 from hdtool.cli.parameters.command import SERVER, option
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import OptionError, ServeError
+from hdtool.data.extras import install_command
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 
 OWN, VLLM = "hdtool", "vllm"
@@ -28,38 +26,32 @@ Engine = Annotated[
 
 def serve(
     *,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="Folder or hub name of the model, or a GGUF file. Default: the demo model."
-        ),
-    ] = None,
     engine: Engine = OWN,
     server: ServerConfig,
     decoding: Annotated[DecodeConfig, without(batch_size=BATCH, max_new_tokens=LONGEST)],
     stores: StoresConfig,
     sampling: Annotated[SamplingConfig, without("seed", "stop", temperature=1.0)],
-    loading: Annotated[ModelConfig, without("model")],
+    loading: Annotated[ModelConfig, without().as_argument()],
 ) -> None:
     """Serve a model by OpenAI's API.
 
     Answers of several requests are generated in one batch. The sampling options hold for requests that leave them
-    open, and so does --max-new-tokens. Needs pip install "hdtool[server]". hdtool serve --engine vllm --help shows the
-    options of the other engine.
+    open, and so does --max-new-tokens. Needs the extra server, pip install ".[server]". hdtool serve --engine vllm
+    --help shows the options of the other engine.
     """
     if engine != OWN:
         raise OptionError(f"--engine must be {OWN} or {VLLM}, got {engine}")
     missing = [name for name in LIBRARIES if not find_spec(name)]
     if missing:
-        raise ServeError(f'the server needs {", ".join(missing)}: pip install "hdtool[server]"')
+        raise ServeError(f"the server needs {', '.join(missing)}: {install_command('server')}")
 
     from hdtool.cli.output.show_answers import print_sources, quiet_libraries
     from hdtool.runtime.integrations.server.launch import Launch
 
     quiet_libraries()
-    if model is None:
+    if loading.model is None:
         print("serving the embedded toy model: hdtool serve MODEL names another", file=sys.stderr)
-    launch = Launch(replace(loading, model=model), decoding, sampling, stores, server)
+    launch = Launch(loading, decoding, sampling, stores, server)
     for tenant, store_set in launch.tenants.store_sets.items():
         if tenant:
             print(f"tenant {tenant}:", file=sys.stderr)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli.parameters.command import OUTPUT, option
+from hdtool.cli.parameters.command import MODEL, OUTPUT, option
 from hdtool.cli.serving.command import VLLM, Engine
 from hdtool.data.errors import OptionError, ServeError
+from hdtool.data.extras import install_command
 from hdtool.runtime.config import StoresConfig, VllmConfig
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def serve_vllm(
             help="Folder or hub name of the model, then any option of vllm serve. Default: the embedded demo model.",
         ),
     ] = None,
+    model: Annotated[str | None, option(MODEL, "The model, if it is not the first argument.", "--model")] = None,
     engine: Engine = VLLM,
     serving: VllmConfig,
     stores: StoresConfig,
@@ -38,9 +40,12 @@ def serve_vllm(
     """Serve a model with vLLM and drafting.
 
     Starts vLLM's OpenAI-compatible server with the stores that fit the model's tokenizer, and prints the command. All
-    options that are not listed here are passed to vLLM. Needs pip install "hdtool[vllm]".
+    options that are not listed here are passed to vLLM. Needs the extra vllm, pip install ".[vllm]".
     """
-    model, *passed_on = arguments or [""]
+    if model is None:
+        model, *passed_on = arguments or [""]
+    else:
+        passed_on = arguments or []
     if model.startswith("-"):
         raise OptionError(
             f"{model.partition('=')[0]} is in the place of the model: write hdtool serve MODEL --engine vllm "
@@ -48,7 +53,7 @@ def serve_vllm(
         )
     if not dry_run and not find_spec("vllm"):
         raise ServeError(
-            'vLLM is not installed here: pip install "hdtool[vllm]", or have the command printed for another place by '
+            f"vLLM is not installed here: {install_command('vllm')}, or have the command printed for another place by "
             "--dry-run"
         )
 

@@ -25,7 +25,7 @@ def build_model_db(
             INPUT, "The model's answers: a history store, a file of collect, or any input of build-corpus-db.", "--from"
         ),
     ] = None,
-    loading: options.Tokenizer,
+    loading: options.ModelOfStore,
     rankings: options.Rankings = False,
     out: options.StoreOut = None,
     namespace: options.Namespace = None,

@@ -21,6 +21,8 @@ CALL_KEYS = ("tool_calls", "function_call", "refusal")
 """Keys of messages that may have no text."""
 UNSAID = ("reasoning", "thinking", "redacted_thinking", "summary_text", "reasoning_text")
 """Types of parts that are not a part of the answer."""
+MEDIA = ("image", "audio", "video", "file", "document")
+"""One of them is in the type of each part that is not text."""
 ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "function_call_output": TOOL}
 """Roles of the items of the Responses API that are no messages."""
 
@@ -96,6 +98,15 @@ def _texts(parts: list[Any]) -> Iterator[str]:
             text = text.get("value")
         if text is not None:
             yield text_in(text, "the `text` of a message's part")
+
+
+def media_part(content: Any) -> str | None:
+    """The type of the first part of a content that is an image, a sound, a video or a file; None if there is none."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and any(media in kind for media in MEDIA):
+            return kind
+    return None
 
 
 def text_in(value: Any, name: str) -> str:

@@ -41,7 +41,7 @@ class DecodeConfig(Settings):
 
     method: str = setting(
         "hd",
-        "Drafting method: " + "; ".join(f"{name}, {method.description}" for name, method in METHODS.items()) + ".",
+        f"Drafting method: {', '.join(METHODS)}. --help-all describes them.",
         choices=METHODS,
     )
     max_new_tokens: int = setting(256, "Maximum number of tokens in an answer.", least=1)

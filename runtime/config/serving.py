@@ -8,6 +8,9 @@ from hdtool.runtime.config.decoding import HISTORIES, HISTORY_HELP, MEMORY, NO_H
 from hdtool.runtime.config.methods import LARGEST_BUDGET
 from hdtool.runtime.config.setting import Settings, require, setting
 
+TEXT, JSON_LINES = "text", "json"
+LOG_FORMATS = (TEXT, JSON_LINES)
+
 
 @dataclass(frozen=True)
 class VllmConfig(Settings):
@@ -54,6 +57,8 @@ class ServerConfig(Settings):
     prefix_cache_mib: int = setting(
         1024, "Memory for contexts that are kept after their answers, in MiB; 0 keeps none.", least=0
     )
+    log_requests: bool = setting(True, "Print a line on standard error for each request; it holds no text of it.")
+    log_format: str = setting(TEXT, f"Form of these lines: {TEXT}, or {JSON_LINES} objects.", choices=LOG_FORMATS)
     shutdown_seconds: int = setting(30, "Time that answers in progress have to end when the server stops.", least=0)
 
     def __post_init__(self) -> None:

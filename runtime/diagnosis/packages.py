@@ -8,6 +8,7 @@ from importlib import import_module, metadata
 from packaging.requirements import Requirement
 
 from hdtool.data.errors import reason_of
+from hdtool.data.extras import install_command, requirements_of
 from hdtool.runtime.diagnosis.finding import MEND, NOTE, Finding
 
 IMPORTED = ("numba", "transformers", "datasets", "lmdb")
@@ -35,8 +36,7 @@ def package_findings() -> Iterator[Finding]:
     yield from _unfit(own)
     yield from _broken()
     for extra, purpose in EXTRAS.items():
-        parts = [each for each in needed if each.marker and each.marker.evaluate({"extra": extra})]
-        yield _extra(extra, purpose, parts)
+        yield _extra(extra, purpose, requirements_of(extra))
 
 
 def _unfit(needed: list[Requirement]) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def _broken() -> Iterator[Finding]:
 
 def _extra(extra: str, purpose: str, parts: list[Requirement]) -> Finding:
     lacking = [each.name for each in parts if _version(each.name) is None]
-    command = f'pip install "hdtool[{extra}]"'
+    command = install_command(extra)
     if lacking:
         return Finding(f"[{extra}]", f"{purpose}: not installed ({', '.join(lacking)})", NOTE, command)
     if wrong := [f"{each.name} {_version(each.name)}" for each in parts if not _fits(each)]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from hdtool.data.errors import OptionError, PromptError
+from hdtool.data.extras import install_command
 from hdtool.data.grammar import Grammar, GrammarKind
 from hdtool.runtime.grammar.guide import Guide
 
@@ -37,7 +38,7 @@ class GrammarCompiler:
             from llguidance.hf import from_tokenizer
         except ImportError:
             raise OptionError(
-                "structured output needs the library llguidance: pip install 'hdtool[structured]'"
+                f"structured output needs the library llguidance: {install_command('structured')}"
             ) from None
         if not ends:
             raise PromptError("the model has no token that ends an answer, and a grammar needs one to end with")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import ModelError
+from hdtool.data.extras import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,4 +45,4 @@ def scattered(model: PreTrainedModel) -> str:
 def require_accelerate(feature: str) -> None:
     """Raise if accelerate, which transformers needs to place weights, is not installed."""
     if not find_spec("accelerate"):
-        raise ModelError(f'{feature} needs accelerate, which is not installed: pip install "hdtool[gpus]"')
+        raise ModelError(f"{feature} needs accelerate, which is not installed: {install_command('gpus')}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.extras import install_command
 
 if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -36,7 +37,7 @@ def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
     needed = [library, "accelerate"] if library in LIBRARIES.values() else ["accelerate"]
     if lacking := [each for each in needed if not find_spec(each)]:
         what = f"--quantization {scheme}" if scheme else f"{name}, which is quantized with {saved},"
-        raise ModelError(f'{what} needs {" and ".join(lacking)}, not installed here: pip install "hdtool[quantized]"')
+        raise ModelError(f"{what} needs {' and '.join(lacking)}, not installed here: {install_command('quantized')}")
 
 
 def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:

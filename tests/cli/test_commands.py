@@ -106,7 +106,7 @@ def test_each_token_has_the_colour_of_its_source(
     assert run(asked) == 0
     plain = capfd.readouterr()
     assert "drafting from" in plain.err and "stores" in plain.err
-    assert plain.err.startswith("answering with the embedded toy model: --model names another")
+    assert plain.err.startswith("answering with the embedded toy model: hdtool generate MODEL")
     assert run([*asked, "--color"]) == 0
     piped = capfd.readouterr()
     assert "\033[" not in piped.out + piped.err

@@ -83,12 +83,17 @@ def test_what_the_model_lacks_is_named(monkeypatch: pytest.MonkeyPatch, capfd: p
     found = importlib.util.find_spec
     monkeypatch.setattr("hdtool.cli.demo.find_spec", lambda name: None if name == "gguf" else found(name))
     assert run(["demo", "--model", "smollm2"]) == 1
-    assert capfd.readouterr().err.endswith('needs gguf, not installed here: pip install "hdtool[gguf]"\n')
+    assert capfd.readouterr().err.endswith(
+        'needs gguf, not installed here: pip install "accelerate>=1.1" "gguf>=0.19"\n'
+    )
 
 
 def test_another_name_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", "--model", "gpt2"]) == 2
-    assert capfd.readouterr().err == "error: --model must be smollm2 or embedded, got gpt2\n"
+    assert (
+        capfd.readouterr().err
+        == "error: hdtool demo runs smollm2 or embedded, got gpt2: hdtool chat gpt2 runs your model\n"
+    )
 
 
 def test_no_answer_to_the_demos_questions_is_in_its_model_store() -> None:

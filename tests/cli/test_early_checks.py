@@ -8,20 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.cli.app import run
-
-
-@pytest.mark.parametrize("command", ["serve", "chat", "setup", "export"])
-@pytest.mark.parametrize("typed", [["--model", "x"], ["--model=x"]])
-def test_a_model_that_is_an_argument_is_not_an_option(
-    command: str, typed: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run([command, *typed]) == 2
-    error = capsys.readouterr().err
-    assert error == (
-        f"error: hdtool {command} takes the model as an argument: hdtool {command} MODEL, without --model\n"
-    )
-
 
 @pytest.mark.parametrize(
     "command",

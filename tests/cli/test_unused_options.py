@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from hdtool.cli.app import VLLM_COMMAND, app, run
-from hdtool.cli.parameters.command import PANELS
+from hdtool.cli.app import GROUPS, VLLM_COMMAND, app, run
+from hdtool.cli.parameters.command import LONG_LIST, PANELS
 from hdtool.cli.parameters.unused_options import refuse_unused
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import METHODS, NEED_LOGITS, OPTION_METHODS, DecodeConfig, StoresConfig
@@ -147,9 +148,55 @@ def test_options_are_in_panels_and_examples_at_the_end(command: str, capsys: pyt
     assert all(option in line for option in engine for line in examples)
 
 
-def test_summaries_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_commands_begins_where_a_new_user_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert run(["--help"]) == 0
-    assert "..." not in capsys.readouterr().out.split("Commands:")[1]
+    listed = capsys.readouterr().out.split("Start here:\n")[1]
+    assert listed.split()[0] == "demo"
+    assert re.findall(r"^  ([\w-]+) ", listed, re.MULTILINE) == [name for name in COMMANDS if name != VLLM_COMMAND]
+    assert re.findall(r"^([\w ]+):", listed, re.MULTILINE) == list(GROUPS)[1:]
+    assert "..." not in listed and "\N{NON-BREAKING HYPHEN}" not in listed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_all_shows_every_option(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    typed = ["serve", "--engine", "vllm"] if command == VLLM_COMMAND else [command]
+    names = {name for one in COMMANDS[command].params for name in one.opts if name.startswith("--")}
+    assert run([*typed, "--help"]) == 0
+    usual = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in usual.split("Examples:")[0].splitlines())
+    assert "Methods:" not in usual and "Rarely used:" not in usual
+    if "--help-all" not in names:
+        assert not _missing(names, usual)
+        return
+    assert run([*typed, "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    assert not _missing(names, whole)
+    assert ("Methods:" in whole) == bool(names & {"--method", "--methods"})
+    left_out = _missing(names, usual)
+    assert ("Rarely used:" in whole) == bool(left_out)
+    assert not left_out or len(COMMANDS[command].params) - 1 > LONG_LIST, "short lists are whole"
+
+
+def _missing(names: set[str], shown: str) -> set[str]:
+    options = shown.split("Examples:")[0]
+    return {name for name in names if not re.search(rf"^  (-\w, )?(--\S+[/,] )?{name}( |,|$)", options, re.MULTILINE)}
+
+
+def test_the_help_of_generate_is_half_as_long_and_names_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--help"]) == 0
+    usual = capsys.readouterr().out
+    assert run(["generate", "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    assert len(usual.splitlines()) < 0.7 * len(whole.splitlines())
+    for name, method in METHODS.items():
+        assert name in usual.split("--method")[1].split("--draft-tokens")[0]
+        assert re.search(rf"^  {re.escape(name)} +{re.escape(method.description[:20])}", whole, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -121,3 +121,14 @@ def test_the_embedded_prompts_are_several_kinds_in_turn() -> None:
     assert len(prompts) == 200
     assert len({prompt.id for prompt in prompts}) == 200
     assert {prompt.category for prompt in prompts[:4]} == {"math", "explain", "write", "edit"}
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "image", "input_audio", "file"])
+def test_prompts_with_images_or_sounds_are_refused(tmp_path: Path, kind: str) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "a"}}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}) + "\n")
+    with pytest.raises(PromptError, match=f"a message has a part of type '{kind}', and hdtool answers text only"):
+        read_prompts(file)
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": parts[:1]}]}) + "\n")
+    assert read_prompts(file)[0].messages == ({"role": "user", "content": "What is this?"},)

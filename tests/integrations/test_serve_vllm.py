@@ -303,7 +303,7 @@ def test_the_address_is_named_and_an_open_server_is_warned_of(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ([MODEL], 1, 'pip install "hdtool[vllm]"'),
+        ([MODEL], 1, 'pip install "vllm<0.33,>=0.32"'),
         (["--port", "9"], 2, "hdtool serve MODEL --engine vllm"),
         ([MODEL, "--draft-tokens", "0"], 2, "draft-tokens"),
         ([MODEL, "--min-draft-prob", "2"], 2, "--min-draft-prob"),

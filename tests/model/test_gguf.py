@@ -374,7 +374,7 @@ def test_files_that_cannot_be_read(
     file.write_bytes(whole)
     with monkeypatch.context() as patched:
         patched.setattr(convert, "find_spec", lambda name: None if name == "gguf" else name)
-        assert 'needs gguf, not installed here: pip install "hdtool[gguf]"' in refused()
+        assert 'needs gguf, not installed here: pip install "accelerate>=1.1" "gguf>=0.19"' in refused()
     assert not list(converted_models().rglob(WEIGHTS))
 
 

@@ -81,7 +81,7 @@ def test_a_missing_library(
     assert app.run(["generate", "--model", folder, "--prompt", "x"]) == 1
     line = capfd.readouterr().err
     assert line.count("\n") == 1
-    assert f'needs {lacking}, not installed here: pip install "hdtool[quantized]"' in line
+    assert f'needs {lacking}, not installed here: pip install "accelerate>=1.1" "bitsandbytes' in line
     with pytest.raises(HdtoolError, match=f"is quantized with .* needs {lacking},"):
         load_stock(ModelConfig(folder))
 

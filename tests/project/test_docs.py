@@ -99,6 +99,16 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert command in COMMANDS
 
 
+def test_extras_are_installed_from_the_checkout() -> None:
+    """hdtool is on no package index, so its name with an extra would install nothing."""
+    told = [page for page in PAGES if "hdtool[" in page.read_text(encoding="utf-8")]
+    assert told in ([], [ROOT / "CHANGELOG.md"])
+
+
+def test_no_message_advises_what_pip_cannot_install() -> None:
+    assert not [path for path in FILES if re.search(r"hdtool\[[a-z{]", path.read_text(encoding="utf-8"))]
+
+
 COMMAND = re.compile(r"^(?:\$ )?(?:torchrun .* -m hdtool\.cli|hdtool) ([\w-]+)(.*)", re.MULTILINE)
 
 

@@ -151,6 +151,36 @@ def test_chat_requests(server: RunningServer, body: Any) -> None:
     assert_refused(*server.ask(CHAT, body))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
+        {"type": "input_audio", "input_audio": {"data": "aGk=", "format": "wav"}},
+        {"type": "file", "file": {"file_data": "aGk="}},
+        {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}},
+    ],
+    ids=lambda part: str(part["type"]),
+)
+def test_parts_that_are_no_text_are_named(server: RunningServer, part: dict[str, Any]) -> None:
+    content = [{"type": "text", "text": "What is this?"}, part]
+    status, found = server.ask(CHAT, {"messages": [*HI, {"role": "user", "content": content}]})
+    assert_refused(status, found, 400)
+    assert found["error"]["message"] == (
+        f"this server answers text only, and part 2 of messages.1 is of type '{part['type']}': leave it out, or "
+        "describe it in a part of type 'text'"
+    )
+    assert found["error"]["param"] == "messages.1.content.1.type" and found["error"]["code"] == "unsupported_content"
+
+
+@pytest.mark.parametrize(
+    "asked", [{"modalities": ["text", "audio"], "audio": {"voice": "a"}}, {"audio": {"voice": "a"}}]
+)
+def test_sound_is_not_answered(server: RunningServer, asked: dict[str, Any]) -> None:
+    status, found = server.ask(CHAT, {"messages": HI, **asked})
+    assert_refused(status, found, 400)
+    assert found["error"]["message"].startswith("this server answers text only, and the request asks for 'audio'")
+
+
 @pytest.mark.parametrize("body", COMPLETION_BODIES.values(), ids=COMPLETION_BODIES)
 def test_completion_requests(server: RunningServer, body: Any) -> None:
     assert_refused(*server.ask(COMPLETIONS, body))

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -29,9 +30,10 @@ from hdtool.runtime.integrations.server.http import parsed, read_body
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
 from hdtool.runtime.integrations.server.protocol.delta import Delta
-from hdtool.runtime.integrations.server.protocol.errors import AUTHENTICATION, SERVER, RequestError
+from hdtool.runtime.integrations.server.protocol.errors import AUTHENTICATION, DISCONNECTED, SERVER, RequestError
 from hdtool.runtime.integrations.server.protocol.responses import ChatFormat, CompletionFormat, Format, usage_of
 from hdtool.runtime.integrations.server.protocol.schema import Asked, ChatRequest, CompletionRequest
+from hdtool.runtime.integrations.server.request_log import ENTRY, Entry, RequestLog
 from hdtool.runtime.model.load import Loaded
 
 T = TypeVar("T")
@@ -65,7 +67,8 @@ class Server:
             Route("/metrics", self._show_metrics),
         ]
         handlers: Any = {HTTPException: self._http_error, Exception: self._fault}
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        log = Middleware(RequestLog, shown=self._config.log_requests, form=self._config.log_format)
+        return Starlette(routes=routes, middleware=[log], exception_handlers=handlers, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -80,10 +83,10 @@ class Server:
 
         async def guarded(request: Request) -> Response:
             try:
-                request.state.tenant = self._tenant(request)
+                request.state.tenant = request.scope[ENTRY].tenant = self._tenant(request)
                 response = await handler(request)
             except HdtoolError as error:
-                response = _refused(error)
+                response = _refused(request, error)
             path = request.scope["path"]
             self._metrics.request(path if path in PATHS else "other", response.status_code)
             return response
@@ -135,10 +138,12 @@ class Server:
     async def _answer(self, request: Request, asked: Asked, choices: Sequence[Choice], form: Format) -> Response:
         answers = Answers(self._engine, self._metrics, self._loaded, self._preparer, choices)
         answers.submit(request.state.tenant)
+        entry: Entry = request.scope[ENTRY]
+        entry.model, entry.answers = self._name, answers
         if asked.stream:
             with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
             return StreamingResponse(
-                _events(answers, len(choices), form, with_usage=with_usage),
+                _events(answers, entry, len(choices), form, with_usage=with_usage),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
@@ -174,10 +179,10 @@ class Server:
         else:
             message = f"there is no {place} here: the paths are {known}"
         self._metrics.request("other", status)
-        return _refused(RequestError(message, status=status))
+        return _refused(request, RequestError(message, status=status))
 
     async def _fault(self, request: Request, error: Exception) -> Response:
-        return _refused(RequestError("the server failed; its log has the reason", status=500, kind=SERVER))
+        return _refused(request, RequestError("the server failed; its log has the reason", status=500, kind=SERVER))
 
 
 async def _collect_garbage() -> None:
@@ -187,7 +192,9 @@ async def _collect_garbage() -> None:
         gc.collect()
 
 
-async def _events(answers: Answers, choices: int, form: Format, *, with_usage: bool) -> AsyncIterator[str]:
+async def _events(
+    answers: Answers, entry: Entry, choices: int, form: Format, *, with_usage: bool
+) -> AsyncIterator[str]:
     """An answer as server-sent events."""
     try:
         for index in range(choices):
@@ -199,10 +206,16 @@ async def _events(answers: Answers, choices: int, form: Format, *, with_usage: b
             yield _event(form.usage_chunk(usage_of(answers.prompt_tokens, answers.stats)))
         yield "data: [DONE]\n\n"
     except RequestError as error:
+        entry.status, entry.error = error.status, error.name
         yield _event(error.body)
+    except (asyncio.CancelledError, GeneratorExit):
+        entry.status = DISCONNECTED
+        raise
     except Exception:
         traceback.print_exc(file=sys.stderr)
-        yield _event(RequestError("the server failed; its log has the reason", kind=SERVER).body)
+        failure = RequestError("the server failed; its log has the reason", status=500, kind=SERVER)
+        entry.status, entry.error = failure.status, failure.name
+        yield _event(failure.body)
     finally:
         answers.cancel()
 
@@ -226,7 +239,7 @@ async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
             return answering.result()
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=DISCONNECTED)  # nobody reads it
     finally:
         for task in (answering, leaving):
             task.cancel()
@@ -237,10 +250,11 @@ def _event(row: dict[str, Any]) -> str:
     return f"data: {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def _refused(error: HdtoolError) -> Response:
+def _refused(request: Request, error: HdtoolError) -> Response:
     if not isinstance(error, RequestError):
         code = "context_length_exceeded" if isinstance(error, ContextError) else None
         error = RequestError(str(error), code=code)
+    request.scope[ENTRY].error = error.name
     headers = {"Retry-After": "1"} if error.status == 503 else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from hdtool.runtime.integrations.server.protocol.errors import RequestError
+from hdtool.runtime.integrations.server.protocol.errors import DISCONNECTED, RequestError
 
 M = TypeVar("M", bound=BaseModel)
 MIB = 2**20
@@ -29,7 +29,7 @@ async def read_body(request: Request, most_mib: int, seconds: float) -> bytes:
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
     except ClientDisconnect:
-        raise RequestError("the client closed the connection", status=400) from None
+        raise RequestError("the client closed the connection", status=DISCONNECTED) from None
     return bytes(body)
 
 

@@ -24,7 +24,7 @@ from hdtool.runtime.integrations.server.engine.job import Job
 from hdtool.runtime.integrations.server.engine.logprobs import LogprobRecorder, TokenLogprobs
 from hdtool.runtime.integrations.server.engine.penalties import AnswerPenalty, LogitBias
 from hdtool.runtime.integrations.server.protocol.errors import RequestError
-from hdtool.runtime.integrations.server.protocol.messages import template_messages
+from hdtool.runtime.integrations.server.protocol.messages import require_text_answers, template_messages
 from hdtool.runtime.integrations.server.protocol.schema import MOST_PROMPTS, Asked, ChatRequest, CompletionRequest
 from hdtool.runtime.integrations.server.protocol.tool_choice import NO_TOOLS, ToolChoice
 from hdtool.runtime.model.load import Loaded
@@ -76,6 +76,7 @@ class Preparer:
     def chat(self, asked: ChatRequest) -> list[Choice]:
         """The choices of a chat request."""
         tokenizer = self._loaded.tokenizer
+        require_text_answers(asked)
         messages = template_messages(asked.messages)
         tools = tools_of(asked.tools, "the request")
         choice = ToolChoice.of(asked.tool_choice, tools, parallel=asked.parallel_tool_calls is not False)

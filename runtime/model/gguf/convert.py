@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from hdtool.data.errors import HdtoolError, ModelError
+from hdtool.data.extras import install_command
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.model.gguf.manifest import WEIGHTS
 from hdtool.runtime.model.gguf.packing import PackingPlan
@@ -49,7 +50,7 @@ class Conversion:
         header = GGUFHeader.read(file)
         if lacking := [name for name in LIBRARIES if not find_spec(name)]:
             needed = " and ".join(lacking)
-            raise ModelError(f'{file} needs {needed}, not installed here: pip install "hdtool[gguf]"')
+            raise ModelError(f"{file} needs {needed}, not installed here: {install_command('gguf')}")
         from gguf import GGML_QUANT_SIZES
 
         header.check_whole(file, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})

@@ -12,6 +12,8 @@ INVALID, AUTHENTICATION, OVERLOADED, SERVER = (
     "overloaded_error",
     "server_error",
 )
+DISCONNECTED = 499
+"""The status of a request whose client has gone, as nginx logs it; nobody reads the response."""
 
 
 class RequestError(HdtoolError):
@@ -28,6 +30,11 @@ class RequestError(HdtoolError):
     ) -> None:
         super().__init__(message)
         self.status, self._kind, self._param, self._code = status, kind, param, code
+
+    @property
+    def name(self) -> str:
+        """The code of the error, or its type; neither quotes the request."""
+        return self._code or self._kind
 
     @property
     def body(self) -> dict[str, Any]:

@@ -60,11 +60,11 @@ class Asked(BaseModel):
 
 
 class Part(BaseModel):
-    """A part of a message; only texts are supported."""
+    """A part of a message. Parts of other types than text are refused by their type."""
 
     model_config = ConfigDict(strict=True)
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str | None = None
 
 
 class CalledFunction(BaseModel):
@@ -90,7 +90,9 @@ class ChatMessage(BaseModel):
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        return (
+            "".join(part.text or "" for part in self.content) if isinstance(self.content, list) else self.content or ""
+        )
 
 
 class ChatRequest(Asked):
@@ -104,8 +106,8 @@ class ChatRequest(Asked):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: None = Field(None, description="the former name of tools")
-    modalities: list[Literal["text"]] | None = None
-    audio: None = None
+    modalities: list[str] | None = None
+    audio: Any = None
 
 
 class CompletionRequest(Asked):
