@@ -66,6 +66,12 @@ class GenerationFile:
         answers = [_recorded(answer) for answer in given]
         append(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
 
+    def counts(self) -> tuple[int, int]:
+        """The number of answers in the file, and of their tokens."""
+        rows = (json.loads(line) for line in lines_of(self.path))
+        lengths = [len(answer["output_ids"]) for row in rows for answer in row["answers"]]
+        return len(lengths), sum(lengths)
+
     def _asked(self, prompt: Prompt) -> dict[str, Any]:
         return {"id": prompt.id, "category": prompt.category, **self._settings, **_grammar(prompt)}
 

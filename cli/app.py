@@ -29,6 +29,7 @@ from hdtool.cli import (
     verify,
 )
 from hdtool.cli.chat import command as chat
+from hdtool.cli.output.line_breaks import break_messages_between_words
 from hdtool.cli.parameters.command import Command, with_hyphens
 from hdtool.cli.parameters.options import INTERRUPTED
 from hdtool.cli.parameters.settings import with_options
@@ -198,6 +199,7 @@ def hdtool(
 
 def main() -> None:
     """Run the command line and exit."""
+    break_messages_between_words()
     if COMPLETION in os.environ:
         app(prog_name="hdtool")
     several = SEVERAL in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1

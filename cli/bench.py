@@ -67,7 +67,7 @@ def bench(
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.write_report import report_bench
     from hdtool.data.bench_results import refuse_files_without_run
-    from hdtool.data.progress import bar
+    from hdtool.data.progress import late_bar
     from hdtool.runtime.evaluation.bench_plan import Plan
     from hdtool.runtime.evaluation.report.measured import Measured
     from hdtool.runtime.evaluation.report.write import prepare
@@ -83,8 +83,8 @@ def bench(
         prepare(report)
     measured = []
     for one in plans:
-        with bar(len(asked), "questions", quiet=quiet) as shown:
-            measured.append(one.results(shown.to))
+        with late_bar("answers", quiet=quiet) as show:
+            measured.append(one.results(show))
     for one in plans:
         print(f"the results are in {one.bench.out}", file=sys.stderr)
     results, *others = measured

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,7 @@ from hdtool.cli.parameters.command import INPUT, OUTPUT, option
 from hdtool.cli.parameters.settings import only, without
 from hdtool.cli.parameters.structure import structured
 from hdtool.data.prompts import read_prompts
-from hdtool.data.tally import Tally
+from hdtool.data.tally import Tally, counted
 from hdtool.runtime.config import BuildConfig, DecodeConfig, GrammarConfig, ModelConfig, RecordingConfig, SamplingConfig
 
 
@@ -52,6 +54,21 @@ def collect(
     file.check(asked)
     answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
     answerer.check(asked)
-    with bar(len(asked), "answers", quiet=quiet) as shown:
+    with bar(len(asked), "prompts", quiet=quiet) as shown:
         for answered in collected(answerer, asked, file):
             shown.to(answered)
+    answers, tokens = file.counts()
+    print(f"{out}: {counted(answers, 'answer')}, {counted(tokens, 'token')}", file=sys.stderr)
+    print(f"next: {_build_command(loading, out)}", file=sys.stderr)
+
+
+def _build_command(loading: ModelConfig, answers: Path) -> str:
+    """The command that makes a model store of the answers."""
+    command = ["hdtool", "build-model-db"]
+    if loading.model:
+        command += ["--model", loading.model]
+    if loading.gguf_file:
+        command += ["--gguf-file", loading.gguf_file]
+    if loading.trust_remote_code:
+        command.append("--trust-remote-code")
+    return shlex.join([*command, "--from", str(answers)])

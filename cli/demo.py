@@ -46,9 +46,11 @@ def demo(
     """Compare drafting with plain decoding on a demo model.
 
     Answers a few prompts by plain decoding and with drafting. The text is the same. The stores contain no answer to
-    them. In the end, ``generate`` of transformers answers the first prompt, for comparison.
+    them. The last lines tell what drafting brings from what hdtool's compiled layers bring over transformers'
+    ``generate``, which answers the first prompt.
     """
     from hdtool.builders.demo.real_model import is_first_demo
+    from hdtool.cli.output.line_breaks import printable
     from hdtool.cli.output.show_answers import colors_shown, legend, quiet_libraries, stream, summary
     from hdtool.data.prompts import read_prompts
     from hdtool.runtime.answerer import Answerer
@@ -70,8 +72,6 @@ def demo(
             compiling.wait()
         _answer_once(drafting, every[-1])
     color = colors_shown()
-    if color:
-        print(legend())
     totals: dict[str, list[Stats]] = {"plain": [], "drafting": []}
     same = 0
     for prompt in every[:num_prompts]:  # they are sorted round-robin by category
@@ -79,7 +79,7 @@ def demo(
         for _ in usual:
             pass
         (answer,) = drafting.answers(prompt)
-        print(f"\n▌ {prompt.category}\n{answer.question}\n")
+        print(printable(f"\n▌ {prompt.category}\n{answer.question}\n", indent=""))
         stream(answer, color=color)
         if answer.interrupted:
             return INTERRUPTED
@@ -90,14 +90,32 @@ def demo(
     before, after = (Stats.total(parts) for parts in totals.values())
     shown = len(totals["drafting"])
     print(f"\n▌ in total: {same} of {shown} answers are identical\n{_beside(method, before, after)}")
-    speed, first = _speed_without_hdtool(plain, loading, every[0], decoding.max_new_tokens), totals["drafting"][0]
-    print(
-        f"\nWithout hdtool, generate of transformers answers the first prompt with {speed:.0f} tokens/s: "
-        f"{method} is {first.tokens_per_second / speed:.1f} times as fast"
-    )
-    print(f"\n{method}: {summary(after)}")
-    print(f"\n{'' if loading.model else f'{TOY}. '}Name your own model: hdtool chat MODEL")
+    speed = _speed_without_hdtool(plain, loading, every[0], decoding.max_new_tokens)
+    print(printable(f"\n{_gains(before, after, totals['plain'][0], speed, compiled=_is_compiled(plain))}"))
+    print(printable(f"\n{method}: {summary(after)}"))
+    if color:
+        print(printable(legend(after.that_drafted)))
+    print(printable(f"\n{'' if loading.model else f'{TOY}. '}Name your own model: hdtool chat MODEL"))
     return 0 if same == shown else 1
+
+
+def _gains(plain: Stats, drafted: Stats, first: Stats, generate: float, *, compiled: bool) -> str:
+    """What drafting brings, and what the engine brings without it: tokens/s of ``generate`` on the first prompt."""
+    drafting, rate = plain.seconds / drafted.seconds, first.tokens_per_second
+    engine = "hdtool's compiled CPU layers" if compiled else "hdtool's decoding loop"
+    return (
+        f"Drafting: {drafting:.2f} times as fast as plain decoding on the same engine.\n"
+        f"The engine, {engine}: {rate / generate:.1f} times as fast as transformers' generate, without drafts on "
+        f"either side ({rate:.0f} and {generate:.0f} tokens/s on the first prompt)."
+    )
+
+
+def _is_compiled(answerer: Answerer) -> bool:
+    """Whether compiled layers or matrix products of hdtool compute the model, instead of torch's."""
+    from hdtool.runtime.kernels.small_batch_linear import has_own_products
+
+    target = answerer.loaded.target
+    return target.whole_pass is not None or has_own_products(target.model)
 
 
 def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
@@ -154,4 +172,4 @@ def _beside(method: str, plain: Stats, drafted: Stats) -> str:
         for name, stats in (("plain", plain), (method, drafted))
     )
     gain = plain.seconds / drafted.seconds
-    return "\n".join(lines) + f", {drafted.tokens_per_step:.2f} tokens per step: {gain:.2f} times the speed"
+    return "\n".join(lines) + f", {drafted.tokens_per_step:.2f} a step: {gain:.2f} times plain"

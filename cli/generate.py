@@ -62,6 +62,7 @@ def generate(
         summary,
     )
     from hdtool.runtime.answerer import Answerer
+    from hdtool.runtime.source_names import SourceName
 
     quiet_libraries()
     answerer = Answerer(loading, decoding, sampling, chat, store_set)
@@ -70,9 +71,8 @@ def generate(
         print('answering with the embedded toy model: hdtool generate MODEL "..." names another', file=sys.stderr)
     print_sources(answerer.store_set)
     color = color and colors_shown()
-    if color:
-        print(legend(), file=sys.stderr)
     started, tokens, interrupted = time.perf_counter(), 0, False
+    drafted: set[SourceName] = set()
     for number, answer in numbered(answerer.all_answers(asked)):
         if len(asked) > 1 and not as_json:
             print(f"── {number}/{len(asked)} {answer.prompt.id}", file=sys.stderr)
@@ -82,7 +82,10 @@ def generate(
         if stats or answer.interrupted:
             print(summary(answer.stats), file=sys.stderr)
         tokens += answer.stats.tokens
+        drafted.update(answer.stats.that_drafted)
         interrupted |= answer.interrupted
+    if color and not as_json:
+        print(legend(sorted(drafted)), file=sys.stderr)
     if stats and decoding.batch_size > 1:
         print(batch_summary(tokens, time.perf_counter() - started, decoding.batch_size), file=sys.stderr)
     return INTERRUPTED if interrupted else 0

@@ -138,7 +138,7 @@ def replay(
     files = [str(path) for path in warm or ()]
     print(json.dumps(record(played, curve, files), ensure_ascii=False) if as_json else in_words(played, curve, files))
     if report:
-        study = Study(conversations, store_set, config.draft_tokens, config.workers)
+        study = Study(conversations, store_set, config.draft_tokens, config.workers, curve)
         page_of = partial(page_of_replay, study, played, curve, files)
         write_report(report, study, [trace for trace, _ in usable], reader.tokenizer, page_of, quiet=quiet)
 

@@ -89,8 +89,7 @@ class Stops:
         if token in self._ends:
             return True
         # Criteria may be stateful: each is called once for each token.
-        ids = self._sampler.ids(self._device)
-        return bool(self._criteria) and bool(self._criteria(ids, self._scores()).all())
+        return bool(self._criteria) and bool(self._criteria(self._sampler.ids(self._device), self._scores()).all())
 
 
 def sampler_as_generate(

@@ -48,11 +48,11 @@ class Source:
     name: str
     letter: str = ""
     """Short for the name, where sources are selected."""
-    terminal: int | None = 96
-    """The color of its tokens in a terminal, by its ANSI number."""
-    light: str = "#6b7f2a"
+    terminal: int | str | None = "38;5;142"
+    """The color of its tokens in a terminal: an ANSI number such as 96, or ``38;5;N`` for one of 256 colors."""
+    light: str = "#118822"
     """Its color on a light page."""
-    dark: str = "#b9cf6a"
+    dark: str = "#11bb00"
     """Its color on a dark page."""
     evidence: Evidence | None = None
     """Called in each step for the context and for the chain of its own arg-max tokens after it. Values that add up
@@ -62,17 +62,17 @@ class Source:
 PLUGINS = (SourceName.PLUGIN_1, SourceName.PLUGIN_2, SourceName.PLUGIN_3, SourceName.PLUGIN_4)
 """The numbers that plug-ins get, in the order of their registration."""
 _SOURCES = {
-    SourceName.NONE: Source("none", "", None, "#8a929d", "#7f8894"),
-    SourceName.CONTEXT: Source("context", "C", 32, "#00856a", "#2ec4a0"),
-    SourceName.HISTORY: Source("history", "H", 92, "#3f7d20", "#8ed968"),
-    SourceName.PREDICTION: Source("prediction", "P", 94, "#5b5bd6", "#a3a3ff"),
-    SourceName.MODEL: Source("model", "M", 34, "#0067b1", "#5ab0f2"),
-    SourceName.CORPUS: Source("corpus", "S", 35, "#b8428c", "#ea8cc5"),
-    SourceName.LOOKAHEAD: Source("lookahead", "", 36, "#2b95c9", "#8fd8fa"),
-    SourceName.RECYCLED: Source("recycled", "R", 33, "#b57700", "#e8b04a"),
-    SourceName.LAST: Source("last", "L", 31, "#c44e1a", "#ff9a66"),
-    SourceName.HEADS: Source("heads", "A", 95, "#7e57c2", "#a888ea"),
-    SourceName.GRAMMAR: Source("grammar", "", 37, "#6d6875", "#b8b3c2"),
+    SourceName.NONE: Source("none", "", None, "#b0b6be", "#556070"),
+    SourceName.CONTEXT: Source("context", "C", "38;5;28", "#008888", "#22ffdd"),
+    SourceName.HISTORY: Source("history", "H", "38;5;94", "#997700", "#ffffaa"),
+    SourceName.PREDICTION: Source("prediction", "P", "38;5;25", "#0011cc", "#5588ff"),
+    SourceName.MODEL: Source("model", "M", "38;5;111", "#0077ee", "#22bbdd"),
+    SourceName.CORPUS: Source("corpus", "S", "38;5;138", "#bb1166", "#ff4488"),
+    SourceName.LOOKAHEAD: Source("lookahead", "", "38;5;30", "#666677", "#778877"),
+    SourceName.RECYCLED: Source("recycled", "R", "38;5;208", "#773300", "#cc9911"),
+    SourceName.LAST: Source("last", "L", "38;5;160", "#ee2222", "#ff2200"),
+    SourceName.HEADS: Source("heads", "A", "38;5;207", "#aa44ff", "#bb44ff"),
+    SourceName.GRAMMAR: Source("grammar", "", "38;5;126", "#440011", "#eeaa99"),
 }
 
 

@@ -106,6 +106,11 @@ class Stats:
         found = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
         return [source for source in found if source]
 
+    @property
+    def that_drafted(self) -> list[SourceName]:
+        """The sources that drafted a node."""
+        return [source for source in self.sources if self.drafted[source]]
+
     def sources_json(self) -> dict[str, dict[str, float]]:
         """The figures of each source under the names of the JSON output, which must not change."""
         return {

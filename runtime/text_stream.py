@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
 
 UNFINISHED = "\ufffd"
 """The replacement character that a tokenizer returns for an incomplete character."""
+
+BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+"""A token of SentencePiece that stands for one byte."""
+PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(256)} - PRINTABLE))
+}
+"""The byte of each character in tokens of byte-level BPE, which writes unprintable bytes as characters from U+0100."""
 
 
 class TextStream:
@@ -69,6 +78,21 @@ class TextStream:
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+
+
+def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """The bytes of a token, which may be those of a part of a character."""
+    text = text_of(tokenizer, [token], skip_special_tokens=False)
+    if UNFINISHED not in text:
+        return text.encode()
+    piece: Any = tokenizer.convert_ids_to_tokens(token)
+    if isinstance(piece, bytes):
+        return piece
+    if byte := BYTE_PIECE.fullmatch(piece):
+        return bytes.fromhex(byte[1])
+    if all(character in BYTE_OF for character in piece):
+        return bytes(BYTE_OF[character] for character in piece)
+    return text.encode()
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

@@ -70,7 +70,7 @@ def _converted(corpus: CorpusIndex, tokenizer: PreTrainedTokenizerBase) -> Itera
     """The documents of the embedded index in the tokens of another tokenizer."""
     embedded = load_tokenizer(ModelConfig())
     texts = embedded.batch_decode([ids.tolist() for ids in stored_documents(corpus.documents, corpus.end)])
-    with bar(len(texts), "corpus index") as shown:
+    with bar(len(texts), "corpus index", unit="texts") as shown:
         for number, ids in enumerate(ids_of(texts, tokenizer), start=1):
             yield Document(ids)
             shown.to(number)

@@ -81,7 +81,7 @@ def train(
             f"texts ({batches.tokens:,} tokens) in {training.steps:,} steps"
         )
     seconds = time.monotonic()
-    with bar(training.steps, "steps", quiet=quiet) as shown:
+    with bar(training.steps, "training", unit="steps", quiet=quiet) as shown:
         for done in training.run(settings):
             shown.show(training.summary())
             shown.to(done)
@@ -106,7 +106,7 @@ def train(
 
 
 def _write(stored: HiddenStates, *, quiet: bool) -> None:
-    with bar(stored.tokens, "tokens", quiet=quiet) as shown:
+    with bar(stored.tokens, "hidden states", unit="tokens", quiet=quiet) as shown:
         for done in stored.write():
             shown.to(done)
 

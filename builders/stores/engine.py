@@ -62,7 +62,7 @@ class LocalEngine:
     def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
         workers = min(self._workers, len(shards))
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
-        with bar(len(shards), "shards sorted", quiet=self._quiet) as shown, pool or nullcontext():
+        with bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as shown, pool or nullcontext():
             if pool:
                 for done in as_completed([pool.submit(files.sort, *job) for job in enumerate(shards)]):
                     done.result()

@@ -103,7 +103,7 @@ class RayEngine:
             )
         jobs = ((files.tokens(shard), files.end) for shard in shards)
         done: Iterator[SortedShard] = self._results(sorted_shard, jobs, self._sorters, memory=memory)
-        with bar(len(shards), "shards sorted", quiet=self._quiet) as shown:
+        with bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as shown:
             for (number, shard), result in zip(enumerate(shards), done, strict=True):
                 files.write(number, shard, result)
                 shown.advance()
@@ -111,7 +111,7 @@ class RayEngine:
     def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[Group]:
         parts = parts_of(answers)
         jobs = [(length, part) for length in LENGTHS for part in range(parts)]
-        with faults_reported(self._ray), bar(len(jobs), "parts counted", quiet=self._quiet) as shown:
+        with faults_reported(self._ray), bar(len(jobs), "counting", unit="parts", quiet=self._quiet) as shown:
             shared = self._ray.put(answers.tokens)
             count = self._task(_counted)
             how = (shared, answers.end, answers.once)

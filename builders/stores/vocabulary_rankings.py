@@ -25,7 +25,7 @@ def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) 
     rows: Ints = np.full((vocabulary, 2 * RANKED), -1, np.int32)
     rows[:, RANKED:] = 0
     readable = min(vocabulary, target.vocabulary)
-    with bar(vocabulary, "rankings", quiet=quiet) as shown, torch.inference_mode():
+    with bar(vocabulary, "rankings", unit="tokens", quiet=quiet) as shown, torch.inference_mode():
         for start in range(0, readable, BATCH):
             ids = torch.arange(start, min(readable, start + BATCH), device=target.device)[:, None]
             if begin is not None:

@@ -13,6 +13,7 @@ from hdtool.data.errors import ContextError, PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.decode import Finish
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stats import Stats
 
 SLASH = "/"
@@ -35,6 +36,8 @@ class Session:
         self._answerer = answerer
         self._shows_stats = stats
         self._colored = False
+        self._explained: set[SourceName] = set()
+        """The sources whose colours a legend has shown."""
         self._stats: list[Stats] = []
         """Of the answers since the start of the program."""
         self._files: set[Path] = set()
@@ -87,6 +90,9 @@ class Session:
             raise PromptError(f"the conversation is full ({error.found}): {ADVICE}") from None
         self.is_interrupted = answer.interrupted
         self._stats.append(answer.stats)
+        if self._colored and not self._explained.issuperset(drafted := answer.stats.that_drafted):
+            self._explained.update(drafted)
+            print(legend(sorted(self._explained)), file=sys.stderr)
         if answer.interrupted and not answer.text:
             return _note("interrupted: the message is not part of the conversation")
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
@@ -113,7 +119,8 @@ class Session:
         if not self._colored and not colors_shown():
             return _note("colours need a terminal or FORCE_COLOR")
         self._colored = not self._colored
-        print(legend() if self._colored else "no colours", file=sys.stderr)
+        self._explained.clear()
+        print("colours on" if self._colored else "no colours", file=sys.stderr)
         return None
 
     @property

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from hdtool.cli.output.tables import rounded, table
+from hdtool.cli.output.tables import filled, rounded, table
+from hdtool.data.tally import counted
 from hdtool.runtime.evaluation.report.tables import Table
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def in_words(played: Results, curve: CostCurve | None, warm: Sequence[str] = ())
     first = next(iter(played.values()))
     conversations = len({turn.conversation for turn in first.turns})
     blocks = [
-        f"{conversations:,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens\n"
-        + fill("history: " + "; ".join(memory_of(played, warm)), 80),
+        f"{counted(conversations, 'conversation')}, {counted(len(first.turns), 'answer')}, "
+        f"{counted(first.tokens, 'token')}\n" + filled("history: " + "; ".join(memory_of(played, warm))),
         table(_overview(played).lines),
     ]
     if len(first.by_category()) > 1:
@@ -101,7 +101,7 @@ def in_words(played: Results, curve: CostCurve | None, warm: Sequence[str] = ())
         blocks.append("By source\n\n" + table(sources.lines, left=2))
     if curve:
         predicted = forecast(played, curve)
-        blocks += [predicted.title, table(predicted.lines), *filter(None, [predicted.note])]
+        blocks += [filled(predicted.title), table(predicted.lines), *filter(None, [predicted.note])]
     return "\n\n".join(blocks)
 
 

@@ -30,9 +30,10 @@ def painted(text: str, source: SourceName) -> str:
     return f"\033[{color}m{text}\033[0m" if text and color else text
 
 
-def legend() -> str:
-    named = (painted(source.name, number) for number, source in registered().items() if source.terminal)
-    return "drafted by: " + ", ".join(named) + "; without colour: the model"
+def legend(drafted: Iterable[SourceName]) -> str:
+    """The colours of some sources."""
+    named = [painted(str(source), source) for source in drafted]
+    return f"drafted by: {', '.join(named)}; without colour: the model" if named else "nothing was drafted"
 
 
 def print_sources(store_set: StoreSet) -> None:

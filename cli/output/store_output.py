@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hdtool.data.inputs import find_inputs
 from hdtool.data.progress import bar
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint
-from hdtool.data.tally import Tally
+from hdtool.data.tally import Tally, counted
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(description(folder, manifest), ensure_ascii=False))
         return
-    counts = ", ".join(f"{count:,} {name}" for name, count in manifest.counts.items())
+    counts = ", ".join(counted(count, name.removesuffix("s")) for name, count in manifest.counts.items())
     whose = f" of {manifest.model.label}" if manifest.model else ""
     print(f"{folder}: {manifest.kind} store{whose}, {counts}, {manifest.bytes:,} bytes")
 

@@ -21,6 +21,7 @@ from hdtool.data.stores.store import (
     require,
 )
 from hdtool.data.stores.store_files import holds_history, printable
+from hdtool.data.tally import counted
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _in_words(shown: dict[str, Any]) -> str:
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
         *([f"model      {Checkpoint(**shown['model']).label}"] if shown["model"] else []),
         f"tokenizer  {printable(shown['tokenizer'])}, {shown['vocab_size']:,} tokens",
-        "holds      " + ", ".join(f"{count:,} {name}" for name, count in shown["counts"].items()),
+        "holds      " + ", ".join(counted(count, name.removesuffix("s")) for name, count in shown["counts"].items()),
         f"on disk    {shown['bytes']:,} bytes",
         "options    " + ", ".join(f"{name} {printable(str(value))}" for name, value in shown["options"].items()),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class Bench:
     chat: bool | None = None
     rounds: int = 1
     drafters: str = COLD
+    on_answer: Callable[[], None] = lambda: None
+    """Called after each turn that a contender has answered."""
 
     def check(self, questions: Sequence[Prompt]) -> None:
         """Refuse a question that cannot be answered, before any is answered."""
@@ -94,12 +96,13 @@ class Bench:
 
     def _answered(self, question: Prompt, contender: Contender) -> AnsweredQuestion:
         turns: list[AnsweredTurn] = []
-        for _ in range(1 + len(question.later_turns)):
+        for _ in range(turns_of(question)):
             ids = self._encode(question, question.conversation([turn.text for turn in turns]))
             limit = self.loaded.target.context_limit(len(ids))
             has_room = not turns or limit is None or len(ids) < limit
             guide, prediction = self.loaded.guide(question.grammar), () if turns else self._prediction(question)
             turns.append(contender.answer(ids, guide, prediction) if has_room else OUT_OF_CONTEXT)
+            self.on_answer()
         return AnsweredQuestion(question_id(question.id), question.category, tuple(turns))
 
     def _prediction(self, question: Prompt) -> Sequence[int]:
@@ -112,6 +115,10 @@ class Bench:
 
 OUT_OF_CONTEXT = AnsweredTurn("", [], [], 0.0, finish=str(Finish.CONTEXT))
 """The answer to a later turn if the turns before it fill the model's context."""
+
+
+def turns_of(question: Prompt) -> int:
+    return 1 + len(question.later_turns)
 
 
 def in_turn(names: Sequence[str], turn: int) -> list[str]:

@@ -24,7 +24,7 @@ from hdtool.runtime.config import (
 )
 from hdtool.runtime.drafters.heads.select_heads import methods_with_heads
 from hdtool.runtime.environment import compute_with, describe_environment
-from hdtool.runtime.evaluation.bench import Bench, hash_of
+from hdtool.runtime.evaluation.bench import Bench, hash_of, turns_of
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.evaluation.llama_cpp_peer import version, why_not
 from hdtool.runtime.evaluation.scores import baseline_of
@@ -68,8 +68,11 @@ class Plan:
             methods = tuple(method for method in methods if method not in LLAMA_CPP)
         return replace(self, bench=replace(self.bench, out=str(place), methods=methods), sampling=sampling)
 
-    def results(self, on_progress: Callable[[int], None] = lambda answered: None) -> Results:
-        """Measure what the folder lacks; ``on_progress`` receives the number of answered questions."""
+    def results(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Results:
+        """Measure what the folder lacks; ``on_progress`` receives the number of answers so far, and of all.
+
+        Each turn of a question counts once for each contender and round, those of the warm-up too.
+        """
         folder = Path(self.bench.out)
         before = Run.read(folder)
         if before is not None:
@@ -84,7 +87,7 @@ class Plan:
             self._measure(folder, on_progress)
         return read_results(folder)
 
-    def _measure(self, folder: Path, on_progress: Callable[[int], None]) -> None:
+    def _measure(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
         no_llama_cpp = why_not(self.model, self.sampling)
         if no_llama_cpp and (named := [name for name in self.bench.methods or () if name in LLAMA_CPP]):
             raise ModelError(f"{named[0]} {no_llama_cpp}")
@@ -109,13 +112,31 @@ class Plan:
         )
         ids = [question_id(question.id) for question in self.questions]
         results = ResultFolder(folder, run, ids)
-        on_progress(results.answered)
         lineup = Lineup(loaded, store_set, self.model, self.decoding, self.sampling)
         contenders = lineup.contenders(methods, self.bench.assistant)
         most = self.decoding.max_new_tokens
-        bench = Bench(loaded, contenders, most, self.chat, self.bench.rounds, self.bench.drafters)
+        progress = _Progress(on_progress)
+        bench = Bench(loaded, contenders, most, self.chat, self.bench.rounds, self.bench.drafters, progress.advance)
         bench.check(self.questions)
-        bench.warm_up(questions_to_warm_up(self.questions, self.spare, self.bench.warm_up, bench.fits))
+        warm_up = questions_to_warm_up(self.questions, self.spare, self.bench.warm_up, bench.fits)
+        left = self.questions[results.answered :]
+        progress.begin(len(contenders) * (sum(map(turns_of, warm_up)) + self.bench.rounds * sum(map(turns_of, left))))
+        bench.warm_up(warm_up)
         for answers in bench.answers(self.questions, results.answered):
             results.add(answers)
-            on_progress(results.answered)
+
+
+class _Progress:
+    """Counts the answers of a benchmark."""
+
+    def __init__(self, on_progress: Callable[[int, int], None]) -> None:
+        self._on_progress = on_progress
+        self._done = self._total = 0
+
+    def begin(self, total: int) -> None:
+        self._total = total
+        self._on_progress(0, total)
+
+    def advance(self) -> None:
+        self._done += 1
+        self._on_progress(self._done, self._total)

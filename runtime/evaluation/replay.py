@@ -108,8 +108,7 @@ def _replayed(
     warmed = sum(len(turn.tokens) for turn in played(warm))
     before = dict(drafter.seconds)
     done = tuple(played(turns))
-    # The time of a source is a share of the whole, so that it may even fall.
-    seconds = {source: max(0.0, taken - before.get(source, 0.0)) for source, taken in drafter.seconds.items()}
+    seconds = {source: taken - before.get(source, 0.0) for source, taken in drafter.seconds.items()}
     return ReplayResult(contender.name, done, seconds, contender.has_history, warmed)
 
 

@@ -11,9 +11,11 @@ from hdtool.data.bench_results import Results
 from hdtool.data.errors import OptionError
 from hdtool.data.spec_bench import AnsweredQuestion
 from hdtool.data.tasks import tasks_of
-from hdtool.runtime.config import PEERS, SamplingConfig
+from hdtool.runtime.config import METHODS, PEERS, DecodeConfig, SamplingConfig
 
 OVERALL = "overall"
+PLAIN = "ar"
+DEFAULT = DecodeConfig().method
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,33 @@ class Scores:
     reference: str | None
     """The method that the answers of the others are compared with."""
     tasks: dict[str, dict[str, Score]]
+
+    @property
+    def comparisons(self) -> tuple[str, ...]:
+        """What speeds are stated against: plain decoding, which shows what drafting brings, then the baseline."""
+        return tuple(dict.fromkeys(name for name in (PLAIN, self.baseline) if name in self.tasks[OVERALL]))
+
+    def speedup(self, task: str, method: str, other: str) -> float:
+        """Tokens per second of a method over those of another."""
+        found = self.tasks[task]
+        return found[method].tokens_per_second / found[other].tokens_per_second
+
+    def headline(self) -> str:
+        """The speed of the default method, or of the fastest one if that was not measured."""
+        whole = self.tasks[OVERALL]
+        drafting = [name for name in whole if name in METHODS and name != PLAIN] or list(whole)
+        method = DEFAULT if DEFAULT in whole else max(drafting, key=lambda name: whole[name].tokens_per_second)
+        said = [f"{method} answers {whole[method].tokens_per_second:,.1f} tokens/s"]
+        if PLAIN in whole and method != PLAIN:
+            gain = self.speedup(OVERALL, method, PLAIN)
+            said = [f"{method} answers {gain:.2f} times as fast as {in_words(PLAIN)}"]
+            said[0] += "" if gain > 1 else ": drafting does not pay here"
+        if self.baseline not in (method, PLAIN):
+            alone = f"plain decoding alone {self.speedup(OVERALL, PLAIN, self.baseline):.2f}" if PLAIN in whole else ""
+            unknown = f"without {PLAIN} among the methods, what drafting brings is not known"
+            gain = self.speedup(OVERALL, method, self.baseline)
+            said.append(f"Against {self.baseline} it is {gain:.2f} times as fast; {alone or unknown}")
+        return ". ".join(said) + "."
 
     def to_json(self) -> dict[str, Any]:
         """As ``--json`` prints it; names stay as they are once they have shipped."""
@@ -90,6 +119,11 @@ def _places(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
         tasks.setdefault(task, []).append(place)
     tasks.pop("", None)
     return (tasks if len(tasks) > 1 else {}) | {OVERALL: list(range(len(questions)))}
+
+
+def in_words(method: str) -> str:
+    """A method that speeds are stated against."""
+    return f"plain decoding on the same engine ({PLAIN})" if method == PLAIN else method
 
 
 def mean_speed(answers: Sequence[AnsweredQuestion]) -> float:

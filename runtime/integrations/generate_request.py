@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import MaxLengthCriteria
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.generate_settings import refused_setting
@@ -71,7 +72,9 @@ class GenerateRequest:
         ids: list[int] = input_ids[0].tolist()
         padded = _padding_of(model_arguments.get("attention_mask"), len(ids))
         _refuse_positions(model_arguments.get("position_ids"), padded, len(ids))
-        longest = criteria.max_length if criteria.max_length is not None else settings.max_length
+        longest = min(
+            (one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=settings.max_length
+        )
         details = bool(settings.return_dict_in_generate)
         return cls(
             prompt=ids[padded:],

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         GenerationConfig,
         PreTrainedModel,
         PreTrainedTokenizerBase,
-        StoppingCriteriaList,
     )
     from transformers.generation.streamers import BaseStreamer
 
@@ -150,7 +149,9 @@ class Generator:
         predicted = predicted_ids(prediction)
         output: list[int] = []
         with self._calls.held(), _prepared(model):
-            stops = Stops((), stopping_criteria, sampler, sampler.device, lambda: sampler.scores_recorded)
+            # The loop itself ends at the length, so that an answer cut there is told from one that stopped.
+            others = StoppingCriteriaList(one for one in stopping_criteria if type(one) is not MaxLengthCriteria)
+            stops = Stops((), others, sampler, sampler.device, lambda: sampler.scores_recorded)
             for tokens in self._steps(model, request, sampler, stops, predicted, guide):
                 output += tokens
                 if streamer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,14 +33,18 @@ def rows_of(asked: list[str]) -> list[dict[str, object]]:
 
 
 def complaint(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    capfd.readouterr()
     assert run(arguments) == 1
     (line,) = capfd.readouterr().err.splitlines()
     return line
 
 
-def test_every_prompt_is_answered_once(asked: list[str]) -> None:
+def test_every_prompt_is_answered_once(asked: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert run(asked) == 0
-    rows = rows_of(asked)
+    rows: Any = rows_of(asked)
+    tokens = sum(len(answer["output_ids"]) for row in rows for answer in row["answers"])
+    said = [f"{asked[4]}: 7 answers, {tokens} tokens", f"next: hdtool build-model-db --from {asked[4]}"]
+    assert capfd.readouterr().err.splitlines()[-2:] == said
     assert [row["id"] for row in rows] == [row["id"] for row in PROMPTS]
     assert rows[0]["model"] == demo.NAME
     turns = rows[-1]["messages"]
@@ -48,6 +53,8 @@ def test_every_prompt_is_answered_once(asked: list[str]) -> None:
     before = Path(asked[4]).read_bytes()
     assert run(asked) == 0
     assert Path(asked[4]).read_bytes() == before
+    assert capfd.readouterr().err.splitlines()[-2:] == said
+    assert run(said[1].removeprefix("next: hdtool ").split()) == 0
 
 
 def test_a_line_cut_short_is_answered_again(asked: list[str]) -> None:

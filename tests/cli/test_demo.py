@@ -49,7 +49,13 @@ def test_the_installed_model_answers_with_stores_of_its_own(capfd: pytest.Captur
     assert run(["demo", *FEW]) == 0
     shown = capfd.readouterr().out
     assert "2 of 2 answers are identical" in shown
-    assert re.search(r"Without hdtool, generate of transformers .* tokens/s: hd is \d+\.\d times as fast", shown)
+    assert re.search(r"\nDrafting: \d+\.\d\d times as fast as plain decoding on the same engine\.\n", shown)
+    engine = re.search(
+        r"\nThe engine, hdtool's compiled CPU layers: ([\d.]+) times as fast as transformers' generate, without drafts "
+        r"on either side \((\d+) and (\d+) tokens/s on the first prompt\)\.\n",
+        shown,
+    )
+    assert engine and float(engine[1]) == pytest.approx(int(engine[2]) / int(engine[3]), rel=0.1)
     assert read_prompts(demo.QUESTIONS)[0].messages[0]["content"] in shown
     assert "toy" not in shown
     stores = sorted((home() / "demo").glob("*/*/manifest.json"))

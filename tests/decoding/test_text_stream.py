@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hdtool.data import demo
-from hdtool.runtime.text_stream import UNFINISHED, TextStream, text_of
+from hdtool.runtime.text_stream import UNFINISHED, TextStream, bytes_of, text_of
 
 
 @cache
@@ -54,6 +54,19 @@ def test_pieces_of_any_text_join_to_the_whole(
     tokenizer = make()
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert streamed(tokenizer, [ids[at : at + size] for at in range(0, len(ids), size)]) == text_of(tokenizer, ids)
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_bytes_of_tokens_join_to_those_of_the_text(text: str) -> None:
+    ids = byte_level()(text, add_special_tokens=False)["input_ids"]
+    assert b"".join(bytes_of(byte_level(), id_) for id_ in ids) == text.encode()
+
+
+def test_a_part_of_a_character_has_bytes_of_its_own() -> None:
+    for tokenizer in (byte_level(), sentence_pieces()):
+        ids = tokenizer("世", add_special_tokens=False)["input_ids"]
+        assert b"".join(bytes_of(tokenizer, id_) for id_ in ids[-3:]) == "世".encode()
+        assert UNFINISHED.encode() not in map(partial(bytes_of, tokenizer), ids)
 
 
 def test_no_half_characters_are_shown() -> None:

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.drafter import TIMED_EVERY, Hierarchy
 from hdtool.runtime.evaluation.replay import follow
 from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.model.target import Target
@@ -261,6 +262,27 @@ def test_the_time_is_shared_out_by_source(tmp_path: Path) -> None:
         assert all(0 < part < 10 for part in seconds.values())
     else:
         assert seconds == {}
+
+
+def test_the_time_of_no_source_goes_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first timed draft spends its time in the model store, the second one in the context table."""
+    hierarchy = Hierarchy()
+    spent_in = [SourceName.MODEL] * TIMED_EVERY + [SourceName.CONTEXT] * TIMED_EVERY
+
+    def grow(corpus: Any, addresses: Any, most: int) -> int:
+        hierarchy._laps[:] = 0
+        hierarchy._laps[spent_in.pop(0)] = 1000
+        return 0
+
+    monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.drafter.grow", grow)
+    monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.drafter.HAS_CLOCK", True)
+    before: dict[SourceName, float] = {}
+    while spent_in:
+        hierarchy.draft([1])
+        now = hierarchy.seconds
+        assert all(now.get(source, 0.0) >= seconds for source, seconds in before.items())
+        before = now
+    assert before.keys() == {SourceName.MODEL, SourceName.CONTEXT}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

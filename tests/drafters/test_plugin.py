@@ -134,7 +134,7 @@ def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
 def test_it_is_named_and_colored(plugin: SourceName) -> None:
     assert str(plugin) == "counting" and source_named("counting") == plugin
     assert painted("word", plugin) == "\033[94mword\033[0m"
-    assert "counting" in legend()
+    assert "counting" in legend([plugin])
     assert [theme.source("counting") for theme in THEMES] == ["#123456", "#654321"]
 
 

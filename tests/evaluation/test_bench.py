@@ -488,6 +488,16 @@ def test_other_settings_go_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "with drafters cold, not warm" in complaint(capfd, *arguments, "--memory", "warm")
 
 
+def test_progress_counts_each_turn_of_each_contender(tmp_path: Path) -> None:
+    asked = [question("1", "qa", "a later turn"), question("2")]
+    bench = BenchConfig(("ar", "pld"), out=str(tmp_path), warm_up=1, rounds=2)
+    told: list[tuple[int, int]] = []
+    plan = Plan(asked, bench, decoding=DecodeConfig(max_new_tokens=2), spare=[question("3")])
+    plan.results(lambda done, total: told.append((done, total)))
+    turns = 2 * (1 + 2 * (2 + 1))  # of two contenders: a warm-up, and two rounds of two questions
+    assert told == [(done, turns) for done in range(turns + 1)]
+
+
 def test_the_table_and_the_record_name_the_drafters(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for drafters in ("cold", "warm"):
         arguments = ["bench", "--methods", "ar", "--out", str(tmp_path / drafters), *QUICK, "--memory", drafters]

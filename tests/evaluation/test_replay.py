@@ -424,6 +424,30 @@ def test_a_cost_says_what_pays(command: list[str], tmp_path: Path, capfd: pytest
     assert re.search(r"^pld: 0\.\d\d times plain decoding: do not use it here$", words, re.MULTILINE)
 
 
+def test_the_headline_of_a_report_is_the_default_method(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def lead(*options: str) -> str:
+        arguments = [*command, "--limit", "4", "--report", str(tmp_path), *options]
+        assert run([*arguments, "--json"]) == 0
+        figures = json.loads(capfd.readouterr().out)["methods"]
+        text = (tmp_path / "tables.md").read_text()
+        (found,) = (line for line in text.splitlines() if "The model did not run" in line)
+        page = (tmp_path / "index.html").read_text()
+        said = "as many draft tokens a step as pay" if "--cost" in options else "at most 7 draft tokens a step"
+        assert f"Replayed with {said}, as in the tables." in page
+        for name, one in figures.items():
+            if name in found.split():
+                assert f"{one['tokens_per_step']:.2f} tokens a forward pass" in found
+        return found
+
+    steep = ["--cost", "0:1000,1:1010,2:100000,64:300000"]  # drafting takes nothing beside such passes
+    assert lead("--methods", "pld,hd", *steep).startswith("hd is predicted to decode 1.")
+    loses = lead("--methods", "pld", *steep)
+    assert loses.startswith("pld is predicted to decode 0.") and ": drafting does not pay here. The" in loses
+    assert lead("--methods", "pld,hd", "--draft-tokens", "7").startswith("hd gets ")
+
+
 def test_the_tables_fit_a_terminal(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--cost", "0:20,64:30"]) == 0
     lines = capfd.readouterr().out.splitlines()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -219,4 +221,26 @@ def test_durations_fit_a_line_through_the_answers() -> None:
 @pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
 def test_no_two_methods_and_no_two_sources_look_alike(theme: Theme) -> None:
     for colours in ([*map(theme.method, {**PEERS, **METHODS})], [theme.source(str(name)) for name in registered()]):
-        assert len({*colours, theme.foreground, theme.background}) == len(colours) + 2
+        pairs = combinations([*colours, theme.foreground, theme.background], 2)
+        assert min((distance(*pair), pair) for pair in pairs) > (20,)
+
+
+def test_no_two_sources_look_alike_in_a_terminal() -> None:
+    """Among 256 colours, those from 16 on are a cube of six levels of red, green and blue."""
+    levels = [0, 95, 135, 175, 215, 255]
+    numbers = [int(str(one.terminal).removeprefix("38;5;")) - 16 for one in registered().values() if one.terminal]
+    colours = ["#" + "".join(f"{levels[number // size % 6]:02x}" for size in (36, 6, 1)) for number in numbers]
+    assert min((distance(*pair), pair) for pair in combinations(colours, 2)) > (20,)
+
+
+def distance(*colours: str) -> float:
+    """Of two colours in CIELAB; about 2 can just be told apart side by side."""
+    return math.dist(*map(lab, colours))
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    weights = ((0.4339, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1095, 0.8728))  # D65 is white
+    x, y, z = (math.cbrt(sum(map(math.prod, zip(row, linear, strict=True)))) for row in weights)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)

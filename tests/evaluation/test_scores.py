@@ -77,6 +77,30 @@ def test_a_category_that_only_sounds_like_mt_bench_stands_for_itself() -> None:
     assert list(scores_of(results_of({"ar": own})).tasks) == ["math", "edit", OVERALL]
 
 
+def test_the_headline_is_the_default_method_against_plain_decoding_first() -> None:
+    slower = [answered(1, "qa", turn_of([1] * 8, 1.0))]
+    plain, fast = ([answered(1, "qa", turn_of([1] * rate, 1.0))] for rate in (10, 12))
+    generate = [answered(1, "qa", turn_of([1] * 2, 1.0))]
+    gain = "hd answers 1.20 times as fast as plain decoding on the same engine (ar)."
+    whole = scores_of(results_of({"generate": generate, "ar": plain, "pld": plain, "hd": fast}))
+    both = f"{gain} Against generate it is 6.00 times as fast; plain decoding alone 5.00."
+    assert whole.headline() == both
+    assert table(results_of({"ar": plain, "hd": fast}), whole).startswith(gain)
+    head, setting = table(results_of({"generate": generate, "ar": plain, "hd": fast}), whole).split("\n\n")[:2]
+    assert " ".join(head.split("\n")) == both and setting.startswith("toy on cpu")
+
+    loses = scores_of(results_of({"generate": generate, "ar": plain, "rest": fast, "hd": slower})).headline()
+    assert loses.startswith(
+        "hd answers 0.80 times as fast as plain decoding on the same engine (ar): drafting does not"
+    )
+    without = scores_of(results_of({"generate": generate, "pld": plain, "rest": fast})).headline()
+    assert without == (
+        "rest answers 12.0 tokens/s. Against generate it is 6.00 times as fast; without ar among the methods, what "
+        "drafting brings is not known."
+    )
+    assert scores_of(results_of({"ar": plain})).headline() == "ar answers 10.0 tokens/s."
+
+
 @pytest.mark.parametrize("category", ["", "qa"])
 def test_one_category_or_none_needs_no_table_of_its_own(category: str) -> None:
     own = [answered(number, category, turn_of([2], 1.0)) for number in range(3)]
@@ -100,7 +124,7 @@ def test_the_table_fits_a_terminal() -> None:
     results = results_of({"generate-assisted": fast, "hd": fast})
     shown = table(results, scores_of(results))
     assert max(map(len, shown.splitlines())) <= 80
-    assert "generate-assisted  9000000.0      1.00" in shown
+    assert "generate-assisted  9000000.0         1.00" in shown
 
 
 def test_tables_by_task_fit_a_terminal_as_well() -> None:
@@ -110,7 +134,7 @@ def test_tables_by_task_fit_a_terminal_as_well() -> None:
     results = results_of({"generate-assisted": rows, "ar": rows, "hd": fast})
     lines = table(results, scores_of(results)).splitlines()
     assert max(map(len, lines)) <= 80
-    (per_step,) = (place for place, line in enumerate(lines) if line.startswith("per step  "))
+    (per_step,) = (place for place, line in enumerate(lines) if line.startswith("per step "))
     assert lines[per_step].split()[2:] == ["mt_bench", "translat…", "summariz…", "qa", "math_rea…", "rag", "overall"]
     assert lines[per_step + 3].split() == ["hd", "9.50", "11.00", "12.00", "13.00", "14.00", "15.00", "12.00"]
 
@@ -120,5 +144,5 @@ def test_many_categories_continue_below() -> None:
     results = results_of({"ar": rows})
     lines = table(results, scores_of(results)).splitlines()
     assert max(map(len, lines)) <= 80
-    shown = [line for line in lines if line.startswith("speed-up")]
+    shown = [line for line in lines if line.startswith("vs plain ")]
     assert len(shown) == 2 and shown[1].endswith("overall")

@@ -33,7 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode
+from hdtool.runtime.decode import Finish, decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
 from hdtool.runtime.model.library import cache_argument
@@ -252,6 +252,27 @@ def test_lengths_of_all_kinds() -> None:
     for options in lengths:
         expected = ask(model, **options)
         assert hooked(model, truth, **options)[0].tolist() == expected.tolist()
+
+
+def test_an_answer_that_is_cut_finishes_by_its_length() -> None:
+    model: Any = model_of("llama")
+    truth = ask(model)[0, len(PROMPT) :].tolist()
+    generator = Generator()
+    ends: dict[Finish, list[dict[str, Any]]] = {
+        Finish.LENGTH: [
+            {"max_new_tokens": 5},
+            {"max_new_tokens": None, "max_length": len(PROMPT) + 5},
+            {"stopping_criteria": [MaxLengthCriteria(len(PROMPT) + 9), MaxLengthCriteria(len(PROMPT) + 5)]},
+        ],
+        Finish.STOP: [
+            {"max_new_tokens": 5, "eos_token_id": truth[4]},
+            {"stopping_criteria": [lambda ids, scores: ids.new_full((1,), ids.shape[1] == len(PROMPT) + 5).bool()]},
+        ],
+    }
+    for finish, calls in ends.items():
+        for options in calls:
+            answer = ask(model, custom_generate=generator, **options)[0, len(PROMPT) :].tolist()
+            assert (answer, generator.stats.finish) == (truth[:5], finish)
 
 
 @pytest.fixture(scope="module")

@@ -137,6 +137,17 @@ def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI, loaded:
         assert [one.logprob for one in entry.top_logprobs] == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)
 
 
+def test_a_token_that_is_part_of_a_character_has_its_own_bytes(client: openai.OpenAI) -> None:
+    got = chat(client, logprobs=True, top_logprobs=1, extra_body={"regex": "[é😀]{3}"})
+    entries = got.choices[0].logprobs.content
+    text = got.choices[0].message.content
+    assert len(entries) > len(text) == 3
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == text
+    for entry in entries:
+        same = [one for one in entry.top_logprobs if one.token == entry.token and one.logprob == entry.logprob]
+        assert all(one.bytes == entry.bytes for one in same)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_response_format_is_matched(client: openai.OpenAI, temperature: float) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}

@@ -116,7 +116,7 @@ class Hierarchy(Pinned):
         self._drafts = 0
         self._spent = self._learning_seconds = 0.0
         self._cost = SmoothedSeconds()
-        self._clocked = np.zeros(len(SourceName))
+        self._clocked, self._shared_out = np.zeros((2, len(SourceName)))
         self._compile()
 
     def _fill_in(self, work: Array, context: bool, recycled: bool, vocabulary: int) -> None:
@@ -187,11 +187,14 @@ class Hierarchy(Pinned):
         """The time that drafting took so far, by source; NONE is the tree itself.
 
         The total is measured; the shares come from every 32nd draft. Empty where compiled code has no clock.
+        Time that was read before keeps its shares, so that no source's time goes down when they change.
         """
         whole = self._clocked.sum()
         if not whole:
             return {}
-        parts = (self._spent * self._clocked / whole).tolist()
+        self._shared_out += self._spent * self._clocked / whole
+        self._spent = 0.0
+        parts = self._shared_out.tolist()
         parts[SourceName.HEADS] += self._heads.seconds if self._heads else 0.0
         for number, seconds in self._plugin_seconds.items():
             parts[number] += seconds

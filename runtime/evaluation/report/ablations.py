@@ -10,6 +10,7 @@ from itertools import combinations, permutations
 
 import numpy as np
 
+from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import FIXED_BUDGET, SOURCE_LETTERS, DecodeConfig
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender
@@ -30,11 +31,15 @@ class Study:
     store_set: StoreSet
     budget: int | None = None
     workers: int | None = None
+    curve: CostCurve | None = None
+    """Decides how many draft tokens pay where no number is given."""
 
     @property
-    def nodes(self) -> int:
-        """The largest number of draft nodes in a step of ``hd``."""
-        return FIXED_BUDGET if self.budget is None else self.budget
+    def draft_tokens(self) -> str:
+        """The draft tokens of a step, in words."""
+        if self.budget is None and self.curve:
+            return "as many draft tokens a step as pay"
+        return f"at most {FIXED_BUDGET if self.budget is None else self.budget} draft tokens a step"
 
     @property
     def letters(self) -> str:
@@ -52,8 +57,8 @@ class Study:
     def contender(self, method: str, sources: str) -> Contender:
         """A method with these sources, in this order of look-up."""
         order = sources + "".join(letter for letter in SOURCE_LETTERS if letter not in sources)
-        config = DecodeConfig(method, draft_tokens=self.nodes, sources=sources, order=order, lookahead=False)
-        return Contender(_name(method, sources), config)
+        config = DecodeConfig(method, draft_tokens=self.budget, sources=sources, order=order, lookahead=False)
+        return Contender(_name(method, sources), config, self.curve)
 
     @property
     def turns(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hdtool.data.progress import bar
 from hdtool.data.stores.documents import Document, Source, stored_documents
 from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.evaluation.report.ablations import Study
@@ -30,8 +31,8 @@ BuildIndex = Callable[[Path, Iterable[Document], TokenizerFingerprint, Sequence[
 """Builds a corpus index in a folder."""
 
 
-def sizes(study: Study, build: BuildIndex, on_replay: Callable[[], None] = lambda: None) -> Sizes | str:
-    """The replays, or the reason why there are none; ``on_replay`` is called after each."""
+def sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> Sizes | str:
+    """The replays, or the reason why there are none."""
     corpus = study.store_set.corpus
     if corpus is None:
         return "there is no corpus index"
@@ -41,12 +42,15 @@ def sizes(study: Study, build: BuildIndex, on_replay: Callable[[], None] = lambd
     if counts["documents"] < MIN_DOCUMENTS:
         return f"the corpus index holds {counts['documents']} documents, and at least {MIN_DOCUMENTS} are needed"
     rows = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        bar(len(PARTS) + 1, "replays with less corpus", unit="sizes", quiet=quiet) as progress,
+    ):
         for part in PARTS:
             rows.append(_size(study, _thinned(corpus, part, Path(scratch) / str(part), build)))
-            on_replay()
-    rows.append(_size(study, corpus))
-    on_replay()
+            progress.advance()
+        rows.append(_size(study, corpus))
+        progress.advance()
     return Sizes(METHOD, tuple(rows))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from hdtool.runtime.evaluation.report.tables import (
     Trials,
 )
 from hdtool.runtime.evaluation.report.theme import Draw
+from hdtool.runtime.evaluation.scores import in_words
 
 BENCH = "hdtool bench --report DIR"
 TEMPERATURES = "hdtool bench --temperatures 0.1,0.4,0.7,1.0 --report DIR"
@@ -35,6 +36,8 @@ class ReportData:
     durations: Durations | None = None
     temperatures: Speeds | None = None
     shares: tuple[Shares, ...] = ()
+    shares_are_measured: bool = False
+    """Whether the answers of a benchmark gave them, not a replay."""
     subsets: tuple[Trials, ...] = ()
     orders: Trials | None = None
     coverage: tuple[Coverage, ...] = ()
@@ -42,6 +45,8 @@ class ReportData:
     sizes: Sizes | str = "it was not asked for"
     """A text gives the reason why there is no data."""
     case: Case | None = None
+    replayed: str = ""
+    """How many draft tokens the replays had, for the captions of their figures."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +66,27 @@ class Figure:
 
 def figures_of(data: ReportData) -> Iterator[Figure]:
     """The figures that there is data for."""
+
+    def replayed(figure: Figure) -> Figure:
+        return replace(figure, caption=f"{figure.caption} {data.replayed}".rstrip())
+
     if data.speedups:
         yield _speedups(data.speedups)
     if data.durations:
         yield _durations(data.durations)
     if data.temperatures:
         yield _temperatures(data.temperatures)
-    yield from map(_shares, data.shares)
+    shares = map(_shares, data.shares)
+    yield from shares if data.shares_are_measured else map(replayed, shares)
     for trials in data.subsets:
-        yield _trials(trials, "subsets", "The sources of")
+        yield replayed(_trials(trials, "subsets", "The sources of"))
     if data.orders:
-        yield _trials(data.orders, "orders", "The order of the sources of")
-    yield from map(_coverage, data.coverage)
+        yield replayed(_trials(data.orders, "orders", "The order of the sources of"))
+    yield from map(replayed, map(_coverage, data.coverage))
     if data.repeats:
         yield from _repeats(data.repeats)
     if isinstance(data.sizes, Sizes):
-        yield _sizes(data.sizes)
+        yield replayed(_sizes(data.sizes))
 
 
 def missing(data: ReportData) -> Iterator[tuple[str, str]]:
@@ -103,7 +113,7 @@ def _speedups(data: Speeds) -> Figure:
     return Figure(
         "speed-up",
         "Speed-up per task",
-        f"Tokens per second over those of {data.baseline}, the mean over the questions of a task.",
+        f"Tokens per second over those of {in_words(data.baseline)}, the mean over the questions of a task.",
         f"Bars; the fastest on each task: {values}",
         partial(plots.speedups, data),
         height=max(2.6, rows + legend + 0.6),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hdtool.data.bench_results import Results
 from hdtool.data.spec_bench import AnsweredQuestion
 from hdtool.runtime.evaluation.report.tables import Durations, Share, Shares, Speeds, Table, wins_of
-from hdtool.runtime.evaluation.scores import OVERALL, Scores, scores_of
+from hdtool.runtime.evaluation.scores import OVERALL, Scores, in_words, scores_of
 from hdtool.runtime.source_names import source_named
 
 
@@ -26,13 +27,15 @@ class Measured:
         return scores_of(self.results, self.baseline)
 
     def speedups(self) -> Speeds:
+        """Over plain decoding, unless it was not measured or another baseline is named."""
         scores = self.scores
+        other = scores.comparisons[0] if self.baseline is None else scores.baseline
         methods = {
-            method: tuple(found[method].speedup for found in scores.tasks.values())
+            method: tuple(scores.speedup(task, method, other) for task in scores.tasks)
             for method in self.results.run.methods
-            if method != scores.baseline
+            if method != other
         }
-        return Speeds(tuple(scores.tasks), methods, scores.baseline)
+        return Speeds(tuple(scores.tasks), methods, other)
 
     def durations(self) -> Durations:
         answers = {
@@ -61,7 +64,6 @@ class Measured:
 
     def tables(self) -> tuple[Table, ...]:
         scores = self.scores
-        against = f"against {scores.baseline}"
         rows = (
             (
                 method,
@@ -81,9 +83,14 @@ class Measured:
         }
         note = f"Identical: questions with the very tokens of {scores.reference} in all turns."
         return (
-            _by_task("Tokens per second", scores, "tokens_per_second", ",.1f"),
-            _by_task(f"Speed-up {against}", scores, "speedup", ".2f"),
-            _by_task("Tokens per step", scores, "tokens_per_step", ".2f"),
+            _by_task(
+                "Tokens per second", scores, lambda task, name: scores.tasks[task][name].tokens_per_second, ",.1f"
+            ),
+            *(
+                _by_task(f"Times as fast as {in_words(other)}", scores, partial(scores.speedup, other=other), ".2f")
+                for other in scores.comparisons
+            ),
+            _by_task("Tokens per step", scores, lambda task, name: scores.tasks[task][name].tokens_per_step, ".2f"),
             Table.of("All questions", columns, rows, note if scores.reference else ""),
         )
 
@@ -92,11 +99,9 @@ def temperature_of(results: Results) -> float:
     return float(results.run.options["temperature"])
 
 
-def _by_task(title: str, scores: Scores, name: str, form: str) -> Table:
+def _by_task(title: str, scores: Scores, value: Callable[[str, str], float], form: str) -> Table:
     sizes = (f"{task} ({next(iter(found.values())).questions})" for task, found in scores.tasks.items())
-    rows = (
-        (method, *(getattr(found[method], name) for found in scores.tasks.values())) for method in scores.tasks[OVERALL]
-    )
+    rows = ((method, *(value(task, method) for task in scores.tasks)) for method in scores.tasks[OVERALL])
     return Table.of(title, {"method": "", **dict.fromkeys(sizes, form)}, rows)
 
 

@@ -8,6 +8,7 @@ from importlib import metadata
 
 import torch
 
+from hdtool.data.tally import counted
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.replay_results import ReplayResult
@@ -16,7 +17,7 @@ from hdtool.runtime.evaluation.report.figures import ReportData
 from hdtool.runtime.evaluation.report.measured import Measured, temperature_of
 from hdtool.runtime.evaluation.report.page import Page
 from hdtool.runtime.evaluation.report.tables import Table
-from hdtool.runtime.evaluation.scores import OVERALL
+from hdtool.runtime.evaluation.scores import DEFAULT, OVERALL
 
 
 def page_of_replay(
@@ -28,20 +29,20 @@ def page_of_replay(
     data: ReportData,
 ) -> Page:
     """``warm`` are the files of ``--warm``."""
-    best = max(results.values(), key=lambda one: one.tokens_per_step)
-    answers = f"{len(best.turns):,} answers"
+    first = next(iter(results.values()))
     facts = {
-        "answers": f"{len(study.conversations):,} conversations, {answers}, {best.tokens:,} tokens",
+        "answers": f"{len(study.conversations):,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens",
         "stores": _stores(study),
         "history": "; ".join((*memory_of(results, warm), "no history in the replays of sources and orders")),
-        "draft nodes a step": "as many as pay" if curve else f"{study.nodes} at most",
+        "drafting": study.draft_tokens,
         "hdtool": metadata.version("hdtool"),
         "machine": machine(torch.device("cpu")),
     }
     lead = (
-        f"{best.method} gets {best.tokens_per_step:.2f} tokens a forward pass on {answers} that a model gave, where "
-        "plain decoding gets 1. The model did not run: the recorded answers determine which draft tokens it accepts."
+        f"{headline(results, curve)} The model did not run: the recorded answers determine which draft tokens it "
+        "accepts."
     )
+    data = replace(data, replayed=f"Replayed with {study.draft_tokens}, as in the tables.")
     tables = (_rates(results), *([forecast(results, curve)] if curve else []))
     return Page("Replay", lead, command, facts, replace(data, tables=tables))
 
@@ -51,33 +52,51 @@ def page_of_bench(measured: Measured, study: Study, replayed: str, command: str,
     run, scores = measured.results.run, measured.scores
     about, options = run.surroundings, run.options
     whole = scores.tasks[OVERALL]
-    best = max(whole, key=lambda method: whole[method].tokens_per_second)
+    first = next(iter(whole.values()))
     facts = {
-        "model": f"{about['model']}, {about['dtype']} on {about['device']}, {about['threads']} threads",
-        "questions": f"{whole[best].questions:,} of {run.questions:,}",
+        "model": f"{about['model']}, {about['dtype']} on {about['device']}, {counted(about['threads'], 'thread')}",
+        "questions": f"{first.questions:,} of {run.questions:,}",
         "tokens of an answer": f"{options['max_new_tokens']:,} at most",
         "temperature": f"{temperature_of(measured.results):g}",
         "rounds": f"{options['rounds']}",
         "stores": _stores(study),
         "drafters": str(options.get("drafters", "warm, without a history")),
-        "replays": f"of the answers of {replayed}, at most {study.nodes} draft nodes a step, without a history",
+        "draft tokens a step": "as many as pay" if study.budget is None else f"{study.budget} at most",
+        "replays": f"of the answers of {replayed}, with {study.draft_tokens}, without a history",
         "hdtool": about["hdtool"],
         "machine": about["machine"],
         "begun": run.started,
     }
-    lead = (
-        f"{best} answers {whole[best].speedup:.2f} times as fast as {scores.baseline} and gets "
-        f"{whole[best].tokens_per_step:.2f} tokens a forward pass, over {whole[best].questions:,} questions."
-    )
+    lead = f"{scores.headline()} Measured on {counted(first.questions, 'question')}."
+    measured_shares = measured.shares()
+    paid = "; the measured answers had as many as pay" if study.budget is None else ""
     data = replace(
         data,
         tables=measured.tables(),
         speedups=measured.speedups(),
         durations=measured.durations(),
         temperatures=measured.temperatures(),
-        shares=measured.shares() or data.shares,
+        shares=measured_shares or data.shares,
+        shares_are_measured=bool(measured_shares),
+        replayed=f"Replayed with {study.draft_tokens}{paid}.",
     )
     return Page("Benchmark", lead, command, facts, data)
+
+
+def headline(results: Mapping[str, ReplayResult], curve: CostCurve | None) -> str:
+    """What the default method gains, or the best one if that was not replayed."""
+
+    def gain(one: ReplayResult) -> float:
+        return one.predict(curve).speedup if curve else one.tokens_per_step
+
+    one = results.get(DEFAULT) or max(results.values(), key=gain)
+    where = f"on {counted(len(one.turns), 'answer')} that a model gave"
+    rate = f"{one.tokens_per_step:.2f} tokens a forward pass from {one.nodes_per_step:.1f} draft tokens"
+    if not curve:
+        return f"{one.method} gets {rate} {where}; plain decoding gets 1."
+    verdict = "" if gain(one) > 1 else ": drafting does not pay here"
+    speed = f"{one.method} is predicted to decode {gain(one):.2f} times as fast as plain decoding"
+    return f"{speed} {where}, with {rate}{verdict}."
 
 
 def memory_of(results: Mapping[str, ReplayResult], warm: Sequence[str]) -> list[str]:

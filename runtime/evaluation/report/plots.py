@@ -10,6 +10,7 @@ import numpy as np
 
 from hdtool.runtime.evaluation.report.tables import Coverage, Durations, Repeats, Shares, Sizes, Speeds, Trials
 from hdtool.runtime.evaluation.report.theme import Theme
+from hdtool.runtime.evaluation.scores import PLAIN
 from hdtool.runtime.source_names import source_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def speedups(data: Speeds, axes: Axes, theme: Theme) -> None:
     axes.set_yticks(places, data.places)
     axes.set_ylim(len(places) - 0.45, -0.55)
     axes.grid(False, axis="y")
-    axes.set_xlabel(f"speed-up (times the tokens per second of {data.baseline})")
+    other = f"plain decoding ({PLAIN})" if data.baseline == PLAIN else data.baseline
+    axes.set_xlabel(f"times the tokens per second of {other}")
     axes.margins(x=0.08)
     _legend(axes, min(4, count))
 
@@ -120,7 +122,7 @@ def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
 
 PLACES = {
     "this conversation": "context",
-    "earlier answers": "recycled",
+    "earlier answers": "history",
     "model store": "model",
     "corpus index": "corpus",
     "none of them": "none",

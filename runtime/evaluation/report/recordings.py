@@ -13,7 +13,7 @@ from hdtool.data.spec_bench import AnsweredQuestion
 from hdtool.data.traces import Recorded, Trace
 from hdtool.runtime.evaluation.report.ablations import Study
 from hdtool.runtime.evaluation.report.cases import case_of
-from hdtool.runtime.evaluation.report.corpus_sizes import PARTS, BuildIndex, sizes
+from hdtool.runtime.evaluation.report.corpus_sizes import BuildIndex, sizes
 from hdtool.runtime.evaluation.report.figures import ReportData
 from hdtool.runtime.evaluation.report.repeats import repeats
 
@@ -22,10 +22,8 @@ def data_of(
     study: Study, traces: Sequence[Trace], tokenizer: PreTrainedTokenizerBase, *, build: BuildIndex, quiet: bool = False
 ) -> ReportData:
     """Replay the answers of ``traces``, which ``study`` holds as token ids, for all figures of a report."""
-    with bar(study.turns, "turns", quiet=quiet) as progress:
+    with bar(study.turns, "replays for the report", unit="turns", quiet=quiet) as progress:
         found = study.results(progress.to)
-    with bar(len(PARTS) + 1, "sizes of the corpus index", quiet=quiet) as progress:
-        by_size = sizes(study, build, progress.advance)
     questions = [trace.messages[answer.place - 1]["content"] for trace in traces for answer in trace.answers]
     return ReportData(
         shares=found.shares(),
@@ -33,7 +31,7 @@ def data_of(
         orders=found.orders(),
         coverage=found.coverage(),
         repeats=repeats(study.conversations, study.store_set),
-        sizes=by_size,
+        sizes=sizes(study, build, quiet=quiet),
         case=case_of("hd", found.whole("hd"), tokenizer, questions),
     )
 

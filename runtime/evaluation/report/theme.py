@@ -19,29 +19,28 @@ DOTS = 200
 """Dots per inch."""
 
 METHOD_COLOURS = {
-    "generate": ("#9aa2ad", "#6d7681"),
-    "generate-pld": ("#5f6873", "#a9b2bd"),
-    "generate-assisted": ("#7d6a55", "#b39b80"),
-    "llama.cpp": ("#a23b3b", "#d46a6a"),
-    "llama.cpp-pld": ("#d99a9a", "#eebcbc"),
-    "ar": ("#c6c4a4", "#8f8d6a"),
-    "pld": ("#56b4e9", "#8fd0f5"),
-    "lade": ("#0072b2", "#3f95d6"),
-    "sam": ("#3f6f8c", "#7fa9c2"),
-    "suffix": ("#8c3f5d", "#c27f9b"),
-    "rest": ("#b8428c", "#ea8cc5"),
-    "hd-paper": ("#e69f00", "#f0b429"),
-    "logitspec": ("#74c69d", "#a5e3c4"),
-    "medusa": ("#b9a5e2", "#d3c4f5"),
-    "amphista": ("#7e57c2", "#a888ea"),
-    "hd": ("#d55e00", "#ff7f2a"),
-    "tr": ("#a8a32a", "#d1cc5e"),
-    "racer": ("#6b8f2a", "#a3c75e"),
-    "hd+logitspec": ("#1b7f5a", "#2fb587"),
-    "hd+amphista": ("#4a2a8c", "#7a4fe0"),
+    "generate": ("#aaaacc", "#887788"),
+    "generate-pld": ("#5a5a78", "#77aaff"),
+    "generate-assisted": ("#776611", "#aaaa99"),
+    "llama.cpp": ("#883300", "#ee3311"),
+    "llama.cpp-pld": ("#dd9999", "#ffaa99"),
+    "ar": ("#999988", "#80803a"),
+    "pld": ("#33bbee", "#22ddff"),
+    "lade": ("#2277ff", "#2266dd"),
+    "sam": ("#116677", "#118899"),
+    "suffix": ("#550022", "#ff1188"),
+    "rest": ("#bb3377", "#ffaaff"),
+    "hd-paper": ("#ee9922", "#aa9911"),
+    "logitspec": ("#00bbaa", "#11eebb"),
+    "medusa": ("#ee77ee", "#ccbbff"),
+    "amphista": ("#6611ee", "#aa66ff"),
+    "hd": ("#ff4400", "#ee8800"),
+    "tr": ("#aaaa11", "#ffee99"),
+    "racer": ("#119933", "#88ff11"),
+    "hd+logitspec": ("#225533", "#009966"),
+    "hd+amphista": ("#000055", "#7722aa"),
 }
-"""On light and on dark pages. These and the colours of the sources are the hues of Okabe and Ito, which colour-blind
-readers can distinguish."""
+"""On light and on dark pages: no two are closer than 20 by CIEDE2000, which lines and bars side by side need."""
 
 
 @dataclass(frozen=True)

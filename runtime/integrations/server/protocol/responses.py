@@ -11,7 +11,7 @@ from hdtool.runtime.integrations.server.engine.logprobs import TokenLogprobs
 from hdtool.runtime.integrations.server.protocol.delta import Delta
 from hdtool.runtime.integrations.server.protocol.tool_calls import ToolCall
 from hdtool.runtime.stats import Stats
-from hdtool.runtime.text_stream import text_of
+from hdtool.runtime.text_stream import bytes_of, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ class ChatFormat:
 
     def _token(self, token: int, logprob: float) -> Row:
         text = text_of(self._tokenizer, [token], skip_special_tokens=False)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(bytes_of(self._tokenizer, token))}
 
 
 class CompletionFormat:
