@@ -64,7 +64,11 @@ class Commands(typer.core.TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = formatter.width - 6 - max(map(len, self.commands))
         for group in GROUPS:
-            listed = [one for one in self.commands.values() if one.rich_help_panel == group and not one.hidden]
+            listed = [
+                one
+                for one in self.commands.values()
+                if getattr(one, "rich_help_panel", None) == group and not one.hidden
+            ]
             with formatter.section(group):
                 formatter.write_dl([(one.name, one.get_short_help_str(width)) for one in listed])
 

@@ -29,7 +29,7 @@ def cache_name(module: torch.nn.Module) -> str | None:
     return next((name for name in CACHE_NAMES if name in accepted), None)
 
 
-def cache_argument(module: torch.nn.Module, cache: Cache) -> dict[str, Cache]:
+def cache_argument(module: torch.nn.Module, cache: Cache | None) -> dict[str, Cache | None]:
     """The arguments of a pass that reads and writes ``cache``."""
     name = cache_name(module)
     assert name is not None, "refuse_by_class refuses models without a cache"

@@ -90,7 +90,7 @@ class Target:
         self.masks = AttentionMasks(self.windows, self.dtype, self.device)
         self._tree_input = TreeInput(self.device)
         self._prefill_options = last_logits_only(model)
-        self._cache_name = cache_name(model)
+        self._cache_name = cache_name(model) or ""
         self._pending: list[int] = []
         """Tokens of the last pass that are part of the context without being drafted."""
         self._tree = DraftTree.bare(0)

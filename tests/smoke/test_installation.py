@@ -59,6 +59,11 @@ def test_the_package_under_test_is_the_installed_one() -> None:
     assert Path(hdtool.cli.app.__file__).is_relative_to(sys.prefix)
 
 
+def test_help_lists_the_commands_by_group(run: Callable[..., str]) -> None:
+    assert re.search(r"Start here:\n.*  generate  ", run("--help"), re.DOTALL)
+    assert "--draft-tokens" in run("generate", "--help")
+
+
 def test_doctor_decodes_with_and_without_drafts(run: Callable[..., str]) -> None:
     groups = json.loads(run("doctor", "--json"))
     assert groups["ok"]
