@@ -53,7 +53,9 @@ def in_words(item: StoredItem) -> str:
 
 def as_row(item: StoredItem) -> dict[str, Any]:
     """A store as ``--json`` prints it."""
-    return {**asdict(item), "folder": str(item.folder), "age": round(time.time() - item.changed)}
+    shown = asdict(item)
+    del shown["shared_name"]  # serves to refuse it
+    return {**shown, "folder": str(item.folder), "age": round(time.time() - item.changed)}
 
 
 def amount(number: int) -> str:

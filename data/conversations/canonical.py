@@ -50,9 +50,9 @@ def _answer(turn: Turn) -> dict[str, Any]:
     return answer | {"rankings": turn.rankings.as_json()} if turn.rankings else answer
 
 
-def canonical_file(path: Path) -> OutputFile:
+def canonical_file(path: Path, *, private: bool = False) -> OutputFile:
     """The file that ``convert`` writes; only an earlier one of its own is replaced."""
-    return OutputFile(path, "a file of hdtool convert", _is_canonical, RecordError)
+    return OutputFile(path, "a file of hdtool convert", _is_canonical, RecordError, private=private)
 
 
 def _is_canonical(path: Path) -> bool:
