@@ -25,6 +25,7 @@ from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.edit_store import add
 from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.named_models import note_on_models
 from hdtool.builders.stores.tokenize import tokenized
 from hdtool.builders.stores.vocabulary_rankings import vocabulary_rankings
 from hdtool.data.conversations.canonical import canonical, canonical_file
@@ -233,7 +234,9 @@ class Stages:
         """The hash of the first question of each logged conversation that holds an answer."""
         found = self._logged("reading")
         openings = [opening_of(one.conversation) for one in found if one.conversation.answers]
-        for line in self._reader.tally.left_out():
+        tally = self._reader.tally
+        lines = [*tally.left_out(), note_on_models(tally.models, self._plan.model, self._planned_checkpoint)]
+        for line in filter(None, lines):
             print(line, file=sys.stderr)
         return openings
 

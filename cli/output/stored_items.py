@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdtool.cli.output.tables import table
 from hdtool.data.stores.store_files import printable
+from hdtool.data.tally import counted
 
 if TYPE_CHECKING:
     from hdtool.data.stores.inventory import StoredItem
@@ -47,7 +48,7 @@ def listed(items: list[StoredItem], home: str) -> str:
 def in_words(item: StoredItem) -> str:
     """One line about a store."""
     whose = f" of {printable(item.model.name)}" if item.model else ""
-    tokens = f", {item.tokens:,} tokens" if item.tokens is not None else ""
+    tokens = f", {counted(item.tokens, 'token')}" if item.tokens is not None else ""
     return f"{item.name}: {item.kind}{whose}{tokens}, {amount(item.bytes)}B in {item.folder}"
 
 

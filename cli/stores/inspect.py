@@ -21,6 +21,7 @@ from hdtool.data.stores.store import (
     require,
 )
 from hdtool.data.stores.store_files import holds_history, printable
+from hdtool.data.tally import counted
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -156,17 +157,21 @@ def _ids(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> list[int]:
 
 
 def _in_words(shown: dict[str, Any]) -> str:
+    from hdtool.cli.output.store_output import in_words
+
     lines = [
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
         *([f"model      {Checkpoint(**shown['model']).label}"] if shown["model"] else []),
         f"tokenizer  {printable(shown['tokenizer'])}, {shown['vocab_size']:,} tokens",
-        "holds      " + ", ".join(f"{count:,} {name}" for name, count in shown["counts"].items()),
+        f"holds      {in_words(shown['counts'])}",
         f"on disk    {shown['bytes']:,} bytes",
         "options    " + ", ".join(f"{name} {printable(str(value))}" for name, value in shown["options"].items()),
     ]
     for row in shown["sources"]:
         share = InputShare(**row)
-        lines.append(f"source     {share.label}: {share.records:,} documents, {share.tokens:,} tokens")
+        lines.append(
+            f"source     {share.label}: {counted(share.records, 'document')}, {counted(share.tokens, 'token')}"
+        )
     if "verified" in shown:
         lines.append(f"verified   all {shown['verified']} files are as they were written")
     return "\n".join(lines + _found(shown))

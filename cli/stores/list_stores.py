@@ -70,7 +70,9 @@ def _everything() -> list[StoredItem]:
         )
         for folder, manifest in manifests()
     ]
-    return with_single_names([*stored_items(), *sorted(models, key=lambda item: item.name), *kept_setups()])
+    return with_single_names(
+        [*stored_items(), *sorted(models, key=lambda item: (item.name, item.folder)), *kept_setups()]
+    )
 
 
 def _remove(names: list[str], found: list[StoredItem], *, yes: bool) -> None:

@@ -14,17 +14,20 @@ from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import LARGEST_JSON
 from hdtool.data.formats.compression import packed, unpacked
 from hdtool.data.progress import Bar
+from hdtool.data.tally import counted
 
 ORIGIN = "converted_from"
 """The key of the file and line that a conversation came from, by which files of ``convert`` are recognised."""
 
 
 def canonical(found: Found) -> dict[str, Any]:
-    """A conversation as a JSON object: ``id``, ``category`` if known, ``messages`` or what else it is, its origin."""
+    """A conversation as a JSON object: ``id``, what is known of it, ``messages`` or what else it is, its origin."""
     conversation = found.conversation
     row: dict[str, Any] = {"id": conversation.id or str(found.row.number)}
     if conversation.category:
         row["category"] = conversation.category
+    if conversation.model:
+        row["model"] = conversation.model
     return row | _content(conversation) | {ORIGIN: found.where}
 
 
@@ -87,8 +90,11 @@ class Written:
         return asdict(self)
 
     def in_words(self) -> str:
-        texts = f", {self.texts:,} plain texts" if self.texts else ""
-        return f"{self.conversations:,} conversations of {self.turns:,} turns, {self.answers:,} of them answers{texts}"
+        texts = f", {counted(self.texts, 'plain text')}" if self.texts else ""
+        turns = (
+            f"{counted(self.turns, 'turn')}, {self.answers:,} of them {'an answer' if self.answers == 1 else 'answers'}"
+        )
+        return f"{counted(self.conversations, 'conversation')} of {turns}{texts}"
 
 
 def write_canonical(reader: ConversationReader, file: OutputFile, shown: Bar) -> Written:

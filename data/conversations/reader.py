@@ -101,5 +101,7 @@ class ConversationReader:
                     self.tally.note(where, fault)
                     continue
                 self.tally.good += 1
+                if conversation.model and any(turn.by_model for turn in conversation.turns):
+                    self.tally.name_model(conversation.model)
                 yield Found(conversation, where, source, row)
         self.bytes_read = before + size
