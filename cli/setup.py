@@ -50,7 +50,7 @@ def setup(
 
     Holds a part of the logged conversations out, builds a model store from the others and, with --corpus, a corpus
     index, measures forward passes, replays the held-out part, answers some of its prompts with and without drafts, and
-    prints a verdict in five lines. The same command continues an interrupted set-up.
+    prints a verdict with advice. The same command continues an interrupted set-up.
     """
     if corpus and more_logs:
         raise OptionError(

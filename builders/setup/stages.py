@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hdtool.builders.setup.advice import LEAST_ANSWERS
 from hdtool.builders.setup.answers import answer, number_of_prompts
 from hdtool.builders.setup.held_out import held_out, opening_of
 from hdtool.builders.setup.overhead import Overhead
 from hdtool.builders.setup.own_stores import OwnStores
-from hdtool.builders.setup.replayed import replayed
+from hdtool.builders.setup.replayed import replayed, replayed_with_model_store
 from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_name
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
@@ -33,7 +35,7 @@ from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.progress import bar
 from hdtool.data.prompts import read_prompts
-from hdtool.data.records import Reading
+from hdtool.data.records import Reading, Record
 from hdtool.data.stores.documents import Source
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint, read_manifest
@@ -53,7 +55,7 @@ from hdtool.runtime.model.load import CONFIG_FILES, Loaded, load
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import Ints, rankings_in
-from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.stores.store_set import NONE, StoreSet
 
 Result = dict[str, Any]
 STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
@@ -89,6 +91,13 @@ class SetupPlan:
 def _state_of(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     """What changes if one of these files does."""
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+
+
+class EverySecond(Reading):
+    """Every second record of the inputs."""
+
+    def __iter__(self) -> Iterator[Record]:
+        return islice(super().__iter__(), 0, None, 2)
 
 
 def _has_rankings(stores: OwnStores) -> bool:
@@ -331,7 +340,35 @@ class Stages:
         passes = self._folder.stages["passes"]
         overhead = Overhead(tuple(passes["lengths"]), tuple(passes["prefill_seconds"]), passes["host_seconds"])
         curve = CostCurve.read(self._folder.cost)
-        return replayed(self._held_out, self._store_set, curve, overhead, quiet=self._plan.quiet)
+        found = replayed(self._held_out, self._store_set, curve, overhead, quiet=self._plan.quiet)
+        return {**found, "learning_curve": self._learning_curve(curve, found["tokens_per_step"]["model"])}
+
+    def _learning_curve(self, curve: CostCurve, whole: float) -> list[Result]:
+        """Tokens per step with a model store of half of the answers and with all; empty where they are too few."""
+        answers = read_manifest(self._stores.folders[MODEL]).counts["documents"]
+        if answers < LEAST_ANSWERS:
+            return []
+        reading, place = EverySecond(self._folder.learned_files, answers_only=True), self._folder.half
+        try:
+            with bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as shown:
+                manifest = build_model_store(
+                    place,
+                    tokenized(reading, self._tokenizer, shown),
+                    self._fingerprint,
+                    reading.sources,
+                    engine=LocalEngine(quiet=self._plan.quiet),
+                    model=self._checkpoint,
+                    rankings=self._known_rankings(),
+                )
+            stores = StoresConfig(model_db=str(place), corpus_db=NONE)
+            store_set = StoreSet.for_tokenizer(self._tokenizer, stores, model=self._checkpoint)
+            half = replayed_with_model_store(self._held_out, store_set, curve, quiet=self._plan.quiet)
+        finally:
+            self._folder.remove_half()
+        return [
+            {"answers": manifest.counts["documents"], "tokens_per_step": half},
+            {"answers": answers, "tokens_per_step": whole},
+        ]
 
     def _answer(self) -> Result:
         config = self._plan.config

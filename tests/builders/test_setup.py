@@ -126,6 +126,7 @@ class TestVerdict:
         "passes": {"device": "CPU", "dtype": "float32", "threads": 2},
         "replay": {
             "tokens_per_step": {"context": 1.5, "model": 2.0, "history": 2.1},
+            "learning_curve": [{"answers": 500, "tokens_per_step": 1.9}, {"answers": 1000, "tokens_per_step": 2.0}],
             "accepted": {"model": 10},
             "draft_tokens_per_step": 6.0,
             "tokens_per_second": 44.0,
@@ -145,13 +146,42 @@ class TestVerdict:
             "my model", {**self.STAGES, "answers": {**self.STAGES["answers"], **changed}}, ("--threads", "2")
         )
 
-    def test_five_lines_with_the_next_command(self) -> None:
+    def replayed(self, **changed: Any) -> Verdict:
+        return Verdict("my model", {**self.STAGES, "replay": {**self.STAGES["replay"], **changed}}, ())
+
+    def test_more_answers_follow_from_the_learning_curve(self) -> None:
+        """A doubling brought 2.0 / 1.9, so 5 % take log 1.05 / log (2.0 / 1.9) doublings: 0.951, or 934 answers."""
+        (line, *_) = self.verdict().advice
+        assert line.startswith("log or collect about 940 more answers for another 5% tokens per step, and run setup")
+        assert line.endswith("the model store gives 1.90 tokens per step from 500 answers, 2.00 from 1,000")
+        flat = [{"answers": 500, "tokens_per_step": 1.99}, {"answers": 1000, "tokens_per_step": 2.0}]
+        assert self.replayed(learning_curve=flat).advice[0].startswith("more answers would bring little: ")
+        assert self.replayed(learning_curve=[]).advice[0].startswith("log or collect 20 answers or more, ")
+        slower = self.verdict(tokens_per_second={"generate": 15.0, "ar": 20.0, "hd": 20.0})
+        assert slower.advice[0].startswith("log or collect about 940 more answers to make drafting pay, ")
+        far = self.verdict(tokens_per_second={"generate": 15.0, "ar": 20.0, "hd": 14.0})
+        assert far.advice[0].startswith("more answers would bring little: "), "50 % more take 2,500 answers and more"
+
+    def test_sources_that_bring_nothing_are_named(self) -> None:
+        steps = {"context": 1.5, "model": 2.0, "corpus": 2.001, "history": 2.001}
+        verdict = self.replayed(tokens_per_step=steps)
+        assert "2.00 with the model store (+33%), 2.00 with the corpus index (+0%)" in verdict.lines()[2]
+        assert any("the corpus brought nothing (2.00 tokens per step without it" in line for line in verdict.advice)
+        assert not any("history" in line for line in verdict.advice)
+        built = {"corpus_index": {"folder": "home/stores/0123456789abcdef/corpus", "tokens": 1}}
+        named = Verdict("m", {**verdict.stages, **built}, ()).advice
+        assert any("hdtool stores remove corpus-01234567" in line for line in named)
+        assert not any("corpus" in line for line in self.verdict().advice)
+        assert any(line.startswith("the history brought 5% more") for line in self.verdict().advice)
+
+    def test_lines_with_the_next_command(self) -> None:
         lines = self.verdict().lines()
-        assert [line.split()[0] for line in lines] == ["expected", "measured", "sources", "verdict", "next"]
+        labels = ["expected", "measured", "sources", "verdict", "advice", "advice", "next"]
+        assert [line.split()[0] for line in lines] == labels
         assert "44.0 tokens/s with hd, 22.0 without drafts: 2.00 times" in lines[0]
         assert "39.0 tokens/s with hd, 20.0 without drafts: 1.95 times" in lines[1]
         assert "1.50 tokens per step from the conversation alone, 2.00 with the model store" in lines[2]
-        assert lines[4].endswith("hdtool generate --model 'my model' --threads 2 \"...\"")
+        assert lines[-1].endswith("hdtool generate --model 'my model' --threads 2 \"...\"")
 
     def test_where_it_does_not_pay_the_verdict_gives_the_reason(self) -> None:
         verdict = self.verdict(tokens_per_second={"generate": 15.0, "ar": 20.0, "hd": 20.5})
@@ -168,7 +198,7 @@ class TestVerdict:
 
     def test_near_ties_are_lossless_and_other_differences_are_not(self) -> None:
         assert self.verdict(identical=3, near_ties=1).pays
-        assert "3 of 4 answers identical, 1 differ at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
+        assert "3 of 4 answers identical, 1 differs at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
         wrong = self.verdict(identical=3)
         assert not wrong.pays and "NOT lossless" in wrong.lines()[3]
 
@@ -182,13 +212,15 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 class TestCommand:
-    def test_from_logs_to_a_verdict(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_from_logs_to_a_verdict(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run([*COMMAND, "--max-new-tokens", "16", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["conversations"], found["held_out"]) == (32, 4)
         assert found["measured"]["identical"] == found["measured"]["prompts"] == 1
         assert found["lossless"] and found["expected"]["speedup"] > 0
         assert list(found["tokens_per_step"]) == ["context", "model", "corpus", "history"]
+        assert found["advice"] and "from 14 answers" in found["advice"][0] and "from 28" in found["advice"][0]
+        assert not list((tmp_path / "home" / "setups").rglob("half")), "the store of half of the answers is temporary"
         assert Path(found["stores"]["model_store"]["folder"]).is_dir()
         assert run([*COMMAND, "--max-new-tokens", "16", "--json"]) == 0
         again = capsys.readouterr()
@@ -472,7 +504,7 @@ def test_a_kill_in_any_stage_loses_nothing(numbers: Iterable[int], tmp_path: Pat
         process.communicate()
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert len(ended.stdout.splitlines()) == 5
+    assert ended.stdout.splitlines()[-1].startswith("next ")
     assert "1/6 reading the logs, done before" in ended.stderr
 
 
