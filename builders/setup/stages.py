@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from hdtool.builders.stores.engine import LocalEngine
 from hdtool.builders.stores.named_models import note_on_models
 from hdtool.builders.stores.tokenize import tokenized
 from hdtool.builders.stores.vocabulary_rankings import vocabulary_rankings
-from hdtool.data.conversations.canonical import canonical, canonical_file
+from hdtool.data.conversations.canonical import canonical_file, canonical_line
 from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.progress import bar
@@ -264,7 +263,7 @@ class Stages:
             for found in self._logged("splitting"):
                 if not found.conversation.answers:
                     continue
-                line = (json.dumps(canonical(found), ensure_ascii=False) + "\n").encode()
+                line = canonical_line(found)
                 if opening_of(found.conversation) in chosen:
                     held.write(line)
                 else:

@@ -31,6 +31,11 @@ def canonical(found: Found) -> dict[str, Any]:
     return row | _content(conversation) | {ORIGIN: found.where}
 
 
+def canonical_line(found: Found) -> bytes:
+    """A conversation as a line of a file; names that are not valid Unicode are escaped as JSON escapes them."""
+    return (json.dumps(canonical(found), ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+
+
 def _content(conversation: Conversation) -> dict[str, Any]:
     turns = conversation.turns
     if conversation.kind == TEXT:
@@ -102,7 +107,7 @@ def write_canonical(reader: ConversationReader, file: OutputFile, shown: Bar) ->
     written = Written()
     with file.replaced() as stream, packed(stream, file.path) as lines:
         for found in reader.conversations():
-            lines.write((json.dumps(canonical(found), ensure_ascii=False) + "\n").encode())
+            lines.write(canonical_line(found))
             written.add(found.conversation)
             shown.to(reader.bytes_read)
         if not written.conversations and not written.texts:

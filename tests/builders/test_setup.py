@@ -415,19 +415,20 @@ class TestCommand:
         self, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         lines = LOGS.read_text().splitlines(keepends=True)
-        logs = [tmp_path / "monday.jsonl", tmp_path / "tuesday.jsonl", tmp_path / "empty.jsonl"]
+        odd = os.fsdecode(b"caf\xe9.jsonl")  # not UTF-8
+        logs = [tmp_path / "monday.jsonl", tmp_path / odd, tmp_path / "empty.jsonl"]
         for log, part in zip(logs, (lines[:20], lines[20:], ['{"messages": []}\n']), strict=True):
             log.write_text("".join(part))
         command = [*COMMAND[:2], *(f"--logs={log}" for log in logs), *COMMAND[4:], "--max-bad-fraction", "1"]
         assert run(command) == 0, capsys.readouterr().err
         (store,) = (path.parent for path in (tmp_path / "home" / "stores").rglob(MANIFEST))
         shares = read_manifest(store).sources
-        assert [Path(share.name).name for share in shares] == ["monday.jsonl", "tuesday.jsonl"]
+        assert [Path(share.name).name for share in shares] == ["monday.jsonl", "caf\\udce9.jsonl"]
         assert sum(share.records for share in shares) == 28
         capsys.readouterr()
         assert run(["drop", str(store), "--source", "monday.jsonl"]) == 0
         assert "removed " in (said := capsys.readouterr()).err and "monday.jsonl" in said.err
-        assert [Path(share.name).name for share in read_manifest(store).sources] == ["tuesday.jsonl"]
+        assert [Path(share.name).name for share in read_manifest(store).sources] == ["caf\\udce9.jsonl"]
         assert run(command) == 1, "what was dropped does not come back unasked"
         assert "--replace replaces it" in capsys.readouterr().err
 
