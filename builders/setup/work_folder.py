@@ -176,12 +176,18 @@ def _make_private(folder: Path) -> None:
 def kept_setups() -> list[StoredItem]:
     """The work folders in hdtool's home, as ``hdtool stores`` lists them."""
     found = sorted(path.parent for path in home().glob(f"setups/*/*/{RESULTS}") if is_regular(path))
-    return [_item(folder) for folder in found if "stages" in json_object(folder / RESULTS)]
+    return [
+        _item(folder, kept)
+        for folder in found
+        if {"format", "stages"} <= (kept := json_object(folder / RESULTS)).keys()
+    ]
 
 
-def _item(folder: Path) -> StoredItem:
-    kept = json_object(folder / RESULTS)
-    learned = {part[0]: part[2] for part in kept["stages"].get("read", {}).get("learned", ())}
+def _item(folder: Path, kept: Mapping[str, Any]) -> StoredItem:
+    learned: dict[str, int] = {}
+    with suppress(AttributeError, LookupError, TypeError, ValueError):  # whatever the file holds, its folder is listed
+        learned = {log: number for log, _, number in kept["stages"]["read"]["learned"]}
+    logs = kept.get("logs") if isinstance(kept.get("logs"), list) else []
     return StoredItem(
         f"{KIND}-{folder.name[:DIGITS]}",
         KIND,
@@ -189,7 +195,7 @@ def _item(folder: Path) -> StoredItem:
         (folder / RESULTS).stat().st_mtime,
         sum(path.stat().st_size for path in _files(folder)),
         model=Checkpoint("", str(kept.get("model", folder.parent.name))),
-        sources=tuple(InputShare(log, "", learned.get(log, 0), 0) for log in kept.get("logs", ())),
+        sources=tuple(InputShare(str(log), "", learned.get(str(log), 0), 0) for log in logs),
     )
 
 
