@@ -109,7 +109,7 @@ class Verdict:
         first, *others = self.stages["replay"]["tokens_per_step"].items()
         words = [f"{first[1]:.2f} tokens per step from the conversation alone"]
         gained = gains(self.stages["replay"]["tokens_per_step"])
-        words += [f"{value:.2f} with {ADDED[name]} ({gained[name] - 1:+.0%})" for name, value in others]
+        words += [f"{value:.2f} with {ADDED[name]} ({round(gained[name] - 1, 2) + 0.0:+.0%})" for name, value in others]
         return ", ".join(words)
 
     def _judged(self) -> str:

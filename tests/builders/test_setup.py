@@ -163,9 +163,13 @@ class TestVerdict:
         assert far.advice[0].startswith("more answers would bring little: "), "50 % more take 2,500 answers and more"
 
     def test_sources_that_bring_nothing_are_named(self) -> None:
-        steps = {"context": 1.5, "model": 2.0, "corpus": 2.001, "history": 2.001}
+        steps = {"context": 1.5, "model": 2.0, "corpus": 2.001, "history": 2.0}
         verdict = self.replayed(tokens_per_step=steps)
-        assert "2.00 with the model store (+33%), 2.00 with the corpus index (+0%)" in verdict.lines()[2]
+        assert (
+            "2.00 with the model store (+33%), 2.00 with the corpus index (+0%), 2.00 with the history"
+            in verdict.lines()[2]
+        )
+        assert "-0%" not in verdict.lines()[2]
         assert any("the corpus brought nothing (2.00 tokens per step without it" in line for line in verdict.advice)
         assert not any("history" in line for line in verdict.advice)
         built = {"corpus_index": {"folder": "home/stores/0123456789abcdef/corpus", "tokens": 1}}
