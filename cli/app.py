@@ -70,7 +70,7 @@ class Commands(typer.core.TyperGroup):
                 if getattr(one, "rich_help_panel", None) == group and not one.hidden
             ]
             with formatter.section(group):
-                formatter.write_dl([(one.name, one.get_short_help_str(width)) for one in inside if not one.hidden])
+                formatter.write_dl([(one.name, one.get_short_help_str(width)) for one in listed])
 
 
 app = typer.Typer(

@@ -11,6 +11,7 @@ from hdtool.cli.parameters import options
 from hdtool.cli.parameters.command import OUTPUT, option
 from hdtool.cli.parameters.settings import only
 from hdtool.data.errors import OptionError
+from hdtool.data.tally import counted
 from hdtool.runtime.config import BuildConfig
 
 
@@ -47,6 +48,6 @@ def convert(
     if as_json:
         print(json.dumps({"file": str(out), **counts}, ensure_ascii=False))
         return
-    print(f"{out}: {written.in_words()}, {reader.tally.bad:,} records left out")
+    print(f"{out}: {written.in_words()}, {counted(reader.tally.bad, 'record')} left out")
     if not written.answers:
         print("no answers of a model are in it: it gives prompts and texts only", file=sys.stderr)

@@ -15,7 +15,6 @@ from hdtool.cli.parameters.model_argument import require_model
 from hdtool.cli.parameters.settings import without
 from hdtool.data.errors import OptionError
 from hdtool.data.inputs import find_inputs
-from hdtool.data.stores.store import MANIFEST
 from hdtool.data.tally import counted
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.setting import option_of
@@ -54,7 +53,7 @@ def setup(
 
     Holds a part of the logged conversations out, builds a model store from the others and, with --corpus, a corpus
     index, measures forward passes, replays the held-out part, answers some of its prompts with and without drafts, and
-    prints a verdict in five lines. The same command continues an interrupted set-up.
+    prints a verdict with advice. The same command continues an interrupted set-up.
     """
     require_model("setup", named.model)
     if corpus and more_logs:
@@ -79,8 +78,10 @@ def setup(
         replace=replaced,
         quiet=quiet,
     )
-    folder = WorkFolder(name_in_words(named.name), plan.identity)
+    folder = WorkFolder(name_in_words(named.name), plan.identity, [str(path) for path in found])
+    folder.load()
     stages = Stages(plan, folder)
+    stages.check()
     if dry_run:
         _show_plan(plan, stages, folder)
         return
@@ -117,10 +118,10 @@ def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
     count = sum(opening in chosen for opening in openings)
     read = f"{counted(len(openings), 'conversation')} in {counted(len(plan.logs), 'file')}"
     print(f"logs      {read}, {count:,} held out")
-    for kind, place in stages.planned_folders().items():
-        state = "replaces the store in" if place and (place / MANIFEST).exists() else "goes to"
-        print(f"{kind:<9} {state} {place or UNKNOWN_PLACE}")
+    for kind, (fate, place) in stages.planned_stores().items():
+        print(f"{kind:<9} {fate} {place or UNKNOWN_PLACE}")
     print(f"work      {folder.path}")
+    remaining = stages.remaining()
     for number, (name, title) in enumerate(stages.titles().items(), start=1):
-        done = ", done before" if name in folder.stages else ""
+        done = "" if name in remaining else ", done before"
         print(f"{number}/{len(stages.titles())}       {title}{done}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from hdtool.data.errors import RecordError
 
 BAD_SHOWN = 20
+MODELS_COUNTED = 100
+"""Names of models; more of them are no names."""
 TOLERANCE = 0.05
 """The share of records that may be unusable, where no option sets it."""
 
@@ -27,6 +30,8 @@ class Tally:
     first_bad: str = ""
     advice: str = ""
     """What else helps with the first unusable record."""
+    models: Counter[str] = field(default_factory=Counter)
+    """How many records name each model as the one that answered."""
 
     def note(self, place: str, fault: Exception) -> None:
         # Names from the record itself may hold line breaks.
@@ -36,6 +41,10 @@ class Tally:
             self.first_bad, self.advice = f"{place} ({reason})", str(getattr(fault, "advice", ""))
         if len(self.shown) < BAD_SHOWN:
             self.shown.append(f"{place}: {reason}")
+
+    def name_model(self, name: str) -> None:
+        if name in self.models or len(self.models) < MODELS_COUNTED:
+            self.models[name] += 1
 
     def refuse(self, place: str, fault: Exception) -> None:
         """Note a record that was counted as usable before."""
@@ -49,16 +58,19 @@ class Tally:
         if not self.first_bad:
             self.first_bad, self.advice = later.first_bad, later.advice
         self.shown += later.shown[: BAD_SHOWN - len(self.shown)]
+        self.models += later.models
 
     def left_out(self) -> list[str]:
         """Lines for the user: the first unusable records, and the number of the others."""
         more = self.bad - len(self.shown)
-        return [f"left out: {line}" for line in self.shown] + ([f"left out: {more} more records"] if more else [])
+        return [f"left out: {line}" for line in self.shown] + (
+            [f"left out: {counted(more, 'more record')}"] if more else []
+        )
 
     def check(self, tolerance: float) -> None:
         count = self.bad + self.good
         if self.bad > tolerance * count:
             raise RecordError(
-                f"{self.bad} of {count} records cannot be used, the first at {self.first_bad}: "
+                f"{self.bad} of {counted(count, 'record')} cannot be used, the first at {self.first_bad}: "
                 f"correct or remove them, or raise --max-bad-fraction{self.advice}"
             )

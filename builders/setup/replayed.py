@@ -28,10 +28,7 @@ def replayed(
     """Tokens per step by source, and tokens per second of all sources but the history, which begins empty."""
     stores = {"M": store_set.model, "S": store_set.corpus}
     letters = "C" + "".join(letter for letter, store in stores.items() if store)
-    contenders = [
-        Contender(SOURCE_NAMES[letter], DecodeConfig(sources=letters[: place + 1], history=NO_HISTORY), curve)
-        for place, letter in enumerate(letters)
-    ]
+    contenders = [_cold(letters[: place + 1], curve) for place in range(len(letters))]
     cold = contenders[-1].name
     contenders.append(Contender(SOURCE_NAMES[HISTORY_LETTER], DecodeConfig(sources=HISTORY_LETTER + letters), curve))
     with bar(turns_in(contenders, conversations, ()), "turns", quiet=quiet) as shown:
@@ -44,3 +41,18 @@ def replayed(
         "tokens_per_second": predicted.tokens_per_second,
         "plain_tokens_per_second": predicted.plain_tokens_per_second,
     }
+
+
+def replayed_with_model_store(
+    conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet, curve: CostCurve, *, quiet: bool
+) -> float:
+    """Tokens per step of the conversation and the model store alone."""
+    contender = _cold("CM", curve)
+    with bar(turns_in([contender], conversations, ()), "turns", quiet=quiet) as shown:
+        played = replay([contender], conversations, store_set, on_progress=shown.to)
+    return round(played[contender.name].tokens_per_step, 3)
+
+
+def _cold(letters: str, curve: CostCurve) -> Contender:
+    """Sources without a history, by the name of the last one."""
+    return Contender(SOURCE_NAMES[letters[-1]], DecodeConfig(sources=letters, history=NO_HISTORY), curve)

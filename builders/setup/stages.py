@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hdtool.builders.setup.advice import LEAST_ANSWERS
 from hdtool.builders.setup.answers import answer, number_of_prompts
 from hdtool.builders.setup.held_out import held_out, opening_of
 from hdtool.builders.setup.overhead import Overhead
 from hdtool.builders.setup.own_stores import OwnStores
-from hdtool.builders.setup.replayed import replayed
-from hdtool.builders.setup.work_folder import WorkFolder
+from hdtool.builders.setup.replayed import replayed, replayed_with_model_store
+from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_name
 from hdtool.builders.stores.build_corpus_index import build_corpus_index
 from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.builders.stores.edit_store import add
 from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.named_models import note_on_models
 from hdtool.builders.stores.tokenize import tokenized
 from hdtool.builders.stores.vocabulary_rankings import vocabulary_rankings
-from hdtool.data.conversations.canonical import canonical, canonical_file
+from hdtool.data.conversations.canonical import canonical_file, canonical_line
 from hdtool.data.conversations.reader import ConversationReader, Found
 from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.progress import bar
 from hdtool.data.prompts import read_prompts
-from hdtool.data.records import Reading
+from hdtool.data.records import Reading, Record
+from hdtool.data.stores.documents import Source
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint, read_manifest
 from hdtool.data.stores.store_files import holds_manifest
+from hdtool.data.stores.store_replacement import recorded_name
 from hdtool.data.traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
@@ -48,8 +53,8 @@ from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import CONFIG_FILES, Loaded, load
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL
-from hdtool.runtime.stores.model_store import rankings_in
-from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.stores.model_store import Ints, rankings_in
+from hdtool.runtime.stores.store_set import NONE, StoreSet
 
 Result = dict[str, Any]
 STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
@@ -87,6 +92,18 @@ def _state_of(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
+class EverySecond(Reading):
+    """Every second record of the inputs."""
+
+    def __iter__(self) -> Iterator[Record]:
+        return islice(super().__iter__(), 0, None, 2)
+
+
+def _has_rankings(stores: OwnStores) -> bool:
+    folder = stores.folders.get(MODEL)
+    return folder is not None and holds_manifest(folder) and "rankings" in read_manifest(folder).files
+
+
 def _described(folder: Path, manifest: Manifest) -> Result:
     return {"folder": str(folder), "tokens": manifest.counts["tokens"]}
 
@@ -109,47 +126,67 @@ class Stages:
         """What each stage does, by its name."""
         return {name: title for name, (title, _) in self._stages.items()}
 
+    def check(self) -> None:
+        """Refuse a set-up that would replace another store, before anything is written or downloaded."""
+        self._planned.check()
+
     def run(self, on_stage: Callable[[str], None]) -> None:
         """Run all stages that are not done; ``on_stage`` is called with the name of each stage before it."""
         self._stores.check()
-        self._forget_outdated()
+        self._folder.keep_measurements(self._conditions(self._checkpoint))
+        self._folder.forget(*self._outdated(self._stores))
         for name, (_, run) in self._stages.items():
             on_stage(name)
             if name not in self._folder.stages:
                 self._folder.finish(name, run())
 
-    def _forget_outdated(self) -> None:
-        """Have stages run again whose results are not of this command, this machine or these stores."""
-        versions = [self._checkpoint.fingerprint, self._fingerprint.fingerprint, machine(), version("hdtool")]
-        self._folder.keep_measurements(
-            {stage: [*versions, *conditions] for stage, conditions in self._plan.conditions().items()}
-        )
-        if not (self._folder.learned.exists() and self._folder.held_out.exists()):
-            self._folder.forget("read")
-        for kind, stage in STAGE_OF.items():
-            if kind not in self._stores.folders or not self._stores.built(kind):
-                self._folder.forget(stage)
-        if self._plan.config.rankings and not self._has_rankings():
-            self._folder.forget(STAGE_OF[MODEL])
+    def remaining(self) -> list[str]:
+        """The stages that are not done; without weights on this machine, all that depend on them."""
+        outdated = {*self._outdated(self._planned), *self._folder.outdated(self._conditions(self._planned_checkpoint))}
+        return [name for name in self._stages if name in outdated or name not in self._folder.stages]
 
-    def _has_rankings(self) -> bool:
-        folder = self._stores.folders[MODEL]
-        return holds_manifest(folder) and "rankings" in read_manifest(folder).files
+    def _conditions(self, model: Checkpoint | None) -> dict[str, list[str]]:
+        """All that measurements depend on, by stage."""
+        weights = model.fingerprint if model else ""
+        versions = [weights, self._fingerprint.fingerprint, machine(), version("hdtool")]
+        return {stage: [*versions, *conditions] for stage, conditions in self._plan.conditions().items()}
+
+    def _outdated(self, stores: OwnStores) -> list[str]:
+        """The stages whose files are gone or of another command."""
+        copies = [*self._folder.learned_files, self._folder.held_out]
+        found = [] if all(path.exists() for path in copies) else ["read"]
+        found += [stage for kind, stage in STAGE_OF.items() if kind not in stores.folders or not stores.built(kind)]
+        if self._plan.config.rankings and not _has_rankings(stores):
+            found.append(STAGE_OF[MODEL])
+        return found
 
     @cached_property
     def _stores(self) -> OwnStores:
-        folders = {MODEL: model_store_at_home(self._checkpoint, self._fingerprint), **self._corpus_folder}
-        inputs = {MODEL: [self._folder.learned], CORPUS: self._plan.corpus}
+        return self._stores_of(self._checkpoint)
+
+    @cached_property
+    def _planned(self) -> OwnStores:
+        """The stores, without downloading weights; the model store is left out if its folder depends on them."""
+        return self._stores_of(self._planned_checkpoint)
+
+    @cached_property
+    def _planned_checkpoint(self) -> Checkpoint | None:
+        return checkpoint_of(self._plan.model)
+
+    def _stores_of(self, model: Checkpoint | None) -> OwnStores:
+        folders = {MODEL: model_store_at_home(model, self._fingerprint)} if model else {}
+        if self._plan.corpus:
+            folders[CORPUS] = corpus_index_at_home(self._fingerprint)
+        inputs = {MODEL: lambda: self._folder.learned_files, CORPUS: lambda: self._plan.corpus}
         return OwnStores(folders, inputs, self._plan.model.name, self._plan.replace)
 
-    def planned_folders(self) -> dict[str, Path | None]:
-        """The same without downloading weights; None for a folder that depends on them."""
-        model = checkpoint_of(self._plan.model)
-        return {MODEL: model_store_at_home(model, self._fingerprint) if model else None, **self._corpus_folder}
-
-    @property
-    def _corpus_folder(self) -> dict[str, Path]:
-        return {CORPUS: corpus_index_at_home(self._fingerprint)} if self._plan.corpus else {}
+    def planned_stores(self) -> dict[str, tuple[str, Path | None]]:
+        """What happens to each store and its folder, which is None if it depends on weights that are not here."""
+        stores = self._planned
+        return {
+            kind: (stores.fate(kind), stores.folders[kind]) if kind in stores.folders else ("goes to", None)
+            for kind in ((MODEL, CORPUS) if self._plan.corpus else (MODEL,))
+        }
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
@@ -205,7 +242,9 @@ class Stages:
         """The hash of the first question of each logged conversation that holds an answer."""
         found = self._logged("reading")
         openings = [opening_of(one.conversation) for one in found if one.conversation.answers]
-        for line in self._reader.tally.left_out():
+        tally = self._reader.tally
+        lines = [*tally.left_out(), note_on_models(tally.models, self._plan.model, self._planned_checkpoint)]
+        for line in filter(None, lines):
             print(line, file=sys.stderr)
         return openings
 
@@ -218,30 +257,52 @@ class Stages:
     def _read(self) -> Result:
         openings = self.openings()
         chosen = held_out(openings, self._plan.config.held_out)
-        both = canonical_file(self._folder.learned), canonical_file(self._folder.held_out)
-        with both[0].replaced() as learned, both[1].replaced() as measured:
+        counts: Counter[int] = Counter()
+        measured = canonical_file(self._folder.held_out, private=True)
+        with measured.replaced() as held, self._folder.writing_learned() as learn:
             for found in self._logged("splitting"):
-                if found.conversation.answers:
-                    part = measured if opening_of(found.conversation) in chosen else learned
-                    part.write((json.dumps(canonical(found), ensure_ascii=False) + "\n").encode())
-        return {"conversations": len(openings), "held_out": sum(opening in chosen for opening in openings)}
+                if not found.conversation.answers:
+                    continue
+                line = canonical_line(found)
+                if opening_of(found.conversation) in chosen:
+                    held.write(line)
+                else:
+                    learn(found.source, line)
+                    counts[found.source] += 1
+        learned = [
+            LearnedPart(recorded_name(str(self._plan.logs[log])), learned_name(log), number)
+            for log, number in sorted(counts.items())
+        ]
+        return {"conversations": len(openings), "held_out": sum(map(chosen.__contains__, openings)), "learned": learned}
 
     def _build_model_store(self) -> Result:
-        reading = Reading([self._folder.learned], answers_only=True)
+        reading = self._learned()
         folder = self._stores.folders[MODEL]
-        known = rankings_in(folder, read_manifest(folder)) if holds_manifest(folder) else None
+        known = self._known_rankings()
         if known is None and self._plan.config.rankings:
             known = vocabulary_rankings(self._loaded, self._fingerprint.vocab_size, quiet=self._plan.quiet)
-        described = self._built(MODEL, reading, partial(build_model_store, model=self._checkpoint, rankings=known))
-        if known is not None and not self._has_rankings():  # the store was built before
+        # What a log brought is found, and dropped, by the name of the log.
+        sources = [
+            replace(source, name=part.log) for source, part in zip(reading.sources, self._folder.learned, strict=True)
+        ]
+        build = partial(build_model_store, model=self._checkpoint, rankings=known)
+        described = self._built(MODEL, reading, sources, build)
+        if known is not None and not _has_rankings(self._stores):  # the store was built before
             add(folder, (), (), self._fingerprint, MODEL, known)
         return described
 
+    def _learned(self) -> Reading:
+        return Reading(self._folder.learned_files, answers_only=True)
+
+    def _known_rankings(self) -> Ints | None:
+        folder = self._stores.folders[MODEL]
+        return rankings_in(folder, read_manifest(folder)) if holds_manifest(folder) else None
+
     def _build_corpus_index(self) -> Result:
         reading = Reading(self._plan.corpus, tolerance=self._plan.config.max_bad_fraction)
-        return self._built(CORPUS, reading, build_corpus_index)
+        return self._built(CORPUS, reading, reading.sources, build_corpus_index)
 
-    def _built(self, kind: str, reading: Reading, build: Callable[..., Manifest]) -> Result:
+    def _built(self, kind: str, reading: Reading, sources: Sequence[Source], build: Callable[..., Manifest]) -> Result:
         folder = self._stores.folders[kind]
         if manifest := self._stores.built(kind):  # a set-up that was killed after the build did not record it
             return _described(folder, manifest)
@@ -251,7 +312,7 @@ class Stages:
                 folder,
                 documents,
                 self._fingerprint,
-                reading.sources,
+                sources,
                 engine=LocalEngine(quiet=self._plan.quiet),
                 check=self._stores.replacement_check(kind),
             )
@@ -278,7 +339,35 @@ class Stages:
         passes = self._folder.stages["passes"]
         overhead = Overhead(tuple(passes["lengths"]), tuple(passes["prefill_seconds"]), passes["host_seconds"])
         curve = CostCurve.read(self._folder.cost)
-        return replayed(self._held_out, self._store_set, curve, overhead, quiet=self._plan.quiet)
+        found = replayed(self._held_out, self._store_set, curve, overhead, quiet=self._plan.quiet)
+        return {**found, "learning_curve": self._learning_curve(curve, found["tokens_per_step"]["model"])}
+
+    def _learning_curve(self, curve: CostCurve, whole: float) -> list[Result]:
+        """Tokens per step with a model store of half of the answers and with all; empty where they are too few."""
+        answers = read_manifest(self._stores.folders[MODEL]).counts["documents"]
+        if answers < LEAST_ANSWERS:
+            return []
+        reading, place = EverySecond(self._folder.learned_files, answers_only=True), self._folder.half
+        try:
+            with bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as shown:
+                manifest = build_model_store(
+                    place,
+                    tokenized(reading, self._tokenizer, shown),
+                    self._fingerprint,
+                    reading.sources,
+                    engine=LocalEngine(quiet=self._plan.quiet),
+                    model=self._checkpoint,
+                    rankings=self._known_rankings(),
+                )
+            stores = StoresConfig(model_db=str(place), corpus_db=NONE)
+            store_set = StoreSet.for_tokenizer(self._tokenizer, stores, model=self._checkpoint)
+            half = replayed_with_model_store(self._held_out, store_set, curve, quiet=self._plan.quiet)
+        finally:
+            self._folder.remove_half()
+        return [
+            {"answers": manifest.counts["documents"], "tokens_per_step": half},
+            {"answers": answers, "tokens_per_step": whole},
+        ]
 
     def _answer(self) -> Result:
         config = self._plan.config

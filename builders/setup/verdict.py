@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hdtool.builders.setup.advice import advice, gains
+from hdtool.data.tally import counted
+
 PAYS_FROM = 1.05
 """Speed-up over plain decoding; what is smaller may be noise of the measurement."""
 ENOUGH = 12
@@ -49,18 +52,24 @@ class Verdict:
         method = () if self.pays else ("--method", "ar")
         return shlex.join(["hdtool", "generate", "--model", self.model, *self.options, *method]) + ' "..."'
 
+    @property
+    def advice(self) -> list[str]:
+        """What to do next beside answering; nothing where answers differ."""
+        return advice(self.stages, None if self.pays else PAYS_FROM / self.measured) if self.lossless else []
+
     def lines(self) -> list[str]:
-        """Five lines for people."""
+        """The figures, the verdict, advice, and the next command, for people."""
         replayed, answers = self.stages["replay"], self.stages["answers"]
         speeds = answers["tokens_per_second"]
         return [
             f"expected  {replayed['tokens_per_second']:.1f} tokens/s with hd, "
             f"{replayed['plain_tokens_per_second']:.1f} without drafts: {self.expected:.2f} times, "
-            f"by replay of {self.stages['read']['held_out']} held-out conversations",
+            f"by replay of {counted(self.stages['read']['held_out'], 'held-out conversation')}",
             f"measured  {speeds['hd']:.1f} tokens/s with hd, {speeds['ar']:.1f} without drafts: "
             f"{self.measured:.2f} times; {speeds['generate']:.1f} by transformers' generate; {self._identical()}",
             f"sources   {self._sources()}",
             f"verdict   {self._judged()}",
+            *(f"advice    {sentence}" for sentence in self.advice),
             f"next      {self.next_command}",
         ]
 
@@ -85,19 +94,22 @@ class Verdict:
             "lossless": self.lossless,
             "pays": self.pays,
             "reason": self._judged(),
+            "advice": self.advice,
             "next": self.next_command,
         }
 
     def _identical(self) -> str:
         answers = self.stages["answers"]
-        ties = f", {answers['near_ties']} differ at near ties" if answers["near_ties"] else ""
-        return f"{answers['identical']} of {answers['prompts']} answers identical{ties}"
+        verb = "differs" if answers["near_ties"] == 1 else "differ"
+        ties = f", {answers['near_ties']} {verb} at near ties" if answers["near_ties"] else ""
+        return f"{answers['identical']} of {counted(answers['prompts'], 'answer')} identical{ties}"
 
     def _sources(self) -> str:
         """Tokens per step as sources are added."""
         first, *others = self.stages["replay"]["tokens_per_step"].items()
         words = [f"{first[1]:.2f} tokens per step from the conversation alone"]
-        words += [f"{value:.2f} with {ADDED[name]}" for name, value in others]
+        gained = gains(self.stages["replay"]["tokens_per_step"])
+        words += [f"{value:.2f} with {ADDED[name]} ({round(gained[name] - 1, 2) + 0.0:+.0%})" for name, value in others]
         return ", ".join(words)
 
     def _judged(self) -> str:

@@ -30,11 +30,12 @@ def history_in_words(shown: dict[str, Any]) -> list[str]:
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
         f"model      {printable(shown['model'])}",
         f"tokenizer  {printable(shown['tokenizer'])}, {shown['vocab_size']:,} tokens",
-        f"holds      {shown['entries']:,} conversations, {shown['tokens']:,} tokens",
+        f"holds      {counted(shown['entries'], 'conversation')}, {counted(shown['tokens'], 'token')}",
         f"on disk    {shown['bytes']:,} bytes, at most {shown['options']['most_bytes']:,}",
     ]
     for row in shown["sources"]:
-        spoken = f"{row['records']:,} conversations, {row['tokens']:,} tokens, {row['oldest']} to {row['newest']}"
+        held = f"{counted(row['records'], 'conversation')}, {counted(row['tokens'], 'token')}"
+        spoken = f"{held}, {row['oldest']} to {row['newest']}"
         lines.append(f"source     {printable(row['name'])}: {spoken}")
     if "verified" in shown:
         lines.append(f"verified   {counted(shown['verified'], 'conversation')}, as written")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -46,10 +46,11 @@ def reading(
     tolerance: float,
     *,
     quiet: bool,
+    on_models: Callable[[Mapping[str, int]], str | None] | None = None,
 ) -> Iterator[tuple[list[Source], Iterator[Document]]]:
     """The sources of inputs for a kind of store, and their documents, which are read with a progress bar.
 
-    At the end, what could not be used is printed.
+    At the end, what could not be used is printed, and a note on the models that the records name.
     """
     from hdtool.builders.stores.history_documents import HistoryDocuments, history_folders
     from hdtool.data.records import Reading
@@ -65,6 +66,8 @@ def reading(
         documents = history.with_others(engine.documents(source, tokenizer, shown))
         yield [*history.sources, *source.sources], documents
     print_left_out(source.tally)
+    if on_models and (note := on_models(source.tally.models)):
+        print(note, file=sys.stderr)
 
 
 def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet: bool) -> Ints:
@@ -87,9 +90,13 @@ def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(description(folder, manifest), ensure_ascii=False))
         return
-    counts = ", ".join(counted(count, name.removesuffix("s")) for name, count in manifest.counts.items())
     whose = f" of {manifest.model.label}" if manifest.model else ""
-    print(f"{folder}: {manifest.kind} store{whose}, {counts}, {manifest.bytes:,} bytes")
+    print(f"{folder}: {manifest.kind} store{whose}, {in_words(manifest.counts)}, {manifest.bytes:,} bytes")
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """What a store holds; the names of its counts are plurals."""
+    return ", ".join(counted(count, name.removesuffix("s")) for name, count in counts.items())
 
 
 def description(folder: Path, manifest: Manifest) -> dict[str, Any]:

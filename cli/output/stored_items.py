@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdtool.cli.output.tables import table
 from hdtool.data.stores.store_files import printable
+from hdtool.data.tally import counted
 
 if TYPE_CHECKING:
     from hdtool.data.stores.inventory import StoredItem
@@ -47,13 +48,15 @@ def listed(items: list[StoredItem], home: str) -> str:
 def in_words(item: StoredItem) -> str:
     """One line about a store."""
     whose = f" of {printable(item.model.name)}" if item.model else ""
-    tokens = f", {item.tokens:,} tokens" if item.tokens is not None else ""
+    tokens = f", {counted(item.tokens, 'token')}" if item.tokens is not None else ""
     return f"{item.name}: {item.kind}{whose}{tokens}, {amount(item.bytes)}B in {item.folder}"
 
 
 def as_row(item: StoredItem) -> dict[str, Any]:
     """A store as ``--json`` prints it."""
-    return {**asdict(item), "folder": str(item.folder), "age": round(time.time() - item.changed)}
+    shown = asdict(item)
+    del shown["shared_name"]  # serves to refuse it
+    return {**shown, "folder": str(item.folder), "age": round(time.time() - item.changed)}
 
 
 def amount(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,7 @@ def _build(
 ) -> None:
     from hdtool.builders.stores.build_corpus_index import build_corpus_index
     from hdtool.builders.stores.build_model_store import build_model_store
+    from hdtool.builders.stores.named_models import note_on_models
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import engine_for, rankings_for, reading, report
     from hdtool.runtime.model.checkpoint.identity import checkpoint_of
@@ -95,17 +97,21 @@ def _build(
         folder = _folder_at_home(kind, model, fingerprint, namespace, loading.name)
         _check_folder(folder, check)
     build: Callable[..., Manifest]
+    on_models = None
     if kind == MODEL:
         found = rankings_for(loading, fingerprint, quiet=quiet) if rankings else None
         build = partial(build_model_store, top_k=config.top_k, per_key=config.per_key, model=model, rankings=found)
+        command = shlex.join(
+            ["hdtool", "build-model-db", "--model", "MODEL", *(word for name in inputs for word in ("--from", name))]
+        )
+        on_models = partial(note_on_models, config=loading, checkpoint=model, command="" if loading.model else command)
     else:
         build = partial(build_corpus_index, shard_bytes=config.shard_bytes)
     with (
         engine_for(config, quiet=quiet) as engine,
-        reading(inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet) as (
-            sources,
-            documents,
-        ),
+        reading(
+            inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet, on_models=on_models
+        ) as (sources, documents),
     ):
         manifest = build(folder, documents, fingerprint, sources, engine=engine, check=check)
     report(folder, manifest, as_json=as_json)

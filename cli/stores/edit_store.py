@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from hdtool.data.errors import OptionError, StoreError
 from hdtool.data.stores.store import Manifest, TokenizerFingerprint, read_manifest, require
 from hdtool.data.stores.store_files import MODEL, holds_history
 from hdtool.data.stores.store_replacement import refuse_replacing
+from hdtool.data.tally import counted
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 LARGEST_AGE = 36_500
@@ -64,6 +66,7 @@ def add(
 
     from hdtool.builders.stores import edit_store as rework
     from hdtool.builders.stores.engine import LocalEngine
+    from hdtool.builders.stores.named_models import note_on_models
     from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.cli.output.store_output import rankings_for, reading, report
     from hdtool.runtime.model.load import load_tokenizer
@@ -78,7 +81,11 @@ def add(
     if rankings:
         require(before, store, MODEL, mark)
         found = rankings_for(loading, mark, quiet=quiet)
-    with reading(inputs or [], tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet) as (sources, documents):
+    on_models = partial(note_on_models, config=loading, checkpoint=before.model) if before.model else None
+    with reading(inputs or [], tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet, on_models=on_models) as (
+        sources,
+        documents,
+    ):
         manifest = rework.add(store, documents, sources, mark, kind, found)
     report(store, manifest, as_json=as_json)
 
@@ -131,7 +138,8 @@ def drop(
         raise OptionError(f"--older-than is for history stores, and {store} is none: give --source")
     dropped = rework.drop(store, source)
     for share in dropped.removed:
-        print(f"removed {share.label}: {share.records:,} documents, {share.tokens:,} tokens", file=sys.stderr)
+        held = f"{counted(share.records, 'document')}, {counted(share.tokens, 'token')}"
+        print(f"removed {share.label}: {held}", file=sys.stderr)
     report(store, dropped.manifest, as_json=as_json)
 
 
@@ -145,6 +153,7 @@ def _drop_conversations(store: Path, source: str | None, days: float | None, *, 
         raise OptionError(f"--older-than must be between 0 and {LARGEST_AGE} days, got {days:g}")
     before = None if days is None else timedelta(days=days)
     dropped = drop_conversations(store, source=source, before=before)
-    print(f"removed {dropped.conversations:,} conversations, {dropped.tokens:,} tokens", file=sys.stderr)
+    held = f"{counted(dropped.conversations, 'conversation')}, {counted(dropped.tokens, 'token')}"
+    print(f"removed {held}", file=sys.stderr)
     shown = description(HistoryStore(store, read_only=True))
     print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))

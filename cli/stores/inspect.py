@@ -157,17 +157,21 @@ def _ids(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> list[int]:
 
 
 def _in_words(shown: dict[str, Any]) -> str:
+    from hdtool.cli.output.store_output import in_words
+
     lines = [
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
         *([f"model      {Checkpoint(**shown['model']).label}"] if shown["model"] else []),
         f"tokenizer  {printable(shown['tokenizer'])}, {shown['vocab_size']:,} tokens",
-        "holds      " + ", ".join(counted(count, name.removesuffix("s")) for name, count in shown["counts"].items()),
+        f"holds      {in_words(shown['counts'])}",
         f"on disk    {shown['bytes']:,} bytes",
         "options    " + ", ".join(f"{name} {printable(str(value))}" for name, value in shown["options"].items()),
     ]
     for row in shown["sources"]:
         share = InputShare(**row)
-        lines.append(f"source     {share.label}: {share.records:,} documents, {share.tokens:,} tokens")
+        lines.append(
+            f"source     {share.label}: {counted(share.records, 'document')}, {counted(share.tokens, 'token')}"
+        )
     if "verified" in shown:
         lines.append(f"verified   all {shown['verified']} files are as they were written")
     return "\n".join(lines + _found(shown))

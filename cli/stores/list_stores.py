@@ -32,7 +32,8 @@ def stores(
     """List the stores in hdtool's home, or remove some.
 
     A model store belongs to one model, a corpus index to all models of its tokenizer. Stores in other folders are
-    shown by inspect. Models converted from GGUF files are listed too.
+    shown by inspect. Models converted from GGUF files are listed too, and so are set-ups, which keep copies of the
+    conversations in their logs.
     """
     from hdtool.cli.output.stored_items import as_row, listed
     from hdtool.data.stores.home import home
@@ -53,7 +54,8 @@ def stores(
 
 
 def _everything() -> list[StoredItem]:
-    from hdtool.data.stores.inventory import DIGITS, StoredItem, stored_items
+    from hdtool.builders.setup.work_folder import kept_setups
+    from hdtool.data.stores.inventory import DIGITS, StoredItem, stored_items, with_single_names
     from hdtool.data.stores.manifest import Checkpoint
     from hdtool.runtime.model.gguf.manifest import MANIFEST, manifests
 
@@ -68,7 +70,9 @@ def _everything() -> list[StoredItem]:
         )
         for folder, manifest in manifests()
     ]
-    return [*stored_items(), *sorted(models, key=lambda item: item.name)]
+    return with_single_names(
+        [*stored_items(), *sorted(models, key=lambda item: (item.name, item.folder)), *kept_setups()]
+    )
 
 
 def _remove(names: list[str], found: list[StoredItem], *, yes: bool) -> None:
@@ -77,7 +81,7 @@ def _remove(names: list[str], found: list[StoredItem], *, yes: bool) -> None:
 
     if not names:
         raise OptionError("nothing to remove: give the names that hdtool stores lists")
-    chosen = [found_item(name, found) for name in names]
+    chosen = {item.folder: item for item in (found_item(name, found) for name in names)}.values()
     if not yes:
         if not sys.stdin.isatty():
             raise OptionError("hdtool stores remove asks before it removes, and there is no terminal: give --yes")
@@ -90,11 +94,14 @@ def _remove(names: list[str], found: list[StoredItem], *, yes: bool) -> None:
 
 
 def _remove_one(item: StoredItem) -> None:
+    from hdtool.builders.setup.work_folder import KIND, remove_setup
     from hdtool.data.stores.inventory import remove_store
     from hdtool.runtime.model.gguf.converted import remove_converted
     from hdtool.runtime.model.gguf.manifest import Manifest
 
-    if item.kind != CONVERTED:
+    if item.kind == KIND:
+        remove_setup(item)
+    elif item.kind != CONVERTED:
         remove_store(item)
     elif manifest := Manifest.read(item.folder):
         remove_converted(item.folder, manifest)

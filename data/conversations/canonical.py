@@ -14,18 +14,26 @@ from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import LARGEST_JSON
 from hdtool.data.formats.compression import packed, unpacked
 from hdtool.data.progress import Bar
+from hdtool.data.tally import counted
 
 ORIGIN = "converted_from"
 """The key of the file and line that a conversation came from, by which files of ``convert`` are recognised."""
 
 
 def canonical(found: Found) -> dict[str, Any]:
-    """A conversation as a JSON object: ``id``, ``category`` if known, ``messages`` or what else it is, its origin."""
+    """A conversation as a JSON object: ``id``, what is known of it, ``messages`` or what else it is, its origin."""
     conversation = found.conversation
     row: dict[str, Any] = {"id": conversation.id or str(found.row.number)}
     if conversation.category:
         row["category"] = conversation.category
+    if conversation.model:
+        row["model"] = conversation.model
     return row | _content(conversation) | {ORIGIN: found.where}
+
+
+def canonical_line(found: Found) -> bytes:
+    """A conversation as a line of a file; names that are not valid Unicode are escaped as JSON escapes them."""
+    return (json.dumps(canonical(found), ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def _content(conversation: Conversation) -> dict[str, Any]:
@@ -50,9 +58,9 @@ def _answer(turn: Turn) -> dict[str, Any]:
     return answer | {"rankings": turn.rankings.as_json()} if turn.rankings else answer
 
 
-def canonical_file(path: Path) -> OutputFile:
+def canonical_file(path: Path, *, private: bool = False) -> OutputFile:
     """The file that ``convert`` writes; only an earlier one of its own is replaced."""
-    return OutputFile(path, "a file of hdtool convert", _is_canonical, RecordError)
+    return OutputFile(path, "a file of hdtool convert", _is_canonical, RecordError, private=private)
 
 
 def _is_canonical(path: Path) -> bool:
@@ -87,8 +95,11 @@ class Written:
         return asdict(self)
 
     def in_words(self) -> str:
-        texts = f", {self.texts:,} plain texts" if self.texts else ""
-        return f"{self.conversations:,} conversations of {self.turns:,} turns, {self.answers:,} of them answers{texts}"
+        texts = f", {counted(self.texts, 'plain text')}" if self.texts else ""
+        turns = (
+            f"{counted(self.turns, 'turn')}, {self.answers:,} of them {'an answer' if self.answers == 1 else 'answers'}"
+        )
+        return f"{counted(self.conversations, 'conversation')} of {turns}{texts}"
 
 
 def write_canonical(reader: ConversationReader, file: OutputFile, shown: Bar) -> Written:
@@ -96,7 +107,7 @@ def write_canonical(reader: ConversationReader, file: OutputFile, shown: Bar) ->
     written = Written()
     with file.replaced() as stream, packed(stream, file.path) as lines:
         for found in reader.conversations():
-            lines.write((json.dumps(canonical(found), ensure_ascii=False) + "\n").encode())
+            lines.write(canonical_line(found))
             written.add(found.conversation)
             shown.to(reader.bytes_read)
         if not written.conversations and not written.texts:

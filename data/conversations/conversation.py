@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hdtool.data.conversations.rankings import Rankings
@@ -56,6 +56,8 @@ class Conversation:
     """The limit of recorded answers."""
     prompted: int = 0
     """The first turns that were sent to the model, its earlier answers included."""
+    model: str = field(default="", compare=False)
+    """The model that answered, as the record names it."""
 
     @property
     def answers(self) -> list[int]:
@@ -83,4 +85,5 @@ def answered(asked: Conversation, answers: Conversation) -> Conversation:
         turns = [turn for pair in zip(asked.turns, answers.turns, strict=False) for turn in pair]
         prompted = 0
     category = asked.category or answers.category
-    return replace(asked, turns=tuple(turns), category=category, kind=CHAT, key="", prompted=prompted)
+    model = asked.model or answers.model
+    return replace(asked, turns=tuple(turns), category=category, kind=CHAT, key="", prompted=prompted, model=model)

@@ -63,7 +63,17 @@ def conversation_of(value: Any) -> Conversation:
 def _named(found: Conversation, row: dict[str, Any]) -> Conversation:
     name = next((row[key] for key in ID_KEYS if isinstance(row.get(key), str | int)), "")
     category = row.get("category")
-    return replace(found, id=str(name), category="" if category is None else str(category))
+    return replace(found, id=str(name), category="" if category is None else str(category), model=_model_of(row))
+
+
+def _model_of(row: dict[str, Any]) -> str:
+    """The model that a row names, or else its request or its response."""
+    bodies = [row]
+    for key in ("body", *api.REQUEST_KEYS, *api.RESPONSE_KEYS):
+        held = row.get(key)
+        bodies += [held, held.get("body")] if isinstance(held, dict) else []
+    named = (body["model"] for body in bodies if isinstance(body, dict) and isinstance(body.get("model"), str))
+    return next((name for name in named if name), "")
 
 
 def _found(value: Any) -> Conversation:

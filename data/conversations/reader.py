@@ -74,13 +74,14 @@ class ConversationReader:
             if not half.key:
                 yield found
             elif others := waiting[not is_answer, half.key]:
-                other = others.popleft().conversation
+                other = others.popleft()
+                asked, answers = (other, found) if is_answer else (found, other)
                 try:
-                    whole = answered(other, half) if is_answer else answered(half, other)
+                    whole = answered(asked.conversation, answers.conversation)
                 except RowError as fault:
                     self.tally.refuse(found.where, fault)
                 else:
-                    yield found._replace(conversation=whole)
+                    yield found._replace(conversation=whole, source=answers.source)
             else:
                 waiting[is_answer, half.key].append(found)
         yield from chain.from_iterable(waiting.values())
@@ -100,5 +101,7 @@ class ConversationReader:
                     self.tally.note(where, fault)
                     continue
                 self.tally.good += 1
+                if conversation.model and any(turn.by_model for turn in conversation.turns):
+                    self.tally.name_model(conversation.model)
                 yield Found(conversation, where, source, row)
         self.bytes_read = before + size

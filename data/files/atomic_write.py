@@ -20,6 +20,7 @@ from hdtool.data.errors import HdtoolError, worded
 
 TEMPORARY_BYTES = 8
 """Random bytes in the name of a temporary file."""
+ENDING = rf"[0-9a-f]{{{2 * TEMPORARY_BYTES}}}\.tmp"
 BINARY = getattr(os, "O_BINARY", 0)
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
@@ -35,6 +36,8 @@ class OutputFile:
     """Whether hdtool wrote the file at a path, judged by what the file holds; see ``ownership``."""
     error: type[HdtoolError]
     advice: str = "choose another --out, or move it away"
+    private: bool = False
+    """Whether only its owner may read it, whatever the umask."""
 
     def check(self) -> None:
         """Refuse a destination that must not be replaced or cannot be written, before any work is done for it."""
@@ -65,7 +68,7 @@ class OutputFile:
             destination = self._destination()
             destination.parent.mkdir(parents=True, exist_ok=True)
             _remove_stale(destination)
-            temporary, descriptor = _temporary(destination)
+            temporary, descriptor = _temporary(destination, 0o600 if self.private else 0o666)
             try:
                 with os.fdopen(descriptor, "w+b") as stream:
                     yield stream
@@ -100,6 +103,11 @@ class OutputFile:
         return destination
 
 
+def temporary_names(names: str) -> re.Pattern[str]:
+    """The names of temporary files of destinations whose names match a pattern."""
+    return re.compile(rf"\.({names})\.{ENDING}")
+
+
 def _size(path: Path) -> int | None:
     """The bytes of a regular file, None if there is none; anything else raises an OSError."""
     try:
@@ -112,12 +120,12 @@ def _size(path: Path) -> int | None:
     raise OSError(0, kinds.get(stat.S_IFMT(found.st_mode), "it is not a regular file"))
 
 
-def _temporary(destination: Path) -> tuple[Path, int]:
-    """A new file in the folder of ``destination``, open and locked."""
+def _temporary(destination: Path, mode: int) -> tuple[Path, int]:
+    """A new file in the folder of ``destination``, open and locked; the umask takes permissions from its mode."""
     while True:
         path = destination.with_name(f"{_start(destination)}{secrets.token_hex(TEMPORARY_BYTES)}.tmp")
-        # Exclusive creation follows no link, and this mode leaves the permissions to the umask.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS | BINARY, 0o666)
+        # Exclusive creation follows no link.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS | BINARY, mode)
         _lock(descriptor, wait=True)
         if os.fstat(descriptor).st_nlink:
             return path, descriptor
@@ -131,7 +139,7 @@ def _start(destination: Path) -> str:
 
 def _remove_stale(destination: Path) -> None:
     """Delete temporary files of this destination whose writers were killed."""
-    name = re.compile(re.escape(_start(destination)) + rf"[0-9a-f]{{{2 * TEMPORARY_BYTES}}}\.tmp")
+    name = re.compile(re.escape(_start(destination)) + ENDING)
     for path in destination.parent.iterdir():
         if name.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             with suppress(OSError):

@@ -6,6 +6,7 @@ A folder may hold other files beside a store. Only files whose names and kinds a
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from hdtool.data.stores.store_files import (
     delete_leftovers,
     holds_history,
     holds_manifest,
+    printable,
 )
 
 DIGITS = 8
@@ -54,6 +56,8 @@ class StoredItem:
     sources: tuple[InputShare, ...] = ()
     fault: str | None = None
     """Why it cannot be opened."""
+    shared_name: str | None = None
+    """A shorter name that it would have if no other one had it."""
 
 
 def stored_items() -> list[StoredItem]:
@@ -66,12 +70,14 @@ def stored_items() -> list[StoredItem]:
         for path in home().glob(f"{place.format(kind=kind)}/{MANIFEST}")
     }
     items = [_item(folder) for folder in sorted(folders) if holds_manifest(folder) or holds_history(folder)]
-    return _with_single_names(items)
+    return with_single_names(items)
 
 
 def found_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
-    """The store of this name or in this folder."""
+    """The store of this name or in this folder; a name that several share is a ``StoreError``."""
     known = list(items)
+    if sharing := [item for item in known if item.shared_name == name]:
+        raise _ambiguous(name, sharing)
     for item in known:
         if name == item.name or Path(name).expanduser().resolve() == item.folder.resolve():
             return item
@@ -82,9 +88,21 @@ def found_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
 def store_folder(name: str) -> Path:
     """The folder of that path, or else that of the store at home with that name."""
     folder = Path(name).expanduser()
-    if folder.exists() or not _NAME.fullmatch(name):
+    if folder.exists():
         return folder
-    return next((item.folder for item in stored_items() if item.name == name), folder)
+    if (home() / name / MANIFEST).is_file():  # as it is listed where several would have the same name
+        return home() / name
+    if not _NAME.fullmatch(name):
+        return folder
+    items = stored_items()
+    if sharing := [item for item in items if item.shared_name == name]:
+        raise _ambiguous(name, sharing)
+    return next((item.folder for item in items if item.name == name), folder)
+
+
+def _ambiguous(name: str, sharing: list[StoredItem]) -> StoreError:
+    candidates = ", ".join(printable(item.name) for item in sharing)
+    return StoreError(f"{name} could be any of {len(sharing)}: {candidates}: give one of these names instead")
 
 
 def remove_store(item: StoredItem) -> None:
@@ -99,7 +117,7 @@ def remove_store(item: StoredItem) -> None:
                 (folder / MANIFEST).unlink()
                 delete_leftovers(folder, ())
         (folder / LOCK).unlink(missing_ok=True)
-        _remove_empty(folder)
+        remove_empty(folder)
     except OSError as error:
         raise StoreError(f"{folder} cannot be removed ({error.strerror or error}): correct the permissions") from error
 
@@ -114,7 +132,7 @@ def _remove_history(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _remove_empty(folder: Path) -> None:
+def remove_empty(folder: Path) -> None:
     """Remove a folder and those above it that become empty, up to hdtool's home."""
     with suppress(OSError):
         for place in (folder, *folder.parents):
@@ -157,10 +175,12 @@ def _history(item: StoredItem, files: list[Path]) -> StoredItem:
     return replace(item, tokenizer=manifest.tokenizer.fingerprint, model=model, changed=changed)
 
 
-def _with_single_names(items: list[StoredItem]) -> list[StoredItem]:
-    """The items with longer names where several would have the same."""
-    names = [item.name for item in items]
+def with_single_names(items: list[StoredItem]) -> list[StoredItem]:
+    """The items, named by their folders where several would have the same name."""
+    names = Counter(item.name for item in items)
     return [
-        item if names.count(item.name) == 1 else replace(item, name=item.folder.relative_to(home()).as_posix())
+        item
+        if names[item.name] == 1
+        else replace(item, name=item.folder.relative_to(home()).as_posix(), shared_name=item.name)
         for item in items
     ]

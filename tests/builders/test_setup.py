@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from hdtool.builders.setup import stages
 from hdtool.builders.setup.held_out import held_out, opening_of
 from hdtool.builders.setup.overhead import Overhead
 from hdtool.builders.setup.stages import Stages
@@ -125,6 +126,7 @@ class TestVerdict:
         "passes": {"device": "CPU", "dtype": "float32", "threads": 2},
         "replay": {
             "tokens_per_step": {"context": 1.5, "model": 2.0, "history": 2.1},
+            "learning_curve": [{"answers": 500, "tokens_per_step": 1.9}, {"answers": 1000, "tokens_per_step": 2.0}],
             "accepted": {"model": 10},
             "draft_tokens_per_step": 6.0,
             "tokens_per_second": 44.0,
@@ -144,13 +146,46 @@ class TestVerdict:
             "my model", {**self.STAGES, "answers": {**self.STAGES["answers"], **changed}}, ("--threads", "2")
         )
 
-    def test_five_lines_with_the_next_command(self) -> None:
+    def replayed(self, **changed: Any) -> Verdict:
+        return Verdict("my model", {**self.STAGES, "replay": {**self.STAGES["replay"], **changed}}, ())
+
+    def test_more_answers_follow_from_the_learning_curve(self) -> None:
+        """A doubling brought 2.0 / 1.9, so 5 % take log 1.05 / log (2.0 / 1.9) doublings: 0.951, or 934 answers."""
+        (line, *_) = self.verdict().advice
+        assert line.startswith("log or collect about 940 more answers for another 5% tokens per step, and run setup")
+        assert line.endswith("the model store gives 1.90 tokens per step from 500 answers, 2.00 from 1,000")
+        flat = [{"answers": 500, "tokens_per_step": 1.99}, {"answers": 1000, "tokens_per_step": 2.0}]
+        assert self.replayed(learning_curve=flat).advice[0].startswith("more answers would bring little: ")
+        assert self.replayed(learning_curve=[]).advice[0].startswith("log or collect 20 answers or more, ")
+        slower = self.verdict(tokens_per_second={"generate": 15.0, "ar": 20.0, "hd": 20.0})
+        assert slower.advice[0].startswith("log or collect about 940 more answers to make drafting pay, ")
+        far = self.verdict(tokens_per_second={"generate": 15.0, "ar": 20.0, "hd": 14.0})
+        assert far.advice[0].startswith("more answers would bring little: "), "50 % more take 2,500 answers and more"
+
+    def test_sources_that_bring_nothing_are_named(self) -> None:
+        steps = {"context": 1.5, "model": 2.0, "corpus": 2.001, "history": 2.0}
+        verdict = self.replayed(tokens_per_step=steps)
+        assert (
+            "2.00 with the model store (+33%), 2.00 with the corpus index (+0%), 2.00 with the history"
+            in verdict.lines()[2]
+        )
+        assert "-0%" not in verdict.lines()[2]
+        assert any("the corpus brought nothing (2.00 tokens per step without it" in line for line in verdict.advice)
+        assert not any("history" in line for line in verdict.advice)
+        built = {"corpus_index": {"folder": "home/stores/0123456789abcdef/corpus", "tokens": 1}}
+        named = Verdict("m", {**verdict.stages, **built}, ()).advice
+        assert any("hdtool stores remove corpus-01234567" in line for line in named)
+        assert not any("corpus" in line for line in self.verdict().advice)
+        assert any(line.startswith("the history brought 5% more") for line in self.verdict().advice)
+
+    def test_lines_with_the_next_command(self) -> None:
         lines = self.verdict().lines()
-        assert [line.split()[0] for line in lines] == ["expected", "measured", "sources", "verdict", "next"]
+        labels = ["expected", "measured", "sources", "verdict", "advice", "advice", "next"]
+        assert [line.split()[0] for line in lines] == labels
         assert "44.0 tokens/s with hd, 22.0 without drafts: 2.00 times" in lines[0]
         assert "39.0 tokens/s with hd, 20.0 without drafts: 1.95 times" in lines[1]
         assert "1.50 tokens per step from the conversation alone, 2.00 with the model store" in lines[2]
-        assert lines[4].endswith("hdtool generate --model 'my model' --threads 2 \"...\"")
+        assert lines[-1].endswith("hdtool generate --model 'my model' --threads 2 \"...\"")
 
     def test_where_it_does_not_pay_the_verdict_gives_the_reason(self) -> None:
         verdict = self.verdict(tokens_per_second={"generate": 15.0, "ar": 20.0, "hd": 20.5})
@@ -167,7 +202,7 @@ class TestVerdict:
 
     def test_near_ties_are_lossless_and_other_differences_are_not(self) -> None:
         assert self.verdict(identical=3, near_ties=1).pays
-        assert "3 of 4 answers identical, 1 differ at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
+        assert "3 of 4 answers identical, 1 differs at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
         wrong = self.verdict(identical=3)
         assert not wrong.pays and "NOT lossless" in wrong.lines()[3]
 
@@ -181,13 +216,15 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 class TestCommand:
-    def test_from_logs_to_a_verdict(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_from_logs_to_a_verdict(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run([*COMMAND, "--max-new-tokens", "16", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["conversations"], found["held_out"]) == (32, 4)
         assert found["measured"]["identical"] == found["measured"]["prompts"] == 1
         assert found["lossless"] and found["expected"]["speedup"] > 0
         assert list(found["tokens_per_step"]) == ["context", "model", "corpus", "history"]
+        assert found["advice"] and "from 14 answers" in found["advice"][0] and "from 28" in found["advice"][0]
+        assert not list((tmp_path / "home" / "setups").rglob("half")), "the store of half of the answers is temporary"
         assert Path(found["stores"]["model_store"]["folder"]).is_dir()
         assert run([*COMMAND, "--max-new-tokens", "16", "--json"]) == 0
         again = capsys.readouterr()
@@ -273,7 +310,7 @@ class TestCommand:
         def counts() -> dict[str, int]:
             capsys.readouterr()
             assert run(["stores", "--json"]) == 0
-            (store,) = json.loads(capsys.readouterr().out)["stores"]
+            (store,) = (one for one in json.loads(capsys.readouterr().out)["stores"] if one["kind"] == "model")
             return read_manifest(Path(store["folder"])).counts
 
         monkeypatch.setattr(Stages, "_measure_passes", stop)
@@ -351,6 +388,108 @@ class TestCommand:
         assert "--replace replaces it" in capsys.readouterr().err
         assert not measured
 
+    @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+    def test_a_store_of_other_origin_is_refused_before_anything_is_written(
+        self, dry_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Weights are not converted or downloaded for it, and a dry run says so."""
+        assert run(["build-model-db", "--from", str(LOGS), "--model", str(demo.MODEL), "--quiet"]) == 0
+        before = sorted((tmp_path / "home").rglob("*"))
+        monkeypatch.setattr(stages, "place_of", lambda *_, **__: pytest.fail("the weights were fetched"))
+        assert run([*COMMAND, *dry_run]) == 1
+        assert "holds a model store of" in (said := capsys.readouterr().err) and "--replace replaces it" in said
+        assert sorted((tmp_path / "home").rglob("*")) == before
+
+    def test_a_dry_run_says_what_becomes_of_stores_and_stages(
+        self, measured: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def dry_run(*options: str) -> str:
+            capsys.readouterr()
+            assert run([*COMMAND, *options, "--dry-run"]) == 0
+            return capsys.readouterr().out
+
+        assert "model     goes to " in dry_run() and "done before" not in dry_run()
+        assert run(COMMAND) == 0
+        assert "model     was built before and stays in " in (shown := dry_run())
+        assert shown.count("done before") == len(ALL_STAGES)
+        assert dry_run("--max-new-tokens", "8").count("done before") == len(ALL_STAGES) - 1
+        assert "model     replaces the store in " in dry_run("--held-out-fraction", "0.3", "--replace")
+
+    def test_each_log_is_a_source_that_can_be_dropped(
+        self, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        lines = LOGS.read_text().splitlines(keepends=True)
+        odd = os.fsdecode(b"caf\xe9.jsonl")  # not UTF-8
+        logs = [tmp_path / "monday.jsonl", tmp_path / odd, tmp_path / "empty.jsonl"]
+        for log, part in zip(logs, (lines[:20], lines[20:], ['{"messages": []}\n']), strict=True):
+            log.write_text("".join(part))
+        command = [*COMMAND[:2], *(f"--logs={log}" for log in logs), *COMMAND[4:], "--max-bad-fraction", "1"]
+        assert run(command) == 0, capsys.readouterr().err
+        (store,) = (path.parent for path in (tmp_path / "home" / "stores").rglob(MANIFEST))
+        shares = read_manifest(store).sources
+        assert [Path(share.name).name for share in shares] == ["monday.jsonl", "caf\\udce9.jsonl"]
+        assert sum(share.records for share in shares) == 28
+        capsys.readouterr()
+        assert run(["drop", str(store), "--source", "monday.jsonl"]) == 0
+        assert "removed " in (said := capsys.readouterr()).err and "monday.jsonl" in said.err
+        assert [Path(share.name).name for share in read_manifest(store).sources] == ["caf\\udce9.jsonl"]
+        assert run(command) == 1, "what was dropped does not come back unasked"
+        assert "--replace replaces it" in capsys.readouterr().err
+
+    def test_answers_belong_to_the_log_that_holds_them(self, measured: list[str], tmp_path: Path) -> None:
+        """In two files of a batch, requests may be read before or after their answers."""
+        rows = [json.loads(line)["messages"] for line in LOGS.read_text().splitlines()]
+        asked, answered = [], []
+        for number, (question, answer) in enumerate(row[-2:] for row in rows):
+            key = {"custom_id": str(number)}
+            asked.append(key | {"url": "/v1/chat/completions", "body": {"messages": [question]}})
+            answered.append(key | {"response": {"body": {"choices": [{"message": answer}]}}})
+        for names in (("a-asked.jsonl", "b-answered.jsonl"), ("b-asked.jsonl", "a-answered.jsonl")):
+            for name, batch in zip(names, (asked, answered), strict=True):
+                (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in batch))
+            logs = [f"--logs={tmp_path / name}" for name in sorted(names)]
+            assert run([*COMMAND[:2], *logs, *COMMAND[4:], "--replace"]) == 0
+            (store,) = (path.parent for path in (tmp_path / "home" / "stores").rglob(MANIFEST))
+            assert [Path(share.name).name for share in read_manifest(store).sources] == [names[1]]
+
+    def test_copies_of_logs_are_private_and_can_be_removed(
+        self, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        setups = tmp_path / "home" / "setups"
+        (old := setups / demo.MODEL.name / "0123456789abcdef").mkdir(parents=True)  # of a version that did not
+        (old / "learned.jsonl").write_text('{"id": "1"}\n')
+        (old / "setup.json").write_text('{"format": 1, "stages": {}}')
+        umask = os.umask(0)
+        try:
+            assert run(COMMAND) == 0
+        finally:
+            os.umask(umask)
+        (held_out,) = setups.rglob("held-out.jsonl")
+        folder = held_out.parent
+        assert {path.name for path in folder.iterdir()} == {"setup.json", "learned-0.jsonl", "held-out.jsonl", "lock"}
+        copies = [path for path in folder.iterdir() if path.name != "lock"]
+        assert {path.stat().st_mode & 0o777 for path in copies} == {0o600}
+        assert {path.stat().st_mode & 0o777 for path in (folder, folder.parent, setups)} == {0o700}
+        (folder / ".held-out.jsonl.0123456789abcdef.tmp").write_text("of a killed set-up")
+        (folder / "notes.txt").write_text("mine")
+        capsys.readouterr()
+        assert run(["stores", "--json"]) == 0
+        listed = [one for one in json.loads(capsys.readouterr().out)["stores"] if one["kind"] == "setup"]
+        assert {one["folder"] for one in listed} == {str(folder), str(old)}
+        assert run(["stores"]) == 0
+        assert f"setup-{folder.name[:8]}" in (shown := capsys.readouterr().out) and LOGS.name in shown
+        assert run(["stores", "remove", f"setup-{folder.name[:8]}", "setup-01234567", "--yes"]) == 0
+        assert not old.exists()
+        assert [path.name for path in folder.iterdir()] == ["notes.txt"], "what hdtool did not write stays"
+
+    def test_a_running_setup_is_not_removed(
+        self, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with WorkFolder("model", ["a"]).opened() as folder:
+            assert run(["stores", "remove", f"setup-{folder.path.name[:8]}", "--yes"]) == 1
+            assert "a setup is running in" in capsys.readouterr().err
+            assert (folder.path / RESULTS).exists()
+
     def test_a_dry_run_changes_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run([*COMMAND, "--dry-run"]) == 0
         shown = capsys.readouterr().out
@@ -359,18 +498,18 @@ class TestCommand:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stages", [(5,), pytest.param(range(1, 7), marks=pytest.mark.exhaustive)])
-def test_a_kill_in_any_stage_loses_nothing(stages: Iterable[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [(5,), pytest.param(range(1, 7), marks=pytest.mark.exhaustive)])
+def test_a_kill_in_any_stage_loses_nothing(numbers: Iterable[int], tmp_path: Path) -> None:
     command = [*HDTOOL, *COMMAND, "--corpus", str(ROOT / "docs"), "--max-new-tokens", "16"]
     environment = os.environ | {"HDTOOL_HOME": str(tmp_path)}
-    for stage in stages:
+    for stage in numbers:
         process = start(command, env=environment)
         read_until(process, f"{stage}/6")
         process.kill()
         process.communicate()
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert len(ended.stdout.splitlines()) == 5
+    assert ended.stdout.splitlines()[-1].startswith("next ")
     assert "1/6 reading the logs, done before" in ended.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -21,6 +22,7 @@ from hdtool.data.stores.inventory import stored_items
 from hdtool.data.stores.store import MANIFEST, Manifest, read_manifest
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.model.gguf.manifest import Manifest as Converted
 
 QUICK = ("--max-new-tokens", "4", "--method", "hd", "--draft-tokens", "2", "--history", "none")
 
@@ -227,6 +229,92 @@ def test_stores_are_listed_and_removed(capfd: pytest.CaptureFixture[str]) -> Non
     assert made(capfd, "stores")["stores"] == []
     assert not [path for path in home().rglob("*") if path.is_file() and "costs" not in path.parts]
     assert not (home() / "stores").exists()
+
+
+def test_a_name_that_several_share_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """Two conversions of one GGUF file, as two versions of transformers make them, and a store that was moved."""
+    digest = "89abcdef" * 8
+    for version in ("5.19", "5.23"):
+        folder = home() / "gguf" / f"tiny-{version.replace('.', '')}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        Converted(digest, version, {"config.json": 2}).write(folder)
+    said = complaint(capfd, "stores", "remove", "gguf-89abcdef", "--yes")
+    assert said == (
+        "error: gguf-89abcdef could be any of 2: gguf/tiny-519, gguf/tiny-523: give one of these names instead"
+    )
+    names = [row["name"] for row in made(capfd, "stores")["stores"]]
+    assert names == ["gguf/tiny-519", "gguf/tiny-523"]
+    assert run(["stores", "remove", names[0], names[0], "--yes"]) == 0
+    assert capfd.readouterr().err.count("removed ") == 1
+    assert [row["name"] for row in made(capfd, "stores")["stores"]] == ["gguf-89abcdef"]
+
+    built = made(capfd, "build-model-db", "--from", "answers.jsonl")
+    moved = home() / "stores" / "0123456789abcdef" / "model" / Path(built["store"]).name
+    shutil.copytree(built["store"], moved)
+    short = f"model-{built['model']['fingerprint'][:8]}"
+    for command in (["stores", "remove", short, "--yes"], ["inspect", short]):
+        assert f"{short} could be any of 2: stores/" in complaint(capfd, *command)
+    assert made(capfd, "inspect", moved.relative_to(home()).as_posix())["store"] == str(moved)
+
+
+def test_one_of_a_thing_is_singular(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("one.txt").write_text("Once upon a time there was a store.")
+    assert run(["build-corpus-db", "one.txt", "--out", "store"]) == 0
+    assert run(["inspect", "store"]) == 0
+    assert run(["convert", "one.txt", "--out", "converted.jsonl"]) == 0
+    shown = capfd.readouterr().out
+    assert "1 document, 1 shard" in shown and "): 1 document, " in shown and ", 1 plain text" in shown
+    assert not re.search(r"\b1 (documents|shards|records|plain texts)\b", shown)
+
+
+COMMANDS_FOR = {
+    "smollm2": "hdtool build-model-db --model smollm2 --from named.jsonl builds one for that model",
+    "vicuna-7b-v1.3": "hdtool build-model-db --model MODEL --from named.jsonl, where MODEL is its folder or hub name",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS_FOR)
+def test_answers_of_another_model_are_mentioned(
+    name: str, tuned: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "smollm2_file", lambda: None)
+    rows = [json.loads(line) | {"model": name} for line in Path("answers.jsonl").read_text().splitlines()]
+    Path("named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(["build-model-db", "--from", "named.jsonl"]) == 0
+    (note,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("note: "))
+    assert note.startswith(f"note: all 3 records name {name} as the model that answered, and the store is for ")
+    assert "hdtool-demo, because no --model is given: " in note and COMMANDS_FOR[name] in note
+    assert run(["build-model-db", "--model", tuned, "--from", "named.jsonl"]) == 0
+    assert "the store is for tuned: drafts come best from a model's own answers" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["hdtool-demo", "embedded", str(demo.MODEL), "someone/hdtool-demo", ""])
+def test_its_own_answers_are_not_mentioned(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) | {"model": name} for line in Path("answers.jsonl").read_text().splitlines()]
+    Path("named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(["build-model-db", "--from", "named.jsonl"]) == 0
+    assert "note: " not in capfd.readouterr().err
+
+
+def test_requests_and_converted_files_name_their_model(capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    logged = [
+        {
+            "request": {"model": "their/model", "messages": [{"role": "user", "content": row["prompt"]}]},
+            "response": {"choices": [{"message": {"role": "assistant", "content": row["output"]}}]},
+        }
+        for row in rows
+    ]
+    Path("logged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    assert run(["convert", "logged.jsonl", "--out", "converted.jsonl"]) == 0
+    for file in ("logged.jsonl", "converted.jsonl"):
+        assert run(["build-model-db", "--from", file, "--replace"]) == 0
+        assert "note: all 3 records name their/model as the model that answered" in capfd.readouterr().err
+    assert run(["add", str(stored_items()[0].folder), "answers.jsonl"]) == 0
+    assert "note: " not in capfd.readouterr().err
+    assert run(["build-corpus-db", "logged.jsonl"]) == 0
+    assert "note: " not in capfd.readouterr().err
 
 
 def test_other_files_stay_and_a_running_build_is_not_disturbed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,14 @@ def test_the_changelog_and_the_citation_have_this_version() -> None:
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
+def test_the_logs_of_the_readme_ship() -> None:
+    """A log is a file of the repository, or a command above makes it of one."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    made = {name: source for source, name in re.findall(r"^\$ head -n \d+ (\S+) > (\S+)$", readme, re.MULTILINE)}
+    named = re.findall(r"--logs (\S+)", readme)
+    assert named and all((ROOT / made.get(name, name)).is_file() for name in named), named
+
+
 def test_the_commands_of_the_readme_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     rules = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
