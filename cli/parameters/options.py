@@ -62,7 +62,12 @@ StoreOut = Annotated[
 ]
 Replace = Annotated[bool, option(OUTPUT, "Replace the store that is there.", "--replace")]
 Namespace = Annotated[
-    str | None, option(OUTPUT, "Tenant of the store: the served model name under which hdtool serve finds it.")
+    str | None,
+    option(
+        OUTPUT,
+        "Namespace of the store: the name of the tenant, or in vLLM the served model name, for which hdtool serve "
+        "finds it.",
+    ),
 ]
 Stats = Annotated[bool, option(OUTPUT, "Print time, steps and sources of each answer to standard error.", "--stats")]
 Color = Annotated[
