@@ -143,6 +143,7 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
         recycled="R" in config.drafts_from,
         heads=heads,
         history=store_set.history if HISTORY_LETTER in config.drafts_from else None,
+        remembers=HISTORY_LETTER in config.drafts_from,
         plugins={
             number: source.evidence
             for number, source in plugins().items()

@@ -195,3 +195,24 @@ def test_calls_of_one_generator_draft_from_each_other_and_other_generators_do_no
     assert from_history(second) == from_history(cold)
     never = Generator.drafting(loaded.tokenizer, DecodeConfig(draft_tokens=16, history="none"), NOWHERE)
     assert [from_history(never) for _ in range(2)] == [0, 0]
+
+
+def test_without_a_history_no_call_drafts_from_what_the_model_ranked_in_another(loaded: Loaded) -> None:
+    prompts = [
+        loaded.tokenizer(text)["input_ids"] for text in ("Write a story about a fox.", "Now a story about a fox.")
+    ]
+
+    def recycled(generator: Generator, prompt: list[int]) -> int:
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "max_new_tokens": 24, "custom_generate": generator}
+        loaded.target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
+        return int(generator.stats.drafted[SourceName.RECYCLED])
+
+    def made(history: str) -> Generator:
+        config = DecodeConfig("hd+logitspec", draft_tokens=16, history=history, sources="context,history,recycled")
+        return Generator.drafting(loaded.tokenizer, config, NOWHERE)
+
+    cold = [recycled(made("none"), prompt) for prompt in prompts]
+    forgetful, remembering = made("none"), made("memory")
+    assert [recycled(forgetful, prompt) for prompt in prompts] == cold
+    assert [recycled(remembering, prompt) for prompt in prompts] != cold
