@@ -22,7 +22,9 @@ System = Annotated[str | None, option(INPUT, "System message before the conversa
 Prompts = Annotated[Path | None, option(INPUT, "File of prompts: text, one per line, or conversations in any form.")]
 Prediction = Annotated[
     Path | None,
-    option(INPUT, "File with what the answer will probably look like; it is drafted from and never read by the model."),
+    option(
+        INPUT, "File with what the answer will probably look like; hdtool drafts from it, and the model never reads it."
+    ),
 ]
 Tools = Annotated[
     Path | None, option(STRUCTURE, "JSON file of tools as in OpenAI's API; the chat template presents them.")
