@@ -6,6 +6,7 @@ import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,11 +183,12 @@ def test_a_prediction_is_for_one_request(loaded: Loaded) -> None:
 
 
 def test_calls_of_one_generator_draft_from_each_other_and_other_generators_do_not(loaded: Loaded) -> None:
+    model: Any = loaded.target.model
     prompt = torch.tensor([loaded.tokenizer("Write a story about a fox.")["input_ids"]])
 
     def from_history(generator: Generator) -> int:
         options = {"do_sample": False, "max_new_tokens": 24, "custom_generate": generator}
-        loaded.target.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)  # type: ignore[operator]
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         return int(generator.stats.drafted[SourceName.HISTORY])
 
     first, second = (Generator.drafting(loaded.tokenizer, DecodeConfig(draft_tokens=16), NOWHERE) for _ in range(2))
@@ -202,10 +204,12 @@ def test_without_a_history_no_call_drafts_from_what_the_model_ranked_in_another(
         loaded.tokenizer(text)["input_ids"] for text in ("Write a story about a fox.", "Now a story about a fox.")
     ]
 
+    model: Any = loaded.target.model
+
     def recycled(generator: Generator, prompt: list[int]) -> int:
         ids = torch.tensor([prompt])
         options = {"do_sample": False, "max_new_tokens": 24, "custom_generate": generator}
-        loaded.target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return int(generator.stats.drafted[SourceName.RECYCLED])
 
     def made(history: str) -> Generator:
