@@ -27,7 +27,9 @@ System = Annotated[str | None, option(INPUT, "System message before the conversa
 Prompts = Annotated[Path | None, option(INPUT, "File of prompts: text, one per line, or conversations in any form.")]
 Prediction = Annotated[
     Path | None,
-    option(INPUT, "File with what the answer will probably look like; it is drafted from and never read by the model."),
+    option(
+        INPUT, "File with what the answer will probably look like; hdtool drafts from it, and the model never reads it."
+    ),
 ]
 Tools = Annotated[
     Path | None, option(STRUCTURE, "JSON file of tools as in OpenAI's API; the chat template presents them.")
@@ -67,7 +69,12 @@ StoreOut = Annotated[
 ]
 Replace = Annotated[bool, option(OUTPUT, "Replace the store that is there.", "--replace")]
 Namespace = Annotated[
-    str | None, option(OUTPUT, "Tenant of the store: the served model name under which hdtool serve finds it.")
+    str | None,
+    option(
+        OUTPUT,
+        "Namespace of the store: the name of the tenant, or in vLLM the served model name, for which hdtool serve "
+        "finds it.",
+    ),
 ]
 Stats = Annotated[bool, option(OUTPUT, "Print time, steps and sources of each answer to standard error.", "--stats")]
 Color = Annotated[

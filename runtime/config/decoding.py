@@ -137,7 +137,9 @@ class StoresConfig(Settings):
         None, "Folder or name of a corpus index, or none. Default: that of this tokenizer in hdtool's home."
     )
     namespace: str | None = setting(
-        None, "Tenant of the stores. Default: the name under which the model is served, if it has stores."
+        None,
+        "Namespace of the stores. Default: the tenant of the API key, or in vLLM the served model name, if it has "
+        "stores.",
     )
     """Its model store or none is used, and its corpus index before the common one."""
 

@@ -75,7 +75,7 @@ def history_for(
 ) -> History | None:
     """The history that the drafters of a model share, if their method has one; its store may be ``read_only``.
 
-    A tenant's history lasts in a folder of its own below the one of ``config``.
+    A tenant's history lasts in a folder of its own below the one of ``config``; so does that of a namespace.
     """
     if "H" not in config.drafts_from:
         return None
@@ -89,7 +89,8 @@ def history_for(
         # Engines that load the model themselves know its files alone, so those identify it where they are known.
         checkpoint = store_set.checkpoint
         model = checkpoint.fingerprint if checkpoint else fingerprint(target.model)
-        store = open_history(config.history, store_set.tokenizer, model, tenant=tenant, read_only=read_only)
+        owner = tenant or store_set.namespace or ""
+        store = open_history(config.history, store_set.tokenizer, model, tenant=owner, read_only=read_only)
     return History(prompts=config.history_prompts, store=store)
 
 
@@ -142,6 +143,7 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
         recycled="R" in config.drafts_from,
         heads=heads,
         history=store_set.history if HISTORY_LETTER in config.drafts_from else None,
+        remembers=HISTORY_LETTER in config.drafts_from,
         plugins={
             number: source.evidence
             for number, source in plugins().items()

@@ -40,6 +40,8 @@ class StoreSet:
     """Of the tokenizer, if a store was opened or it was asked for."""
     checkpoint: Checkpoint | None = None
     """Of the model, if its files are known."""
+    namespace: str | None = None
+    """Whose stores these are; a history that lasts is kept apart by it, too."""
 
     @classmethod
     def for_tokenizer(
@@ -64,7 +66,7 @@ class StoreSet:
         own = _open(model_db or model_store_for(model, fingerprint, config.namespace), ModelStore, fingerprint)
         corpus = _open(corpus_db or corpus_index_for(fingerprint, config.namespace), CorpusIndex, fingerprint)
         _note_other_models(own, model_db, model, fingerprint, config.namespace)
-        return cls(own, corpus, databases, tokenizer=fingerprint, checkpoint=model)
+        return cls(own, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
         """Sent to another process, it opens its stores anew: they are mapped, not copied."""

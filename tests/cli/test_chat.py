@@ -70,6 +70,14 @@ def test_undo_clear_and_system_change_what_the_model_reads(typed: Any) -> None:
     assert out == f"{answers_to(user('Name a colour.'))}\n{plain}\n{plain}\n{poet}\n"
 
 
+def test_after_clear_earlier_answers_are_still_in_the_history(typed: Any) -> None:
+    asked = ("Write a story about a fox.", "/clear", "Write a story about a fox.")
+    for history, drafts in (("memory", True), ("none", False)):
+        _, _, err = typed(*asked, options=("--stats", "--draft-tokens", "16", "--history", history))
+        lines = [line for line in err if line.startswith("  history: ")]
+        assert any("drafted 0," not in line for line in lines) is drafts
+
+
 def test_retry_draws_the_answer_with_the_next_seed(typed: Any) -> None:
     _, out, _ = typed("import os", "/retry", options=("--temperature", "1.0", "--seed", "4"))
     expected = [answers_to(user("import os"), seed=seed, temperature=1.0) for seed in (4, 5)]

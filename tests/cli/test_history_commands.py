@@ -67,6 +67,16 @@ def test_a_history_lasts_is_shown_built_from_and_dropped(capfd: pytest.CaptureFi
     assert shown(capfd, "drop", "past", "--source", "answers", "--json")["tokens"] == 0
 
 
+def test_prompts_of_one_command_draft_from_each_others_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("prompts.txt").write_text(f"{ASKED[2]}\n" * 2)
+    for history, drafts in (("memory", True), ("none", False)):
+        command = ("generate", "--prompts", "prompts.txt", *ASKED[3:], "--history", history, "--json")
+        assert run([*command]) == 0
+        first, second = (json.loads(line) for line in capfd.readouterr().out.splitlines())
+        assert first["output_ids"] == second["output_ids"]
+        assert (second["steps"] < first["steps"]) is drafts
+
+
 def test_nothing_is_written_unless_asked_for(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     once, never = (shown(capfd, *ASKED, "--history", where) for where in ("memory", "none"))
     assert once["output_ids"] == never["output_ids"]

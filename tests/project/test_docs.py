@@ -6,6 +6,7 @@ import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -14,6 +15,7 @@ import hdtool
 from hdtool.cli.app import VLLM_COMMAND, app
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters import methods
+from hdtool.runtime.source_names import PLUGINS, unregister
 from tests.command_reference import COMMANDS, PAGE, render
 from tests.support.project import FILES, ROOT
 
@@ -143,8 +145,12 @@ def test_the_programs_of_the_python_page_run(
     monkeypatch.setattr(methods, "MeasuredBudget", lambda target, costs: FixedBudget())
     page = (DOCS / "guides" / "python.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
-    for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(program, names)
+    try:
+        for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            exec(program, names)
+    finally:
+        for number in PLUGINS:
+            unregister(number)
     printed = capsys.readouterr().out
     assert re.match(r"\d+ tokens in \d+ steps\n", printed)
     assert " drafts accepted\n" in printed
@@ -155,3 +161,15 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> No
     (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     exec(program, {})
     assert re.search(r"\d+ tokens in \d+ steps\n", capsys.readouterr().out)
+
+
+def test_the_example_of_a_source_in_the_reference_registers() -> None:
+    page = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(from hdtool import DecodeConfig, Source, register.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    try:
+        exec(program, names)
+        assert names["config"].drafts_from.startswith("C") and len(names["config"].drafts_from) == 2
+    finally:
+        for number in PLUGINS:
+            unregister(number)

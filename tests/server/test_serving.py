@@ -15,7 +15,9 @@ import pytest
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 from hdtool.runtime.integrations.server.api_keys import ApiKeys
+from hdtool.runtime.integrations.server.launch import Launch
 from tests.support.server import RunningServer
 
 CHAT = "/v1/chat/completions"
@@ -127,6 +129,22 @@ def test_files_of_keys_that_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(OptionError, match="keys"):
         ApiKeys.read(path, {})
+
+
+def test_by_default_a_server_is_reached_from_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HDTOOL_API_KEY", raising=False)
+    decoding, nowhere = DecodeConfig("ar"), StoresConfig(model_db="none", corpus_db="none")
+    assert ServerConfig().host == "127.0.0.1" and ServerConfig().port == 8000
+
+    def warned(host: str) -> bool:
+        launch = Launch(ModelConfig(), decoding, SamplingConfig(), nowhere, ServerConfig(port=0, host=host))
+        found = launch.warning
+        launch._socket.close()
+        return found is not None
+
+    assert not warned("127.0.0.1") and warned("0.0.0.0")
+    monkeypatch.setenv("HDTOOL_API_KEY", "secret")
+    assert not warned("0.0.0.0")
 
 
 def test_the_key_in_the_environment() -> None:

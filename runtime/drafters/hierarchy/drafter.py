@@ -70,9 +70,14 @@ class Hierarchy(Pinned):
         plugins: Mapping[SourceName, Evidence] | None = None,
         history: History | None = None,
         vocabulary: int = ANY_TOKEN,
+        remembers: bool = True,
     ) -> None:
-        """No token outside the first ``vocabulary`` ones is drafted. A ``history`` may be shared by drafters."""
+        """No token outside the first ``vocabulary`` ones is drafted. A ``history`` may be shared by drafters.
+
+        Recycled rankings are dropped at the start of another conversation unless it ``remembers`` them.
+        """
         self._history = history
+        self._forgets = recycled and not remembers
         self._prediction: TokenLog
         self.budget = budget or FixedBudget()
         self._heads = heads
@@ -206,6 +211,8 @@ class Hierarchy(Pinned):
         if self._heads:
             self._heads.begin(list(prompt))
         new = self.table.read(prompt)
+        if self._forgets and new == len(prompt):
+            self._rankings.forget()
         if self._history:
             self._history.start(self._memory.lane, prompt, new)
             self._memory.matches["owner"][ANSWERS] = self._memory.lane["owner"][0]

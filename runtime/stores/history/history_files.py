@@ -44,6 +44,8 @@ SMALLEST, FEWEST = 1 << 16, 1 << 8
 """Places of a new store, and of a store with a smaller bound than those take."""
 FILLED = 0.875
 """Part of the places that are used if a store is made anew with fewer of them."""
+PRIVATE = 0o700
+"""Mode of a new folder: a history holds text of conversations. A folder that is there keeps its mode."""
 OPENINGS = 10
 """Attempts to open a store that is replaced again and again."""
 
@@ -93,7 +95,7 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, mos
     with worded(folder):
         if not is_new(folder):
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         with folder_lock(folder):
             if is_new(folder):
                 size = min(SMALLEST, most_places(most_bytes))

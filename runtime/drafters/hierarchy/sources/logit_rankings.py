@@ -36,10 +36,16 @@ class Rankings(Pinned):
         self._uses_last, self._uses_recycled = last, recycled
         self.uses_logits = last or recycled
         self.memories = self._last, self._recycled.memory, self._near
-        if known is not None:
-            self._recycled.begin_with(known, recycles=recycled)
+        self._known = known
+        self.forget()
         if self.uses_logits:
             self._compile()
+
+    def forget(self) -> None:
+        """Drop what was ranked in earlier answers; known rankings stay."""
+        self._recycled.forget()
+        if self._known is not None:
+            self._recycled.begin_with(self._known, recycles=self._uses_recycled)
 
     def _compile(self) -> None:
         """Compile everything, or load it from the cache, before a step needs it."""

@@ -66,6 +66,11 @@ class Recycled(Pinned):
             self._allocate(vocabulary)
         _keep(self.memory, tails, tokens, scores)
 
+    def forget(self) -> None:
+        """Drop all rankings."""
+        self._lines = None
+        self.memory[:] = np.zeros(1, RECYCLED)
+
     def begin_with(self, known: Array, *, recycles: bool) -> None:
         """Begin with rankings of single tokens: rows of tokens and of their probabilities in millionths.
 
