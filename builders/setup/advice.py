@@ -78,7 +78,7 @@ def _answers_for(factor: float, half: Mapping[str, float], whole: Mapping[str, f
     if needed > math.log2(MOST_TIMES):
         return None
     more = whole["answers"] * (2**needed - 1)
-    unit = 10 ** max(0, math.floor(math.log10(max(1.0, more))) - 1)
+    unit: int = 10 ** max(0, math.floor(math.log10(max(1.0, more))) - 1)
     return math.ceil(more / unit) * unit
 
 

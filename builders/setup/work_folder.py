@@ -187,7 +187,8 @@ def _item(folder: Path, kept: Mapping[str, Any]) -> StoredItem:
     learned: dict[str, int] = {}
     with suppress(AttributeError, LookupError, TypeError, ValueError):  # whatever the file holds, its folder is listed
         learned = {log: number for log, _, number in kept["stages"]["read"]["learned"]}
-    logs = kept.get("logs") if isinstance(kept.get("logs"), list) else []
+    named = kept.get("logs")
+    logs = named if isinstance(named, list) else []
     return StoredItem(
         f"{KIND}-{folder.name[:DIGITS]}",
         KIND,

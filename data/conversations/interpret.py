@@ -68,7 +68,7 @@ def _named(found: Conversation, row: dict[str, Any]) -> Conversation:
 
 def _model_of(row: dict[str, Any]) -> str:
     """The model that a row names, or else its request or its response."""
-    bodies = [row]
+    bodies: list[Any] = [row]
     for key in ("body", *api.REQUEST_KEYS, *api.RESPONSE_KEYS):
         held = row.get(key)
         bodies += [held, held.get("body")] if isinstance(held, dict) else []

@@ -439,7 +439,8 @@ class TestCommand:
     def test_answers_belong_to_the_log_that_holds_them(self, measured: list[str], tmp_path: Path) -> None:
         """In two files of a batch, requests may be read before or after their answers."""
         rows = [json.loads(line)["messages"] for line in LOGS.read_text().splitlines()]
-        asked, answered = [], []
+        asked: list[dict[str, Any]] = []
+        answered: list[dict[str, Any]] = []
         for number, (question, answer) in enumerate(row[-2:] for row in rows):
             key = {"custom_id": str(number)}
             asked.append(key | {"url": "/v1/chat/completions", "body": {"messages": [question]}})

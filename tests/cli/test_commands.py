@@ -364,7 +364,7 @@ def test_a_checkpoint_that_lacks_weights(broken_model: Path, capfd: pytest.Captu
     ("name", "content", "said"),
     [
         ("config.json", "{", "(its configuration)"),
-        ("config.json", '{"model_type": "gizmo"}', "(its configuration)"),
+        ("config.json", '{"model_type": "gizmo"}', "is of type 'gizmo', which transformers"),
         ("config.json", '{"model_type": "t5", "is_encoder_decoder": true}', "encoder-decoder"),
         ("config.json", '{"model_type": "bloom"}', "ALiBi"),
         ("config.json", '{"model_type": "mamba"}', "cannot be rolled back"),
@@ -484,7 +484,7 @@ def test_a_prompt_may_stand_by_itself_and_a_system_message_before_it(capfd: pyte
 
 
 def test_one_prompt_is_given_in_one_way(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = complaint(capfd, ["generate", "a", "--prompt", "b"], code=2)
+    found = complaint(capfd, ["generate", "embedded", "a", "--prompt", "b"], code=2)
     assert found == "error: a prompt and --prompt exclude each other: give one of them"
     own = tmp_path / "prompts.jsonl"
     own.write_text(json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}))

@@ -38,7 +38,7 @@ def test_an_error_is_broken_between_words_in_a_terminal() -> None:
     terminal.wait_for("--help)")
     shown = [line.strip() for line in terminal.lines if line]
     assert terminal.close() == 2
-    said = "error: Invalid value for '--max-new-tokens': Input should be a valid integer, unable to parse string"
+    said = "error: Invalid value for '-n' / '--max-new-tokens': Input should be a valid integer, unable to parse string"
     assert len(shown) > 2 and " ".join(shown).startswith(said)
 
 

@@ -16,8 +16,6 @@ MAY_IMPORT = {
     "builders": {"data", "runtime", "builders"},
     "cli": {"data", "runtime", "builders", "cli"},
 }
-LARGEST_FOLDER = 16
-"""Files beside subfolders, without ``__init__`` and ``__main__``."""
 NOT_FOR = {
     "runtime/kernels": {"runtime/model", "runtime/stores", "runtime/drafters", "runtime/evaluation"},
     "runtime/stores": {"runtime/model", "runtime/drafters", "runtime/evaluation", "runtime/integrations"},
@@ -73,9 +71,7 @@ def test_no_import_goes_round_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("folder", sorted({str(path.parent.relative_to(ROOT)) for path in FILES}))
-def test_a_folder_is_small_and_introduces_itself(folder: str) -> None:
-    files = [path for path in (ROOT / folder).glob("*.py") if not path.name.startswith("__")]
-    assert len(files) <= LARGEST_FOLDER
+def test_a_folder_introduces_itself(folder: str) -> None:
     introduction = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
     assert introduction and len(introduction.split()) > 10
 
