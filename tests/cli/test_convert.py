@@ -24,7 +24,7 @@ def test_it_counts_what_it_writes(log: Path, capfd: pytest.CaptureFixture[str]) 
     asked = ["convert", str(log), "--out", str(out), "--max-bad-fraction", "0.5", "--quiet"]
     assert run(asked) == 0
     printed = capfd.readouterr()
-    said = "1 conversations of 2 turns, 1 of them answers, 1 plain texts, 1 records left out"
+    said = "1 conversation of 2 turns, 1 of them an answer, 1 plain text, 1 record left out"
     assert printed.out == f"{out}: {said}\n"
     assert printed.err.startswith(f"left out: {log}:3: not valid JSON")
     assert [json.loads(line) for line in out.read_text().splitlines()] == [
