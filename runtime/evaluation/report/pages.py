@@ -10,6 +10,7 @@ import torch
 
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.environment import machine
+from hdtool.runtime.evaluation.llama_cpp_build import notes_of
 from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.report.ablations import Study
 from hdtool.runtime.evaluation.report.figures import ReportData
@@ -65,6 +66,8 @@ def page_of_bench(measured: Measured, study: Study, replayed: str, command: str,
         "machine": about["machine"],
         "begun": run.started,
     }
+    if llama_cpp := notes_of(about):
+        facts["llama.cpp"] = "; ".join(llama_cpp)
     lead = (
         f"{best} answers {whole[best].speedup:.2f} times as fast as {scores.baseline} and gets "
         f"{whole[best].tokens_per_step:.2f} tokens a forward pass, over {whole[best].questions:,} questions."

@@ -24,6 +24,7 @@ METHOD_COLOURS = {
     "generate-assisted": ("#7d6a55", "#b39b80"),
     "llama.cpp": ("#a23b3b", "#d46a6a"),
     "llama.cpp-pld": ("#d99a9a", "#eebcbc"),
+    "llama.cpp-file": ("#6e1f2f", "#b9576a"),
     "ar": ("#c6c4a4", "#8f8d6a"),
     "pld": ("#56b4e9", "#8fd0f5"),
     "lade": ("#0072b2", "#3f95d6"),
