@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def test_a_wrong_file_ends_it_with_one_line(named: list[str], said: str) -> None
 
 
 def test_a_table_has_a_column_for_each_task() -> None:
-    questions = [Prompt.from_text("a", id="a", category="qa"), Prompt.from_text("b", id="b", category="math")]
+    questions = [replace(Prompt.from_text(id, id=id), category=task) for id, task in {"a": "qa", "b": "math"}.items()]
     plain, drafted, bench = Row("E", "plain"), Row("E", "`hd`"), Row("B", "plain")
     for cpu in (1.0, 2.0, 4.0):
         plain.add("a", 8, 1.0, cpu)
