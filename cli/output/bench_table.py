@@ -10,6 +10,7 @@ from hdtool.cli.output import tables
 from hdtool.data.bench_results import Results
 from hdtool.runtime.config import COLD, WARM
 from hdtool.runtime.config.model import INT8
+from hdtool.runtime.evaluation.llama_cpp_build import KEY, notes_of
 from hdtool.runtime.evaluation.report.tables import Table
 from hdtool.runtime.evaluation.scores import OVERALL, PLAIN, Score, Scores, in_words
 
@@ -35,6 +36,7 @@ def record(results: Results, scores: Scores) -> dict[str, Any]:
         **{name: run.surroundings[name] for name in about},
         "temperature": run.options["temperature"],
         "drafters": run.options.get("drafters"),
+        "llama_cpp": run.surroundings.get(KEY),
         "questions": run.questions,
         "started": run.started,
         **scores.to_json(),
@@ -66,6 +68,7 @@ def table(results: Results, scores: Scores) -> str:
         notes.append("generate does not round activations: its answers may differ")
     if "llama_cpp" in about:
         notes.append(f"llama.cpp ({about['llama_cpp']}) rounds activations: its answers may differ")
+    notes += notes_of(about)
     blocks = [_block(task, scores) for task in scores.tasks]
     blocks.append(_costs(scores.tasks[OVERALL]))
     if len(scores.tasks) > 1:

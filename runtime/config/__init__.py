@@ -19,6 +19,7 @@ from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
 from hdtool.runtime.config.measuring import (
     COLD,
     LLAMA_CPP,
+    OTHER_FILE,
     PEERS,
     SHAPE_PEERS,
     SHAPES,

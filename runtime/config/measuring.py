@@ -15,9 +15,11 @@ PEERS = {
     "generate-assisted": "model.generate with a draft model",
     "llama.cpp": "llama.cpp on the model's GGUF file",
     "llama.cpp-pld": "llama.cpp with its prompt lookup",
+    "llama.cpp-file": "llama.cpp on another GGUF file of the model",
 }
 """What users have without hdtool, on the same model and device."""
-LLAMA_CPP = ("llama.cpp", "llama.cpp-pld")
+OTHER_FILE = "llama.cpp-file"
+LLAMA_CPP = ("llama.cpp", "llama.cpp-pld", OTHER_FILE)
 WITHOUT_GRAMMARS = ("generate-pld", "generate-assisted", *LLAMA_CPP)
 """Peers that cannot follow a grammar of hdtool: their drafts would have to, or they have grammars of their own."""
 SHAPE_PEERS = {
@@ -52,13 +54,16 @@ class BenchConfig(Settings):
     methods: tuple[str, ...] | None = setting(
         None, f"Methods, with commas: {', '.join(CONTENDERS)}. Default: all that can run.", values=CONTENDERS
     )
-    """By default, `generate-assisted` needs a draft model, `rest` a corpus index, and llama.cpp a GGUF file and
-    llama-cpp-python."""
+    """By default, `generate-assisted` needs a draft model, `rest` a corpus index, and llama.cpp a GGUF file (that of
+    the model or, for `llama.cpp-file`, that of `llama_cpp_file`) and llama-cpp-python."""
     peers: bool = setting(False, "Add all peers that can run to --methods: generate and llama.cpp.")
     baseline: str | None = setting(
         None, "Method that speed-ups are relative to. Default: generate, else the first method.", values=CONTENDERS
     )
     assistant: str | None = setting(None, "Draft model of generate-assisted: a folder or a hub name.")
+    llama_cpp_file: str | None = setting(
+        None, "GGUF file of llama.cpp-file: the same model in a quantization that llama.cpp computes faster, as Q4_0."
+    )
     limit: int | None = setting(
         None,
         "Number of questions, round-robin over the categories. Default: all.",
@@ -96,6 +101,11 @@ class BenchConfig(Settings):
         require(not unused, "assistant", self.assistant, "left out without the method generate-assisted")
         needed = self.methods is not None and "generate-assisted" in self.methods
         require(self.assistant is not None or not needed, "assistant", None, "a draft model for generate-assisted")
+        unused = self.llama_cpp_file is not None and OTHER_FILE not in chosen
+        require(not unused, "llama-cpp-file", self.llama_cpp_file, f"left out without the method {OTHER_FILE}")
+        needed = self.methods is not None and OTHER_FILE in self.methods
+        expected = f"another GGUF file of the model for {OTHER_FILE}"
+        require(self.llama_cpp_file is not None or not needed, "llama-cpp-file", None, expected)
         require(self.drafters in (COLD, WARM), "memory", self.drafters, f"{COLD} or {WARM}")
         one = self.limit is None or self.per_task is None
         require(one, "num_prompts_per_task", self.per_task, "left out with --num-prompts")
@@ -103,12 +113,12 @@ class BenchConfig(Settings):
         require(fits, "baseline", self.baseline, f"one of {', '.join(dict.fromkeys(chosen))}")
 
     def chosen(
-        self, *, has_corpus: bool, heads: Collection[str] = (), llama_cpp: bool = False, grammars: bool = False
+        self, *, has_corpus: bool, heads: Collection[str] = (), llama_cpp: Collection[str] = (), grammars: bool = False
     ) -> tuple[str, ...]:
-        """The methods to measure; ``heads`` are those that there are trained heads for."""
+        """The methods to measure: ``heads`` are those with trained heads, ``llama_cpp`` its rows that can run."""
         lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
         lacking |= {method: method not in heads for method in NEED_HEADS}
-        lacking |= dict.fromkeys(LLAMA_CPP, not llama_cpp)
+        lacking |= {method: method not in llama_cpp for method in LLAMA_CPP}
         if grammars:
             lacking |= dict.fromkeys(WITHOUT_GRAMMARS, True)
         peers = tuple(peer for peer in PEERS if not lacking.get(peer))

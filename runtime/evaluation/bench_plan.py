@@ -15,6 +15,7 @@ from hdtool.data.spec_bench import question_id
 from hdtool.runtime.config import (
     LLAMA_CPP,
     METHODS,
+    OTHER_FILE,
     WITHOUT_GRAMMARS,
     BenchConfig,
     DecodeConfig,
@@ -26,7 +27,8 @@ from hdtool.runtime.drafters.heads.select_heads import methods_with_heads
 from hdtool.runtime.environment import compute_with, describe_environment
 from hdtool.runtime.evaluation.bench import Bench, hash_of, turns_of
 from hdtool.runtime.evaluation.lineup import Lineup
-from hdtool.runtime.evaluation.llama_cpp_peer import version, why_not
+from hdtool.runtime.evaluation.llama_cpp_build import KEY, check_file, check_same_model, describe_build
+from hdtool.runtime.evaluation.llama_cpp_peer import files_of, why_not
 from hdtool.runtime.evaluation.scores import baseline_of
 from hdtool.runtime.evaluation.warm_up import questions_to_warm_up
 from hdtool.runtime.model.load import load
@@ -63,10 +65,11 @@ class Plan:
         """The same plan at another temperature, with its results in a subfolder."""
         place = Path(self.bench.out) / f"temperature-{temperature:g}"
         sampling = replace(self.sampling, temperature=temperature)
-        methods = self.bench.methods
-        if methods and not sampling.is_greedy:
-            methods = tuple(method for method in methods if method not in LLAMA_CPP)
-        return replace(self, bench=replace(self.bench, out=str(place), methods=methods), sampling=sampling)
+        bench = replace(self.bench, out=str(place))
+        if not sampling.is_greedy:
+            methods = self.bench.methods and tuple(name for name in self.bench.methods if name not in LLAMA_CPP)
+            bench = replace(bench, methods=methods, llama_cpp_file=None)
+        return replace(self, bench=bench, sampling=sampling)
 
     def results(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Results:
         """Measure what the folder lacks; ``on_progress`` receives the number of answers so far, and of all.
@@ -88,9 +91,14 @@ class Plan:
         return read_results(folder)
 
     def _measure(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
-        no_llama_cpp = why_not(self.model, self.sampling)
-        if no_llama_cpp and (named := [name for name in self.bench.methods or () if name in LLAMA_CPP]):
-            raise ModelError(f"{named[0]} {no_llama_cpp}")
+        files = files_of(self.model, self.bench.llama_cpp_file)
+        obstacles = {name: why_not(name, files, self.model, self.sampling) for name in LLAMA_CPP}
+        for name in self.bench.methods or ():
+            if reason := obstacles.get(name):
+                raise ModelError(f"{name} {reason}")
+        other = files.get(OTHER_FILE)
+        if other:
+            check_file(other)
         grammars = any(question.grammar for question in self.questions)
         if grammars and (named := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
             raise OptionError(f"{named[0]} cannot be measured on answers that follow a grammar: leave it out")
@@ -98,22 +106,27 @@ class Plan:
         loaded = load(self.model)
         letters = {one for name in self.bench.methods or METHODS if name in METHODS for one in METHODS[name].databases}
         store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, "".join(letters), model=loaded.checkpoint)
+        if other:
+            check_same_model(other, loaded)
+        runnable = [name for name, reason in obstacles.items() if not reason]
         heads = methods_with_heads(self.decoding.heads, loaded.target.model)
         has_corpus = store_set.corpus is not None
-        methods = self.bench.chosen(has_corpus=has_corpus, heads=heads, llama_cpp=not no_llama_cpp, grammars=grammars)
+        methods = self.bench.chosen(has_corpus=has_corpus, heads=heads, llama_cpp=runnable, grammars=grammars)
         baseline_of(methods, self.bench.baseline)
+        rows = {name: files[name] for name in methods if name in LLAMA_CPP}
+        build = describe_build(rows, on_gpu=loaded.target.device.type == "cuda") if rows else None
+        llama_cpp = {"llama_cpp": build["version"], KEY: build} if build else {}
         run = Run(
             self.options(),
             methods,
             len(self.questions),
-            describe_environment(loaded, store_set)
-            | ({"llama_cpp": version()} if set(methods) & set(LLAMA_CPP) else {}),
+            describe_environment(loaded, store_set) | llama_cpp,
             datetime.now(UTC).isoformat(timespec="seconds"),
         )
         ids = [question_id(question.id) for question in self.questions]
         results = ResultFolder(folder, run, ids)
         lineup = Lineup(loaded, store_set, self.model, self.decoding, self.sampling)
-        contenders = lineup.contenders(methods, self.bench.assistant)
+        contenders = lineup.contenders(methods, self.bench.assistant, rows)
         most = self.decoding.max_new_tokens
         progress = _Progress(on_progress)
         bench = Bench(loaded, contenders, most, self.chat, self.bench.rounds, self.bench.drafters, progress.advance)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -22,7 +23,6 @@ from hdtool.runtime.evaluation.contenders import Contender, DraftingContender, G
 from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.runtime.evaluation.replay import with_own_history
 from hdtool.runtime.kernels.small_batch_linear import has_own_products, share_weights
-from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -36,7 +36,7 @@ class Lineup:
 
     hdtool's methods share the loaded target. ``generate`` runs on the same model, unless hdtool replaced its linear
     layers, as it does for small models on CPUs: then ``generate`` runs on a stock model that shares the weights.
-    llama.cpp reads the weights from the model's GGUF file itself.
+    llama.cpp reads the weights from a GGUF file itself.
     """
 
     def __init__(
@@ -48,15 +48,18 @@ class Lineup:
         self._decoding = decoding
         self._sampling = sampling
 
-    def contenders(self, names: Sequence[str], assistant: str | None = None) -> dict[str, Contender]:
-        """Contenders by name, in the order of the names."""
+    def contenders(
+        self, names: Sequence[str], assistant: str | None = None, llama_cpp: Mapping[str, Path] | None = None
+    ) -> dict[str, Contender]:
+        """Contenders by name, in the order of the names; ``llama_cpp`` has the files of its rows."""
         found: dict[str, Contender] = {}
         stock = self._stock() if set(names) & GENERATE else None
         for name in names:
             if stock is not None and name in GENERATE:
                 found[name] = self._peer(name, stock, assistant)
             elif name in LLAMA_CPP:
-                found[name] = self._llama_cpp(name)
+                file, lookup = (llama_cpp or {})[name], name == "llama.cpp-pld"
+                found[name] = LlamaCppContender(self._loaded, file, self._decoding.max_new_tokens, lookup=lookup)
             else:
                 new = partial(self._new_drafter, replace(self._decoding, method=name))
                 most = self._decoding.max_new_tokens
@@ -90,12 +93,6 @@ class Lineup:
                 stock, replace(self._config, model=assistant, gguf_file=None, quantization=None)
             )
         return GenerateContender(self._loaded, stock, self._sampling, self._decoding.max_new_tokens, **drafting)
-
-    def _llama_cpp(self, name: str) -> Contender:
-        file = gguf_file(self._config)
-        assert file is not None
-        lookup = name == "llama.cpp-pld"
-        return LlamaCppContender(self._loaded, file, self._decoding.max_new_tokens, lookup=lookup)
 
     def _stock(self) -> PreTrainedModel:
         own: PreTrainedModel = self._loaded.target.model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from hdtool.data.errors import ModelError, reason_of
 from hdtool.data.spec_bench import AnsweredTurn
-from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.config import LLAMA_CPP, OTHER_FILE, ModelConfig, SamplingConfig
 from hdtool.runtime.decode import room_for
 from hdtool.runtime.evaluation.contenders import Passes, timed
 from hdtool.runtime.grammar.guide import Guide
@@ -20,28 +20,29 @@ from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded
 
 PACKAGE = "llama-cpp-python"
+ON_OWN_FILE = tuple(name for name in LLAMA_CPP if name != OTHER_FILE)
 DRAFTED_ON_CPU, DRAFTED_ON_GPU = 2, 10
 """Tokens that its prompt lookup drafts: the numbers in the documentation of llama-cpp-python."""
 LEAST_CONTEXT = 2048
 """Tokens of the KV cache to begin with; a longer question loads the model again, outside of the measured time."""
 
 
-def why_not(model: ModelConfig, sampling: SamplingConfig) -> str:
-    """Why llama.cpp cannot take part, as the end of a sentence; empty if it can."""
-    if gguf_file(model) is None:
+def files_of(model: ModelConfig, other: str | None = None) -> dict[str, Path]:
+    """The GGUF file of each row of llama.cpp that has one: that of the model, or the one named beside it."""
+    own = gguf_file(model)
+    found = dict.fromkeys(ON_OWN_FILE, own) if own else {}
+    return found | ({OTHER_FILE: Path(other).expanduser()} if other else {})
+
+
+def why_not(name: str, files: Mapping[str, Path], model: ModelConfig, sampling: SamplingConfig) -> str:
+    """Why a row of llama.cpp cannot take part, as the end of a sentence; empty if it can."""
+    if name not in files:
         return f"runs on GGUF files, and {model.name} is none: name one with --model"
     if not find_spec("llama_cpp"):
         return f"needs {PACKAGE}, not installed here: pip install {PACKAGE}"
     if not sampling.is_greedy or sampling.repetition_penalty not in (None, 1.0):
         return "is measured with greedy answers alone: leave it out, or --temperature and --repetition-penalty"
     return ""
-
-
-def version() -> str:
-    """The version of llama-cpp-python."""
-    import llama_cpp
-
-    return str(llama_cpp.__version__)
 
 
 class LlamaCppContender:

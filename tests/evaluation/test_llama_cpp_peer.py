@@ -8,25 +8,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from hdtool.cli.app import run
+from hdtool.cli.output.bench_table import WIDTH
 from hdtool.data import demo
 from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation
-from hdtool.data.errors import ModelError
+from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.data.prompts import of_all_categories, read_prompts
 from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.evaluation.bench_plan import Plan
 from hdtool.runtime.evaluation.lineup import Lineup
-from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender, why_not
+from hdtool.runtime.evaluation.llama_cpp_build import KEY, check_same_model, describe_build, notes_of, quantization_of
+from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender, files_of, why_not
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support import fake_llama_cpp
+from tests.support.gguf_files import tiny_llama, write_gguf
 
 FILE = Path("model.gguf")
 TOKENS = 24
-PLACES = ("llama_cpp_peer", "lineup")
+PEER, BUILD = "hdtool.runtime.evaluation.llama_cpp_peer", "hdtool.runtime.evaluation.llama_cpp_build"
 
 
 @pytest.fixture(scope="module")
@@ -107,29 +112,137 @@ def test_a_file_that_it_cannot_load_is_named(embedded: Loaded, monkeypatch: pyte
         LlamaCppContender(embedded, FILE, TOKENS, lookup=False).answer([5])
 
 
+def same_sizes(path: Path, kind: str = "F32", **changed: int) -> Path:
+    """A GGUF file with random weights of the embedded model's sizes."""
+    config = AutoConfig.from_pretrained(demo.MODEL)
+    sizes = ("hidden_size", "num_hidden_layers", "tie_word_embeddings")
+    return write_gguf(path, tiny_llama(**{**{size: getattr(config, size) for size in sizes}, **changed}), kind)
+
+
 def test_a_bench_tells_how_many_answers_are_identical(
     plain: dict[tuple[int, ...], AnsweredTurn],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One answer differs, as by rounding: the run succeeds and counts it."""
+    """One answer differs, as by rounding: the run succeeds and counts it, and names what llama.cpp is."""
     answers = {ids: [*turn.output_ids, 5] for ids, turn in plain.items()}
     first = next(iter(answers.values()))
     first[3] += 1
-    fake_llama_cpp.install(monkeypatch, answers)
-    for place in PLACES:
-        monkeypatch.setattr(f"hdtool.runtime.evaluation.{place}.gguf_file", lambda model: FILE)
+    made = fake_llama_cpp.install(monkeypatch, answers)
+    monkeypatch.setattr(f"{BUILD}.has_feature", lambda name: name in ("avx2", "avx512f", "avx512vnni"))
+    own, other = same_sizes(tmp_path / "own.gguf", "Q4_1"), same_sizes(tmp_path / "other.gguf", "Q4_0")
+    monkeypatch.setattr(f"{PEER}.gguf_file", lambda model: own)
     few = ["--num-prompts", "2", "--max-new-tokens", f"{TOKENS}", "--warm-up", "0", "--quiet", "--methods", "ar"]
-    asked = ["bench", *few, "--peers", "--out", str(tmp_path)]
+    out = tmp_path / "out"
+    asked = ["bench", *few, "--peers", "--llama-cpp-file", str(other), "--out", str(out)]
     assert run([*asked, "--json"]) == 0
-    overall = json.loads(capfd.readouterr().out)["tasks"]["overall"]
-    assert list(overall) == ["generate", "generate-pld", "llama.cpp", "llama.cpp-pld", "ar"]
-    assert [score["identical"] for score in overall.values()] == [2, 2, 1, 1, 2]
+    printed = json.loads(capfd.readouterr().out)
+    overall = printed["tasks"]["overall"]
+    assert list(overall) == ["generate", "generate-pld", "llama.cpp", "llama.cpp-pld", "llama.cpp-file", "ar"]
+    assert [score["identical"] for score in overall.values()] == [2, 2, 1, 1, 1, 2]
+    assert {llama.path for llama in made} == {str(own), str(other)}
+    assert printed["llama_cpp"] == {
+        "version": "0.0.1",
+        "llama_cpp_version": None,
+        "features": ["SSE3", "AVX", "AVX2", "F16C", "FMA", "BMI2", "REPACK"],
+        "lacking": ["AVX512", "AVX512_VNNI"],
+        "files": {
+            "llama.cpp": {"file": "own.gguf", "quantization": "Q4_1"},
+            "llama.cpp-pld": {"file": "own.gguf", "quantization": "Q4_1"},
+            "llama.cpp-file": {"file": "other.gguf", "quantization": "Q4_0"},
+        },
+    }
     assert overall["llama.cpp"]["tokens_per_step"] == 1.0 < overall["llama.cpp-pld"]["tokens_per_step"]
-    assert read_results(tmp_path).run.surroundings["llama_cpp"] == "0.0.1"
+    assert read_results(out).run.surroundings["llama_cpp"] == "0.0.1"
     assert run(asked) == 0
-    assert "\nllama.cpp (0.0.1) rounds activations: its answers may differ" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "\nllama.cpp (0.0.1) rounds activations: its answers may differ" in shown
+    assert max(map(len, shown.splitlines())) <= WIDTH
+    words = " ".join(shown.split())
+    assert "llama.cpp on own.gguf (Q4_1), " in words and "llama.cpp-file on other.gguf (Q4_0)" in words
+    assert "llama-cpp-python 0.0.1, built with SSE3, AVX, AVX2, F16C, FMA, BMI2, REPACK" in words
+    assert "is not its fastest: it lacks AVX512, AVX512_VNNI, which this machine has" in words
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "offloads", "lacking", "advice"),
+    [
+        (False, False, ["AVX2"], "CMAKE_ARGS=-DGGML_NATIVE=ON"),
+        (True, False, ["GPU offload"], "CMAKE_ARGS=-DGGML_CUDA=ON"),
+        (True, True, [], ""),
+    ],
+)
+def test_what_a_build_lacks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, offloads: bool, lacking: list[str], advice: str
+) -> None:
+    fake_llama_cpp.install(monkeypatch, {}, "CPU : AVX = 1 | SVE_CNT = 16 | ", offloads=offloads)
+    monkeypatch.setattr("llama_cpp.llama_version", lambda: b"1.2.3", raising=False)
+    monkeypatch.setattr(f"{BUILD}.has_feature", lambda name: name in ("avx", "avx2"))
+    build = describe_build({"llama.cpp": same_sizes(tmp_path / "own.gguf")}, on_gpu=on_gpu)
+    assert (build["features"], build["lacking"]) == (["AVX", "SVE_CNT"], lacking)
+    files, library, *notes = notes_of({KEY: build})
+    assert files == "llama.cpp on own.gguf (F32)"
+    assert library == "llama-cpp-python 0.0.1 (llama.cpp 1.2.3), built with AVX, SVE_CNT"
+    assert [note.endswith(advice) for note in notes] == [True] * bool(lacking)
+    assert notes_of({}) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds", "expected"),
+    [
+        ({"general.file_type": 15}, {14: 9}, "Q4_K_M"),
+        ({"general.file_type": 0}, {0: 9}, "F32"),
+        ({"general.file_type": 1024}, {2: 9, 0: 1}, "Q4_0"),
+        ({"general.file_type": 9999}, {8: 9, 0: 1}, "Q8_0"),
+        ({}, {3: 9, 0: 1}, "Q4_1"),
+        ({}, {777: 9}, "unknown quantization"),
+        ({}, {}, "unknown quantization"),
+    ],
+)
+def test_quantizations_have_the_names_of_llama_cpp(
+    values: dict[str, int], kinds: dict[int, int], expected: str
+) -> None:
+    tensors = tuple(GGUFTensor(f"{kind}", numbers, kind, 0) for kind, numbers in kinds.items())
+    assert quantization_of(GGUFHeader(values, tensors, 0)) == expected
+
+
+def test_a_file_for_llama_cpp_is_of_the_same_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_llama_cpp.install(monkeypatch, {})
+    text = tmp_path / "notes.txt"
+    text.write_text("not a model")
+    files = {
+        tmp_path / "none.gguf": "which is no file: name a GGUF file of the same model",
+        text: "is a file and not in GGUF format",
+        same_sizes(tmp_path / "deep.gguf", num_hidden_layers=1): "a model of 1 layers, and hdtool-demo has 6",
+        same_sizes(tmp_path / "wide.gguf", hidden_size=64): "a model of 64 columns, and hdtool-demo has 256",
+    }
+    out = tmp_path / "out"
+    for file, said in files.items():
+        asked = ["bench", "--num-prompts", "1", "--methods", "ar,llama.cpp-file", "--llama-cpp-file", str(file)]
+        assert run([*asked, "--out", str(out), "--quiet"]) == 1
+        assert said in " ".join(capfd.readouterr().err.split())
+        assert not out.exists() or not list(out.glob("*.json*"))
+
+
+def test_a_file_with_fewer_tokens_is_of_another_model(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = GGUFHeader({"general.architecture": "llama", "tokenizer.ggml.tokens": 99}, (), 0)
+    monkeypatch.setattr(GGUFHeader, "read", lambda path: header)
+    with pytest.raises(
+        ModelError, match=r"names model\.gguf, with 99 tokens, and the tokenizer of hdtool-demo has 4,0"
+    ):
+        check_same_model(FILE, embedded)
+
+
+def test_a_model_in_another_form_is_compared_with_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{PEER}.find_spec", lambda name: True)
+    model, greedy = ModelConfig("some/model"), SamplingConfig()
+    files = files_of(model, "~/q4.gguf")
+    assert files == {"llama.cpp-file": Path("~/q4.gguf").expanduser()}
+    assert why_not("llama.cpp-file", files, model, greedy) == ""
+    assert why_not("llama.cpp", files, model, greedy).startswith("runs on GGUF files")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +267,8 @@ def test_what_it_needs_is_told_if_it_is_named(
     monkeypatch.chdir(tmp_path)
     FILE.write_bytes(b"GGUF")
     monkeypatch.setattr("hdtool.runtime.evaluation.llama_cpp_peer.find_spec", lambda name: installed or None)
-    assert why_not(ModelConfig(model), sampling).startswith(said)
+    config = ModelConfig(model)
+    assert why_not("llama.cpp-pld", files_of(config), config, sampling).startswith(said)
     plan = Plan([], BenchConfig(("ar", "llama.cpp-pld"), out="out"), ModelConfig(model), sampling=sampling)
     monkeypatch.setattr("hdtool.runtime.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
     if said:
@@ -165,9 +279,11 @@ def test_what_it_needs_is_told_if_it_is_named(
 def test_peers_are_added_to_the_methods_as_far_as_they_can_run() -> None:
     config = BenchConfig(("hd", "generate-pld"), peers=True)
     assert config.chosen(has_corpus=False) == ("generate", "hd", "generate-pld")
-    assert config.chosen(has_corpus=False, llama_cpp=True)[:4] == ("generate", "llama.cpp", "llama.cpp-pld", "hd")
+    runnable = ("llama.cpp", "llama.cpp-pld")
+    assert config.chosen(has_corpus=False, llama_cpp=runnable)[:4] == ("generate", *runnable, "hd")
+    assert "llama.cpp-file" in config.chosen(has_corpus=False, llama_cpp=("llama.cpp-file",))
     assert "generate-assisted" in replace(config, assistant="x").chosen(has_corpus=False)
-    assert replace(config, peers=False).chosen(has_corpus=False, llama_cpp=True) == config.methods
+    assert replace(config, peers=False).chosen(has_corpus=False, llama_cpp=runnable) == config.methods
     assert not {"llama.cpp", "llama.cpp-pld"} & set(BenchConfig().chosen(has_corpus=True))
 
 
@@ -175,3 +291,18 @@ def test_further_temperatures_leave_it_out() -> None:
     plan = Plan([], BenchConfig(("ar", "llama.cpp")))
     assert plan.at(0.7).bench.methods == ("ar",)
     assert plan.at(0.0).bench.methods == ("ar", "llama.cpp")
+    beside = Plan([], BenchConfig(("ar", "llama.cpp-file"), llama_cpp_file="q4.gguf"))
+    assert (beside.at(0.7).bench.methods, beside.at(0.7).bench.llama_cpp_file) == (("ar",), None)
+    assert Plan([], BenchConfig(llama_cpp_file="q4.gguf")).at(0.7).bench.methods is None
+
+
+@pytest.mark.parametrize(
+    ("methods", "file", "said"),
+    [
+        (("ar",), "q4.gguf", "left out without the method llama.cpp-file"),
+        (("ar", "llama.cpp-file"), None, "another GGUF file of the model for llama.cpp-file"),
+    ],
+)
+def test_the_file_and_the_method_go_together(methods: tuple[str, ...], file: str | None, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        BenchConfig(methods, llama_cpp_file=file)

@@ -65,13 +65,26 @@ class Llama:
             drafted = draft(np.array(context)).tolist() if draft else []
 
 
-def install(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> list[Llama]:
-    """Make it importable; returns the models that will be made."""
+SYSTEM_INFO = "CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | F16C = 1 | FMA = 1 | BMI2 = 1 | NEON = 0 | REPACK = 1 | "
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, answers: Answers, system_info: str = SYSTEM_INFO, *, offloads: bool = False
+) -> list[Llama]:
+    """Make it importable, with the features of ``system_info``; returns the models that will be made."""
     found: list[Llama] = []
     made = type("Llama", (Llama,), {"answers": answers, "made": found})
     package, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
     for module, contents in (
-        (package, {"Llama": made, "__version__": "0.0.1"}),
+        (
+            package,
+            {
+                "Llama": made,
+                "__version__": "0.0.1",
+                "llama_print_system_info": system_info.encode,
+                "llama_supports_gpu_offload": lambda: offloads,
+            },
+        ),
         (speculative, {"LlamaPromptLookupDecoding": Lookup}),
     ):
         module.__spec__ = ModuleSpec(module.__name__, None)

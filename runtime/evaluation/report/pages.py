@@ -11,6 +11,7 @@ import torch
 from hdtool.data.tally import counted
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.environment import machine
+from hdtool.runtime.evaluation.llama_cpp_build import notes_of
 from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.report.ablations import Study
 from hdtool.runtime.evaluation.report.figures import ReportData
@@ -70,6 +71,8 @@ def page_of_bench(measured: Measured, study: Study, replayed: str, command: str,
     lead = f"{scores.headline()} Measured on {counted(first.questions, 'question')}."
     measured_shares = measured.shares()
     paid = "; the measured answers had as many as pay" if study.budget is None else ""
+    if llama_cpp := notes_of(about):
+        facts["llama.cpp"] = "; ".join(llama_cpp)
     data = replace(
         data,
         tables=measured.tables(),

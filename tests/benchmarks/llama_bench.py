@@ -1,0 +1,53 @@
+"""llama.cpp's own ``llama-bench``, which shows what its binding for Python costs: passes of given lengths, no text."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hdtool.data.errors import ModelError
+
+
+@dataclass(frozen=True)
+class LlamaBench:
+    program: Path
+    file: Path
+    threads: int
+
+    def seconds(self, prompt: int, answer: int) -> tuple[float, float]:
+        """Wall clock and CPU seconds of reading a prompt and generating an answer of so many tokens."""
+        row, cpu = self._run(prompt, answer)
+        return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
+
+    @cached_property
+    def build(self) -> str:
+        row, _ = self._run(1, 1)
+        return f"commit {row['build_commit']} (build {row['build_number']}), backends {row['backends']}"
+
+    @cached_property
+    def _start(self) -> float:
+        """CPU seconds of a run that does next to nothing: it starts and loads the file."""
+        self._run(1, 1)  # the file is in memory after it
+        return min(self._run(1, 1)[1] for _ in range(3))
+
+    def _run(self, prompt: int, answer: int) -> tuple[dict[str, Any], float]:
+        lengths = ("-p", "0", "-n", "0", "-pg", f"{prompt},{answer}", "-r", "1", "--no-warmup")
+        command = (str(self.program), "-m", str(self.file), "-t", str(self.threads), *lengths, "-o", "json")
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            (row,) = json.loads(done.stdout)
+        except OSError as error:
+            raise ModelError(f"--llama-bench names {self.program}, which does not run: {error.strerror}") from None
+        except subprocess.CalledProcessError as error:
+            last = (error.stderr.strip().splitlines() or ["it prints nothing"])[-1]
+            raise ModelError(f"{self.program} fails on {self.file} ({last}): leave out --llama-bench") from None
+        except ValueError:
+            raise ModelError(f"{self.program} prints no JSON of one test: is it llama-bench?") from None
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return row, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime

@@ -1,0 +1,85 @@
+"""OpenVINO GenAI as a contender, plain or with its prompt lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hdtool.data.errors import ModelError, reason_of
+from hdtool.data.spec_bench import AnsweredTurn
+from hdtool.runtime.decode import room_for
+from hdtool.runtime.evaluation.contenders import Passes, timed
+from hdtool.runtime.grammar.guide import Guide
+from hdtool.runtime.model.load import Loaded
+
+PACKAGE = "openvino-genai"
+DRAFTED, LONGEST_NGRAM = 5, 3
+"""Tokens that its prompt lookup drafts after so many that match: the numbers in its documentation's example."""
+
+
+def is_installed() -> bool:
+    return find_spec("openvino_genai") is not None
+
+
+def version() -> str:
+    import openvino_genai
+
+    return str(openvino_genai.__version__)
+
+
+class OpenVinoContender:
+    """Greedy answers to the same ids, with the same end tokens and length, by a converted model or a GGUF file.
+
+    Precision, quantization of activations and of the KV cache are those that OpenVINO chooses for the CPU. Blocks of
+    the KV cache are never kept for a later prompt.
+    """
+
+    def __init__(self, loaded: Loaded, place: Path, max_new_tokens: int, *, lookup: bool) -> None:
+        import openvino_genai
+
+        self._loaded = loaded
+        self._most = max_new_tokens
+        self._looks_up = lookup
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        options: dict[str, Any] = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        if lookup:
+            options["prompt_lookup"] = True
+        try:
+            self._pipeline: Any = openvino_genai.LLMPipeline(str(place), "CPU", **options)
+        except RuntimeError as error:
+            raise ModelError(
+                f"OpenVINO GenAI cannot load {place} ({reason_of(error)}): name a folder that optimum-cli export "
+                "openvino wrote, or a GGUF file of an architecture that it reads"
+            ) from error
+
+    def fresh(self) -> OpenVinoContender:
+        return self  # no answer is drafted from another one
+
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
+        import openvino
+        import openvino_genai
+
+        room, at_the_end = room_for(self._loaded.target, prompt, self._most)
+        settings = openvino_genai.GenerationConfig()
+        settings.max_new_tokens = room
+        settings.do_sample = False
+        settings.stop_token_ids = set(self._loaded.stops)
+        if self._looks_up:
+            settings.num_assistant_tokens, settings.max_ngram_size = DRAFTED, LONGEST_NGRAM
+        ids = np.array([prompt], dtype=np.int64)
+        inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        found, seconds = timed(torch.device("cpu"), partial(self._pipeline.generate, inputs, settings))
+        passes = Passes(len(prompt))
+        known = len(prompt)
+        # The tokens that each pass brought; how many it drafted is not reported.
+        for tokens in found.perf_metrics.raw_metrics.m_batch_sizes[:-1]:
+            known += tokens
+            passes.note(known, 0)
+        return passes.answer(self._loaded, list(found.tokens[0]), seconds, at_the_end, drafts=self._looks_up)
