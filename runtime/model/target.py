@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,7 @@ from hdtool.runtime.model.families import (
     context_limit,
     deviation,
     is_low_precision,
+    refusal,
     refuse_by_class,
     refuse_by_configuration,
     refuse_by_logits,
@@ -31,11 +32,13 @@ from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.model.fused.whole_pass import WholePass
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.model.llm_int8 import RowByRow
+from hdtool.runtime.model.long_context import LARGEST_LENGTH, long_contexts
 from hdtool.runtime.model.placement import device_of, scattered
 from hdtool.runtime.model.precision import last_logits_only
 from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.model.step_input import TreeInput
+from hdtool.runtime.model.unchanged import RecordedModel
 from hdtool.runtime.tree import LARGEST_TREE, Certain, DraftTree
 
 if TYPE_CHECKING:
@@ -106,10 +109,69 @@ class Target:
         weakref.finalize(self, self._row_by_row.release)  # the model may outlive its target
         self._rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
-        self._check_trees()
-        if recorder := capture(self.device):
-            self._enable_capture(recorder)
+        self.changes = 0
+        """How often adapters, weights or hooks of the model were found changed; what it computed before is void."""
+        self._recorded: RecordedModel | None = None
+        self._memory: list[torch.UntypedStorage] = []
+        """That of the weights which captured steps read: it is not freed if they are replaced within an answer."""
+        self._notices = True
+        with self.changing():
+            self._prove()
+        if self._steps:
+            self._record()
         self.seconds_in_model, self.passes = 0.0, 0
+
+    def _prove(self) -> None:
+        """Check that the model computes trees, and that steps may be captured."""
+        self._check_trees()
+        if recorder := self._capture(self.device):
+            self._enable_capture(recorder)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Notice no changes of the model in this block: they are hdtool's own, and change no answer."""
+        noticed, self._notices, self._recorded = self._notices, False, None
+        try:
+            yield
+        finally:
+            self._notices = noticed
+
+    def notice_changes(self) -> None:
+        """Discard what the model computed and captured if adapters, weights or hooks changed since the last prompt.
+
+        A model with other modules or hooks is proven again, and FamilyError is raised if that fails.
+        """
+        if not self._notices or (self._recorded and self._recorded.is_same()):
+            return
+        if self._recorded:
+            is_known = self._recorded.has_code_of(self.model) and self.vocabulary == embedded_tokens(self.model)
+            self.forget()
+            if self._steps:
+                self._steps.forget()
+            self._memory.clear()
+            if not is_known and self.processes == 1:  # others would have to prove theirs at the same time
+                self._prove_again()
+            self.changes += 1
+        self._record()
+
+    def _prove_again(self) -> None:
+        recorded, self._steps = self._recorded, None
+        counted = self.seconds_in_model, self.passes
+        self.vocabulary = embedded_tokens(self.model)
+        try:
+            with self.changing():
+                self._prove()
+        except HdtoolError:
+            self._recorded = recorded  # it is still another model at the next prompt
+            raise
+        finally:
+            self.seconds_in_model, self.passes = counted
+        if self._steps and self._watched:
+            self._steps.watch(lambda: self.all_hidden[0])
+
+    def _record(self) -> None:
+        self._recorded = RecordedModel(self.model)
+        self._memory = self._recorded.memory() if self._steps else []
 
     @property
     def length(self) -> int:
@@ -141,6 +203,7 @@ class Target:
         begins, too, are not computed again (prefix caching).
         """
         self.wait()
+        self.notice_changes()
         limit = self.context_limit(len(context))
         kept = self._kept.shared_with(context, limit) if reuse and self._is_reusable(limit) else 0
         if not kept:
@@ -312,7 +375,15 @@ class Target:
         def run() -> None:
             self.prefill(some_context(4, self.config.vocab_size))
 
-        module_with_hidden = module_of_hidden(self.model, self.model.config.model_type, run)
+        self.notice_changes()
+        with self.changing():
+            self._watch(module_of_hidden(self.model, self.model.config.model_type, run))
+            run()
+        if self._steps:
+            self._steps.watch(lambda: self.all_hidden[0])
+            self._record()
+
+    def _watch(self, module_with_hidden: torch.nn.Module) -> None:
         mine = weakref.ref(self)  # the model may outlive its target
 
         def record(module: torch.nn.Module, inputs: object, returned: object) -> None:
@@ -321,9 +392,6 @@ class Target:
 
         module_with_hidden.register_forward_hook(record)
         self._watched = True
-        run()
-        if self._steps:
-            self._steps.watch(lambda: self.all_hidden[0])
 
     def select_slot(self, slot: int) -> None:
         """Set ``hidden`` to that of a batch slot."""
@@ -466,6 +534,22 @@ class Target:
             # Some models round more than their dtype suggests, even without quantized layers.
             self._rounding = measure_rounding(self.model, whole, self.model(input_ids=whole).logits)
         refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1], self._rounding)
+        self._check_long_contexts([context[-1], *tree.tokens], used)
+
+    def _check_long_contexts(self, tokens: Sequence[int], used: DynamicCache) -> None:
+        """Check a tree after more tokens than a window has, if the model may have one beside those of the masks."""
+        kind, limit = self.model.config.model_type, self.context_limit(LARGEST_LENGTH)
+        for context in long_contexts(self.model, self.windows, limit):
+            try:
+                of_tree, plain = context.logits(self.forward, self.masks, tokens, self._shapes, used)
+            except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
+                raise
+            except Exception as error:  # model code raises many kinds
+                reason = f"fails on a tree {context.found_in} ({reason_of(error)}): {context.cause}"
+                raise refusal(kind, reason) from error
+            if distance := deviation(of_tree, plain, self._rounding):
+                reason = f"computes a tree wrongly {context.found_in} (its logits are off by {distance}): "
+                raise refusal(kind, reason + context.cause)
 
     @torch.inference_mode()
     def _enable_capture(self, capture: Capture) -> None:
