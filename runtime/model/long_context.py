@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from hdtool.runtime.model.attention_masks import AttentionMasks, AttentionWindow, Mask
-from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, Views
+from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticLayer, Views
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ MASKED_BY_KIND = ("sliding_window", "attention_chunk_size")
 KNOWN_CODE = ("torch", "transformers", "hdtool", "accelerate")
 ROWS = 4
 """The root of the tree and its nodes, each of which is the only one on its path."""
-Forward = Callable[[list[list[int]], Sequence[Sequence[int]], Mask, StaticKVCache], torch.Tensor]
+Forward = Callable[[list[list[int]], Sequence[Sequence[int]], Mask, Cache], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,16 @@ def _is_foreign(module: Module) -> bool:
     return (is_replaced or not is_known) and not hasattr(module, "in_features")
 
 
-class _SharedContext(StaticKVCache):
-    """A cache whose layers may share the tensors of the context; each has its own keys and values of later tokens."""
+class _SharedContext(Cache):
+    """A cache whose layers may share the tensors of the context; each has its own keys and values of later tokens.
+
+    It is none that compiled layers take, since these would write to the shared tensors.
+    """
+
+    def __init__(self, storage: KVTensors) -> None:
+        super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
+        self.storage, self.capacity = storage, storage.capacity
+        self.begin_after(0)
 
     def begin_after(self, context: int) -> None:
         """Discard all tokens after a context of so many."""

@@ -157,17 +157,15 @@ class Target:
     def _prove_again(self) -> None:
         recorded, self._steps = self._recorded, None
         counted = self.seconds_in_model, self.passes
-        self.vocabulary = embedded_tokens(self.model)
+        self.vocabulary = embedded_tokens(self.model.eval())
         try:
             with self.changing():
                 self._prove()
-        except HdtoolError:
+        except BaseException:
             self._recorded = recorded  # it is still another model at the next prompt
             raise
         finally:
             self.seconds_in_model, self.passes = counted
-        if self._steps and self._watched:
-            self._steps.watch(lambda: self.all_hidden[0])
 
     def _record(self) -> None:
         self._recorded = RecordedModel(self.model)
@@ -559,6 +557,8 @@ class Target:
         expected = self._two_steps()
         like = expected[0]
         self._steps = StaticSteps(self.model, self.masks, like.shape[-1], like.dtype, capture)
+        if self._watched:
+            self._steps.watch(lambda: self.all_hidden[0])
         # The first two are captured, and the next two replay them.
         for found, usual in zip([*self._two_steps(), *self._two_steps()], [*expected, *expected], strict=True):
             if self._steps and (distance := deviation(found, usual, self._rounding)):
