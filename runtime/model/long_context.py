@@ -172,8 +172,10 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
     for keys, values in dict.fromkeys(storage.layers):
         if not keys.numel():
             continue
-        like = [layer for layer, views in zip(filled.layers, storage.layers, strict=True) if views[0] is keys]
-        layer: Any = max(like, key=lambda one: float(one.values.float().std()))
+        like: list[Any] = [
+            layer for layer, views in zip(filled.layers, storage.layers, strict=True) if views[0] is keys
+        ]
+        layer = max(like, key=lambda one: float(one.values.float().std()))
         # Early keys are large, so that much attention goes to what a window hides. Values repeat, as those of a token
         # that occurs several times do in a first layer, where choices among them depend on the order of keys.
         count = keys.shape[2]
