@@ -17,6 +17,8 @@ from hdtool.runtime.model.attention_masks import AttentionMasks, Mask, windows_o
 from hdtool.runtime.model.cache.answer_lock import AnswerLock
 from hdtool.runtime.model.cache.kept_context import KeptContext
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
+from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts
+from hdtool.runtime.model.checks.unchanged import RecordedModel
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import (
     context_limit,
@@ -32,13 +34,11 @@ from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.model.fused.whole_pass import WholePass
 from hdtool.runtime.model.hidden_states import hidden_in, module_of_hidden
 from hdtool.runtime.model.llm_int8 import RowByRow
-from hdtool.runtime.model.long_context import LARGEST_LENGTH, long_contexts
 from hdtool.runtime.model.placement import device_of, scattered
 from hdtool.runtime.model.precision import last_logits_only
 from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.model.step_input import TreeInput
-from hdtool.runtime.model.unchanged import RecordedModel
 from hdtool.runtime.tree import LARGEST_TREE, Certain, DraftTree
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from hdtool.runtime.model.cache.prefix_cache import PrefixCache
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from tests.decoding.test_prefix_cache import answered
-from tests.support.decoding import said
+from tests.support.decoding import answered, said
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import Replayed

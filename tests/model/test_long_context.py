@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model import long_context
+from hdtool.runtime.model.checks import long_context
+from hdtool.runtime.model.checks.long_context import LongContext, long_contexts
 from hdtool.runtime.model.families import context_limit
-from hdtool.runtime.model.long_context import LongContext, long_contexts
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of

@@ -21,9 +21,9 @@ from hdtool.runtime.kernels.fused.passes import compute_pass, pass_numbers
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice
 from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.model.checks.unchanged import Unchanged
 from hdtool.runtime.model.fused.layer_parts import LayerParts
 from hdtool.runtime.model.fused.weight_table import table_of
-from hdtool.runtime.model.unchanged import Unchanged
 
 MOST_ROWS, MOST_THREADS = 64, 8
 """Larger passes, such as those of prompts, are computed here if all products are our own, and with no more threads than
