@@ -95,6 +95,9 @@ class Batch(Generic[Key]):
 
     def start(self, request: Request[Key]) -> Reading[Key]:
         """Start an answer: its prompt is read by the returned object, in one piece or several."""
+        self._target.notice_changes()
+        if self._prefixes:
+            self._prefixes.drop_if_changed(self._target.changes)
         state = DecodeState(
             self._target,
             request.prompt,
@@ -115,7 +118,7 @@ class Batch(Generic[Key]):
         cache = reading.reader.cache
         self._slots.load(slot, cache, state.room)
         outcome = self._accepted(slot, state, reading.logits)
-        if self._prefixes:
+        if self._prefixes and state.has_current_model:
             self._prefixes.keep(request.owner, request.prompt, cache)
         if _has_ended(outcome):
             state.end()
@@ -177,7 +180,7 @@ class Batch(Generic[Key]):
         """End the answer in a slot, keep its context, and move the last slot there."""
         request, state = self._running[slot]
         state.end()
-        if self._prefixes:
+        if self._prefixes and state.has_current_model:
             self._prefixes.keep(request.owner, state.context[: self._slots.length(slot)], self._slots.saved(slot))
         last = self._running.pop()
         if slot < len(self._running):

@@ -81,6 +81,12 @@ class DecodeState:
         self._is_first = True
         self._started = self._draft_seconds = self._seconds_in_model = 0.0
         self._target, self._vocabulary = target, target.vocabulary
+        self._changes = target.changes
+
+    @property
+    def has_current_model(self) -> bool:
+        """Whether no change of the model was noticed since the answer began."""
+        return self._changes == self._target.changes
 
     @property
     def context(self) -> list[int]:

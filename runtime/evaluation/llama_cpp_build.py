@@ -73,7 +73,7 @@ def quantization_of(header: GGUFHeader) -> str:
     from gguf import GGMLQuantizationType, LlamaFileType
 
     try:
-        named = LlamaFileType(header.values.get("general.file_type"))
+        named = LlamaFileType(header.values.get("general.file_type", -1))
         if named is not LlamaFileType.GUESSED:
             return named.name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:  # absent, or newer than the library

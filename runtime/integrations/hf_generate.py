@@ -208,14 +208,14 @@ class Generator:
         return self._compiler.guide(grammar)
 
     def _target_for(self, model: PreTrainedModel) -> Target:
-        """The target of the last call, or a new one if the model, its device or its dtype changed."""
+        """The target of the last call, or a new one for another model, device, dtype or size of the embeddings.
+
+        The target itself notices other changes, such as adapters, and the drafter keeps what it has learned.
+        """
         target = self._target
         # Not model.device, which differs for offloaded weights.
-        if (
-            target is None
-            or target.model is not model
-            or (target.device, target.dtype) != (device_of(model), model.dtype)
-        ):
+        now = device_of(model), model.dtype, embedded_tokens(model)
+        if target is None or target.model is not model or (target.device, target.dtype, target.vocabulary) != now:
             self._target = target = None  # frees the old cache first
             self._target = target = Target(model)
             self._drafter = self._make(target)

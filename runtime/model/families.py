@@ -28,32 +28,32 @@ def refuse_by_configuration(config: Any) -> None:
     """Raise for unsupported configurations, before weights are loaded."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise _refusal(kind, "is an encoder-decoder: hdtool drafts for decoder-only models")
+        raise refusal(kind, "is an encoder-decoder: hdtool drafts for decoder-only models")
     text = config.get_text_config(decoder=True)
     if kind in POSITIONS_BY_DISTANCE or getattr(text, "alibi", False):
-        raise _refusal(kind, "uses ALiBi: it derives distances from the order of the tokens, not from position ids")
+        raise refusal(kind, "uses ALiBi: it derives distances from the order of the tokens, not from position ids")
     foreign = [layer for layer in getattr(text, "layer_types", None) or () if layer not in READABLE_LAYERS]
     if foreign:
-        raise _refusal(kind, f"has {foreign[0]} layers: their state cannot be rolled back after a rejected draft")
+        raise refusal(kind, f"has {foreign[0]} layers: their state cannot be rolled back after a rejected draft")
 
 
 def refuse_by_class(model: PreTrainedModel) -> None:
     """Raise for model classes that lack what tree verification needs."""
     kind = model.config.model_type
     if is_stateful(model):
-        raise _refusal(kind, "has a recurrent state, which cannot be rolled back after a rejected draft")
+        raise refusal(kind, "has a recurrent state, which cannot be rolled back after a rejected draft")
     if not takes(model, "position_ids"):
-        raise _refusal(kind, "takes no position ids, so it cannot place the nodes of a tree")
+        raise refusal(kind, "takes no position ids, so it cannot place the nodes of a tree")
     if cache_name(model) is None:
-        raise _refusal(kind, "takes no key-value cache")
+        raise refusal(kind, "takes no key-value cache")
     if not takes(model, "attention_mask"):
-        raise _refusal(kind, "takes no attention mask")
+        raise refusal(kind, "takes no attention mask")
 
 
 def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, rounding: float | None = None) -> None:
     """Raise if the logits of a tree's nodes differ from those of their plain paths."""
     if distance := deviation(of_tree, plain, rounding):
-        raise _refusal(kind, f"does not follow tree masks and position ids (its logits are off by {distance})")
+        raise refusal(kind, f"does not follow tree masks and position ids (its logits are off by {distance})")
 
 
 def deviation(found: torch.Tensor, expected: torch.Tensor, rounding: float | None = None) -> str:
@@ -85,7 +85,7 @@ def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (found.float() - expected.float()).square().mean(dim=-1).sqrt() / scale
 
 
-def _refusal(kind: str, reason: str) -> FamilyError:
+def refusal(kind: str, reason: str) -> FamilyError:
     return FamilyError(f"models of type {kind!r} cannot be used: this one {reason}")
 
 

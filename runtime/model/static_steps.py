@@ -62,6 +62,10 @@ class StaticSteps:
         like = get_hidden()
         self._hidden = like.new_zeros((LARGEST_TREE + 1, like.shape[1]))
         self._get_hidden = get_hidden
+        self.forget()
+
+    def forget(self) -> None:
+        """Capture all steps again."""
         self._steps.clear()
         self._capture.reset()
 
@@ -105,8 +109,7 @@ class StaticSteps:
     def prepared(self, tree: DraftTree, cache: StaticKVCache) -> Callable[[], Logits]:
         """Return the function that starts the verification of a tree; capture the step first if its shape is new."""
         if cache.storage is not self._storage:
-            self._steps.clear()  # frees their storage before more is allocated
-            self._capture.reset()
+            self.forget()  # frees their storage before more is allocated
             self._storage = cache.storage
         size = PASS_SIZES[int(np.searchsorted(PASS_SIZES, len(tree) + 1))]
         extent = min(extent_for(cache.length + size), cache.capacity)

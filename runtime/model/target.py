@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +17,14 @@ from hdtool.runtime.model.attention_masks import AttentionMasks, Mask, windows_o
 from hdtool.runtime.model.cache.answer_lock import AnswerLock
 from hdtool.runtime.model.cache.kept_context import KeptContext
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
+from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts
+from hdtool.runtime.model.checks.unchanged import RecordedModel
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import (
     context_limit,
     deviation,
     is_low_precision,
+    refusal,
     refuse_by_class,
     refuse_by_configuration,
     refuse_by_logits,
@@ -106,10 +109,67 @@ class Target:
         weakref.finalize(self, self._row_by_row.release)  # the model may outlive its target
         self._rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
-        self._check_trees()
-        if recorder := capture(self.device):
-            self._enable_capture(recorder)
+        self.changes = 0
+        """How often adapters, weights or hooks of the model were found changed; what it computed before is void."""
+        self._recorded: RecordedModel | None = None
+        self._memory: list[torch.UntypedStorage] = []
+        """That of the weights which captured steps read: it is not freed if they are replaced within an answer."""
+        self._notices = True
+        with self.changing():
+            self._prove()
+        if self._steps:
+            self._record()
         self.seconds_in_model, self.passes = 0.0, 0
+
+    def _prove(self) -> None:
+        """Check that the model computes trees, and that steps may be captured."""
+        self._check_trees()
+        if recorder := self._capture(self.device):
+            self._enable_capture(recorder)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Notice no changes of the model in this block: they are hdtool's own, and change no answer."""
+        noticed, self._notices, self._recorded = self._notices, False, None
+        try:
+            yield
+        finally:
+            self._notices = noticed
+
+    def notice_changes(self) -> None:
+        """Discard what the model computed and captured if adapters, weights or hooks changed since the last prompt.
+
+        A model with other modules or hooks is proven again, and FamilyError is raised if that fails.
+        """
+        if not self._notices or (self._recorded and self._recorded.is_same()):
+            return
+        if self._recorded:
+            is_known = self._recorded.has_code_of(self.model) and self.vocabulary == embedded_tokens(self.model)
+            self.forget()
+            if self._steps:
+                self._steps.forget()
+            self._memory.clear()
+            if not is_known and self.processes == 1:  # others would have to prove theirs at the same time
+                self._prove_again()
+            self.changes += 1
+        self._record()
+
+    def _prove_again(self) -> None:
+        recorded, self._steps = self._recorded, None
+        counted = self.seconds_in_model, self.passes
+        self.vocabulary = embedded_tokens(self.model.eval())
+        try:
+            with self.changing():
+                self._prove()
+        except BaseException:
+            self._recorded = recorded  # it is still another model at the next prompt
+            raise
+        finally:
+            self.seconds_in_model, self.passes = counted
+
+    def _record(self) -> None:
+        self._recorded = RecordedModel(self.model)
+        self._memory = self._recorded.memory() if self._steps else []
 
     @property
     def length(self) -> int:
@@ -141,6 +201,7 @@ class Target:
         begins, too, are not computed again (prefix caching).
         """
         self.wait()
+        self.notice_changes()
         limit = self.context_limit(len(context))
         kept = self._kept.shared_with(context, limit) if reuse and self._is_reusable(limit) else 0
         if not kept:
@@ -312,7 +373,15 @@ class Target:
         def run() -> None:
             self.prefill(some_context(4, self.config.vocab_size))
 
-        module_with_hidden = module_of_hidden(self.model, self.model.config.model_type, run)
+        self.notice_changes()
+        with self.changing():
+            self._watch(module_of_hidden(self.model, self.model.config.model_type, run))
+            run()
+        if self._steps:
+            self._steps.watch(lambda: self.all_hidden[0])
+            self._record()
+
+    def _watch(self, module_with_hidden: torch.nn.Module) -> None:
         mine = weakref.ref(self)  # the model may outlive its target
 
         def record(module: torch.nn.Module, inputs: object, returned: object) -> None:
@@ -321,9 +390,6 @@ class Target:
 
         module_with_hidden.register_forward_hook(record)
         self._watched = True
-        run()
-        if self._steps:
-            self._steps.watch(lambda: self.all_hidden[0])
 
     def select_slot(self, slot: int) -> None:
         """Set ``hidden`` to that of a batch slot."""
@@ -466,6 +532,22 @@ class Target:
             # Some models round more than their dtype suggests, even without quantized layers.
             self._rounding = measure_rounding(self.model, whole, self.model(input_ids=whole).logits)
         refuse_by_logits(self.model.config.model_type, last_of_path, plain[:, -1], self._rounding)
+        self._check_long_contexts([context[-1], *tree.tokens], used)
+
+    def _check_long_contexts(self, tokens: Sequence[int], used: DynamicCache) -> None:
+        """Check a tree after more tokens than a window has, if the model may have one beside those of the masks."""
+        kind, limit = self.model.config.model_type, self.context_limit(LARGEST_LENGTH)
+        for context in long_contexts(self.model, self.windows, limit):
+            try:
+                of_tree, plain = context.logits(self.forward, self.masks, tokens, self._shapes, used)
+            except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
+                raise
+            except Exception as error:  # model code raises many kinds
+                reason = f"fails on a tree {context.found_in} ({reason_of(error)}): {context.cause}"
+                raise refusal(kind, reason) from error
+            if distance := deviation(of_tree, plain, self._rounding):
+                reason = f"computes a tree wrongly {context.found_in} (its logits are off by {distance}): "
+                raise refusal(kind, reason + context.cause)
 
     @torch.inference_mode()
     def _enable_capture(self, capture: Capture) -> None:
@@ -475,6 +557,8 @@ class Target:
         expected = self._two_steps()
         like = expected[0]
         self._steps = StaticSteps(self.model, self.masks, like.shape[-1], like.dtype, capture)
+        if self._watched:
+            self._steps.watch(lambda: self.all_hidden[0])
         # The first two are captured, and the next two replay them.
         for found, usual in zip([*self._two_steps(), *self._two_steps()], [*expected, *expected], strict=True):
             if self._steps and (distance := deviation(found, usual, self._rounding)):

@@ -16,7 +16,7 @@ from hdtool.runtime.model.cache.prefix_cache import LEAST, PrefixCache
 from hdtool.runtime.model.cache.prompt_reader import PromptReader
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from tests.support.decoding import run, said
+from tests.support.decoding import answered, run, said
 from tests.support.families import FAMILIES, model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 
@@ -43,16 +43,6 @@ def test_a_prompt_read_in_pieces_has_the_logits_of_one_read_at_once(family: str)
         assert second.cached_tokens in (0, min(shared, length))
 
     check()
-
-
-def answered(batch: Batch[int], prompt: list[int], owner: str = "") -> tuple[list[int], int]:
-    """The tokens of an answer, and the number of prompt tokens that were not read."""
-    request = Request(0, prompt, Sampler(GREEDY, prompt), NoDraft(), owner=owner)
-    outcomes = [batch.add(request)]
-    while len(batch):
-        outcomes += batch.step()
-    steps = [step for _, step in outcomes if isinstance(step, Step)]
-    return [token for step in steps for token in step.tokens], steps[0].cached_tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

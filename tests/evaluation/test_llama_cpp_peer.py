@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from hdtool.cli.app import run
-from hdtool.cli.output.bench_table import WIDTH
+from hdtool.cli.output.tables import WIDTH
 from hdtool.data import demo
 from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from hdtool.runtime.batch import Batch, Request
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import Step, decode
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 
@@ -36,3 +37,13 @@ def run(
 
 def said(steps: list[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
+
+
+def answered(batch: Batch[int], prompt: list[int], owner: str = "") -> tuple[list[int], int]:
+    """The tokens of an answer, and the number of prompt tokens that were not read."""
+    request = Request(0, prompt, Sampler(SamplingConfig(), prompt), NoDraft(), owner=owner)
+    outcomes = [batch.add(request)]
+    while len(batch):
+        outcomes += batch.step()
+    steps = [step for _, step in outcomes if isinstance(step, Step)]
+    return [token for step in steps for token in step.tokens], steps[0].cached_tokens

@@ -44,7 +44,7 @@ class Pipeline:
 def install(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> list[Pipeline]:
     """Make it importable; returns the pipelines that will be made."""
     found: list[Pipeline] = []
-    contents = {
+    contents: dict[str, dict[str, Any]] = {
         "openvino": {"Tensor": lambda array: array},
         "openvino_genai": {
             "__version__": "2.0",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hdtool.runtime.model.cuda_graphs import Run
 
@@ -32,3 +36,39 @@ class Rehearsed(Direct):
         for _ in range(3):
             run()
         return run
+
+
+class Replayed(Direct):
+    """Repeats the recorded operations on the same memory, as a graph does, whatever became of the model since."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self, run: Run) -> Run:
+        self.recorded += 1
+        tape = Tape()
+        run()
+        with tape:
+            run()
+        return tape.repeat
+
+
+class Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self._operations.append((func, args, kwargs or {}, found))
+        return found
+
+    @torch.inference_mode()
+    def repeat(self) -> None:
+        for func, args, kwargs, found in self._operations:
+            made = func(*args, **kwargs)
+            if func._schema.is_mutable:
+                continue
+            for old, new in zip(tree_leaves(found), tree_leaves(made), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # else a view
+                    old.copy_(new)

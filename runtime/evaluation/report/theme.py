@@ -24,7 +24,7 @@ METHOD_COLOURS = {
     "generate-assisted": ("#776611", "#aaaa99"),
     "llama.cpp": ("#883300", "#ee3311"),
     "llama.cpp-pld": ("#dd9999", "#ffaa99"),
-    "llama.cpp-file": ("#14fd0f", "#73041c"),
+    "llama.cpp-file": ("#b56a27", "#ca0924"),
     "ar": ("#999988", "#80803a"),
     "pld": ("#33bbee", "#22ddff"),
     "lade": ("#2277ff", "#2266dd"),

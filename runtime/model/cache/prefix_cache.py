@@ -31,6 +31,12 @@ class PrefixCache:
         self._most = most_bytes
         self._kept: list[_Kept] = []
         """The one that was used last is at the end."""
+        self._changes = 0
+
+    def drop_if_changed(self, changes: int) -> None:
+        """Drop all contexts if the model changed since, by the number of its changes."""
+        if changes != self._changes:
+            self._kept, self._changes = [], changes
 
     @property
     def bytes(self) -> int:

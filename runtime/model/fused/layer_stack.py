@@ -21,10 +21,10 @@ from hdtool.runtime.kernels.fused.passes import compute_pass, pass_numbers
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice
 from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.model.checks.unchanged import Unchanged
 from hdtool.runtime.model.fused.layer_parts import LayerParts
-from hdtool.runtime.model.fused.unchanged import Unchanged
 from hdtool.runtime.model.fused.weight_table import table_of
-from hdtool.runtime.model.library import CACHE_NAMES, cache_in
+from hdtool.runtime.model.library import CACHE_NAMES, attention_of, cache_in
 
 MOST_ROWS, MOST_THREADS = 64, 8
 """Larger passes, such as those of prompts, are computed here if all products are our own, and with no more threads than
@@ -155,7 +155,7 @@ class LayerStack:
         self._attention = ""
 
     def _is_masked_attention(self) -> bool:
-        self._attention = self._attention or self._config._attn_implementation
+        self._attention = self._attention or attention_of(self._config)
         return self._attention == "sdpa"
 
     def takes_number(self, rows: int) -> bool:

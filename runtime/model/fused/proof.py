@@ -50,12 +50,13 @@ def fuse_layers(target: Target) -> bool:
     compile_passes()
     compile_tree_passes()
     stack = LayerStack(parts, target.config)
-    if not _Proof(target, stack, parts, rotary).holds():
-        return False
-    with stack.first_layer_alone():
-        if not _is_called(target, layers, stack):
+    with target.changing():
+        if not _Proof(target, stack, parts, rotary).holds():
             return False
-        _use_whole_passes(target, stack)
+        with stack.first_layer_alone():
+            if not _is_called(target, layers, stack):
+                return False
+            _use_whole_passes(target, stack)
     target.forget()
     return True
 

@@ -31,9 +31,9 @@ from hdtool.runtime.kernels.fused.passes import (
     embedding_of,
 )
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, form_of
+from hdtool.runtime.model.checks.unchanged import Unchanged
 from hdtool.runtime.model.fused.layer_parts import epsilon_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack
-from hdtool.runtime.model.fused.unchanged import Unchanged
 from hdtool.runtime.tree import OPEN, Certain
 
 OF_MODEL, OF_DECODER = {"model", "lm_head"}, {"embed_tokens", "layers", "norm", "rotary_emb"}

@@ -1,0 +1,199 @@
+"""A proof that a model follows masks and positions after a long context, where a window that it applies itself shows.
+
+No long prompt is read. Keys and values of the context are drawn at random, and all layers share them, so the passes
+take little longer than those after a short context: an embedding of a few tokens, and attention of a few rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+from transformers.cache_utils import Cache, DynamicCache
+
+from hdtool.runtime.model.attention_masks import AttentionMasks, AttentionWindow, Mask
+from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticLayer, Views
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT_LENGTH, LARGEST_LENGTH = 4096, 32_768
+"""Tokens of context of the proof: at least and at most, as far as the model's own limit allows."""
+SIZE = re.compile(r"window|chunk|conv|kernel|local|keep|block|span|index_topk")
+COUNT = re.compile(r"^_|^(num|n)_|layers|experts|heads|pattern|theta|freq|multiple")
+MASKED_BY_KIND = ("sliding_window", "attention_chunk_size")
+"""Sizes that hdtool's masks apply to the layers whose kind says so."""
+KNOWN_CODE = ("torch", "transformers", "hdtool", "accelerate")
+ROWS = 4
+"""The root of the tree and its nodes, each of which is the only one on its path."""
+Forward = Callable[[list[list[int]], Sequence[Sequence[int]], Mask, Cache], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """A context of the proof."""
+
+    length: int
+    hidden: int
+    """Places of the cache that the mask hides, as it hides those of other branches: in its middle and at its end."""
+    largest: tuple[str, int] | None
+    """The largest size that the model names beside those of hdtool's masks."""
+
+    @property
+    def found_in(self) -> str:
+        """What a refusal says of this context."""
+        return f"after a context of {self.length:,} tokens"
+
+    @property
+    def cause(self) -> str:
+        named = f" (its {self.largest[0]} is {self.largest[1]:,})" if self.largest else ""
+        return (
+            f"it has a window or a state of its own, which follows places in the cache{named}. Use generate of "
+            "transformers without hdtool"
+        )
+
+    def logits(
+        self,
+        forward: Forward,
+        masks: AttentionMasks,
+        tokens: Sequence[int],
+        shapes: Sequence[LayerShape],
+        filled: DynamicCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits after a root and a node in a tree, and those of plain decoding, where the model makes its own masks.
+
+        ``tokens`` are the root and the nodes; ``filled`` has keys and values of any tokens.
+        """
+        first, middle, inner = self.length, self.length // 2, self.hidden // 2
+        cache = _drawn_cache(shapes, filled, first + self.hidden + ROWS)
+        root, *nodes = tokens[:ROWS]
+        cache.begin_after(first)
+        plain = []
+        for token in (root, nodes[-1]):
+            plain.append(forward([[token]], [[cache.length]], None, cache)[0, -1])
+            cache.length += 1
+        for tensor in cache.storage.tensors:
+            later = tensor.narrow(3, middle, first - middle)
+            tensor.narrow(3, middle + inner, first - middle).copy_(later.clone())
+        mask = masks.of_tree(DraftTree.of(root, nodes, [ROOT] * len(nodes)), first)
+        mask = _with_hidden(_with_hidden(mask, first, self.hidden - inner), middle, inner)
+        cache.begin_after(first + self.hidden)
+        positions = [first, *([first + 1] * len(nodes))]
+        of_tree = forward([[root, *nodes]], [positions], mask, cache)[0]
+        return of_tree[[0, -1]], torch.stack(plain)
+
+
+def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], limit: int | None) -> list[LongContext]:
+    """The contexts that a model must be proven on; none where all of its windows are those of hdtool's masks.
+
+    That is so if the code of a model belongs to ``transformers``, where sizes are part of the configuration, and the
+    configuration names no others than those of the masks.
+    """
+    config = model.config.get_text_config(decoder=True)
+    sizes = dict(_sizes_of(vars(config)))
+    if getattr(config, "layer_types", None):
+        sizes = {name: size for name, size in sizes.items() if name not in MASKED_BY_KIND}
+    foreign = [module for module in model.modules() if _is_foreign(module)]
+    for module in foreign:
+        sizes.update(_sizes_of(vars(module)))
+    masked = {size for window in windows for size in (window.window, window.chunk)}
+    sizes = {name: size for name, size in sizes.items() if size not in masked}
+    if not sizes and not foreign:
+        return []
+    largest = max(sizes.items(), key=lambda one: one[1], default=None)
+    length = min(max(DEFAULT_LENGTH, largest[1] * 5 // 4 if largest else 0), LARGEST_LENGTH)
+    if limit is None or length + length // 2 + ROWS <= limit:
+        return [LongContext(length, length // 2, largest)]
+    # The end of the model's context is further than places can be hidden: it gets a proof with fewer of them.
+    inner = max(1, (limit - ROWS) * 2 // 3)
+    return [
+        LongContext(inner, inner // 2, largest),
+        LongContext(max(1, min(length, limit - 2)), LARGEST_TREE + 1 - ROWS, largest),
+    ]
+
+
+def _sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The attributes that are sizes of a window or of a state, by their names."""
+    for name, value in attributes.items():
+        if type(value) is int and value > 1 and SIZE.search(name) and not COUNT.search(name):
+            yield name, value
+
+
+def _is_foreign(module: Module) -> bool:
+    """Whether the code of a module, other than that of a linear layer, is neither torch's nor the library's."""
+    is_replaced = "forward" in vars(module) and not hasattr(module, "_hf_hook")
+    is_known = type(module).__module__.split(".")[0] in KNOWN_CODE
+    return (is_replaced or not is_known) and not hasattr(module, "in_features")
+
+
+class _SharedContext(Cache):
+    """A cache whose layers may share the tensors of the context; each has its own keys and values of later tokens.
+
+    It is none that compiled layers take, since these would write to the shared tensors.
+    """
+
+    def __init__(self, storage: KVTensors) -> None:
+        super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
+        self.storage, self.capacity = storage, storage.capacity
+        self.begin_after(0)
+
+    def begin_after(self, context: int) -> None:
+        """Discard all tokens after a context of so many."""
+        self.length = self._context = context
+        self._later: dict[int, Views] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Views:
+        later = key_states, value_states
+        if before := self._later.get(layer_idx):
+            later = torch.cat([before[0], key_states], 2), torch.cat([before[1], value_states], 2)
+        self._later[layer_idx] = later
+        keys, values = self.storage.layers[layer_idx]
+        end = self._context + later[0].shape[2]
+        keys[:, :, self._context : end], values[:, :, self._context : end] = later
+        return keys[:, :, :end], values[:, :, :end]
+
+
+def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: int) -> _SharedContext:
+    """A cache of random keys and values, which layers share unless one of them reads those of another layer."""
+    if None in shapes:
+        storage = KVTensors.for_layers(shapes, capacity)
+    else:
+        different = list(dict.fromkeys(shapes))
+        made = KVTensors.for_layers(different, capacity)
+        storage = KVTensors(made.tensors, [made.layers[different.index(shape)] for shape in shapes], made.capacity)
+    random = torch.Generator().manual_seed(1)
+    for keys, values in dict.fromkeys(storage.layers):
+        if not keys.numel():
+            continue
+        like: list[Any] = [
+            layer for layer, views in zip(filled.layers, storage.layers, strict=True) if views[0] is keys
+        ]
+        layer = max(like, key=lambda one: float(one.values.float().std()))
+        # Early keys are large, so that much attention goes to what a window hides. Values repeat, as those of a token
+        # that occurs several times do in a first layer, where choices among them depend on the order of keys.
+        count = keys.shape[2]
+        drawn = torch.randn(keys.shape, generator=random) * torch.linspace(2, 0.5, count)[:, None]
+        keys.copy_(drawn * layer.keys.float().std().cpu())
+        chosen = torch.randint(layer.values.shape[2], (count,), generator=random)
+        values.copy_(layer.values[:1, :, chosen.to(layer.values.device)])
+    return _SharedContext(storage)
+
+
+def _with_hidden(mask: Mask, start: int, hidden: int) -> Mask:
+    """A mask with hidden columns that begin at ``start``."""
+    if isinstance(mask, dict):
+        return {kind: _inserted(one, start, hidden) for kind, one in mask.items()}
+    assert mask is not None
+    return _inserted(mask, start, hidden)
+
+
+def _inserted(mask: torch.Tensor, start: int, hidden: int) -> torch.Tensor:
+    columns = mask.new_full((*mask.shape[:-1], hidden), torch.finfo(mask.dtype).min)
+    return torch.cat([mask[..., :start], columns, mask[..., start:]], dim=-1)

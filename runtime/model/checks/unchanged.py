@@ -1,0 +1,170 @@
+"""Whether a model is still the one that was recorded, as addresses in compiled code or as captured steps.
+
+Adapters replace modules, training and merging replace weights, and hooks expect each module to be called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+OF_EVERY_MODULE = frozenset(vars(Module()))
+"""Attributes that torch gives to a module."""
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Unchanged:
+    """True if modules, weights and their memory are the recorded ones and nothing is hooked to them.
+
+    Hundreds of objects are compared by functions in C; after a pass, none of them is in the caches of the processor.
+    """
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._modules = modules = list(modules)
+        self._hooks = hooks_of(modules)
+        self._attributes: list[dict[str, Any]] = [vars(module) for module in modules]
+        self._weights = RecordedWeights(modules)
+        self._memory = self._weights.memory()
+        """Held, so that compiled code reads no memory that was freed if weights are replaced within an answer."""
+
+        self._is_checked = False
+
+    def check_again(self) -> None:
+        """Compare at the next call; until then, what was found unchanged is taken for it."""
+        self._is_checked = False
+
+    def __call__(self) -> bool:
+        self._is_checked = self._is_checked or self._is_same()
+        return self._is_checked
+
+    def _is_same(self) -> bool:
+        return (
+            self._has_weights()
+            and not any(self._hooks)
+            and not any(map(contains, self._attributes, repeat("forward")))
+            and not any(map(attrgetter("training"), self._modules))
+        )
+
+    def _has_weights(self) -> bool:
+        """Whether all weights are the recorded ones; if they were replaced, their memory is given back."""
+        same = bool(self._memory) and self._weights.are_same()
+        if not same:
+            self._memory.clear()
+        return same
+
+
+class RecordedWeights:
+    """The submodules, parameters and buffers of modules, and where their numbers lie."""
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self._holders = [
+            holder for module in modules for holder in (module._modules, module._parameters, module._buffers)
+        ]
+        self._held = self._now_held()
+        weights = [one for one in self._held if isinstance(one, torch.Tensor)]
+        self._compact = list(filter(is_compact, weights))
+        self._stored = self._now_stored()
+        self._tensors = list(chain.from_iterable(_with_numbers(one) for one in weights if not is_compact(one)))
+        self._tensors += [one.blocks if isinstance(one, PackedMatrix) else one for one in self._stored]
+        self._addresses = self._now_at()
+
+    def memory(self) -> list[torch.UntypedStorage]:
+        """The memory of all weights, which is not freed while this list exists."""
+        return [tensor.untyped_storage() for tensor in self._tensors]
+
+    def are_same(self) -> bool:
+        held = self._now_held()
+        return (
+            len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and all(map(is_, self._now_stored(), self._stored))
+            and self._now_at() == self._addresses
+        )
+
+    def _now_held(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._holders)))
+
+    def _now_stored(self) -> list[Any]:
+        """None for a weight that became an ordinary parameter: it stays the same object."""
+        return list(map(getattr, self._compact, repeat("stored"), repeat(None)))
+
+    def _now_at(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._tensors))
+
+
+class RecordedModel:
+    """All that the answers of a model depend on, as far as Python shows it."""
+
+    def __init__(self, model: Module) -> None:
+        self._modules = list(model.modules())
+        self._weights = RecordedWeights(self._modules)
+        self._code, self._settings = self._code_now(), self._settings_now()
+
+    def memory(self) -> list[torch.UntypedStorage]:
+        return self._weights.memory()
+
+    def is_same(self) -> bool:
+        """Whether nothing changed; modules that were added or replaced are in the place of others."""
+        return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
+
+    def has_code_of(self, model: Module) -> bool:
+        """Whether a model has the recorded modules, classes and hooks."""
+        modules = list(model.modules())
+        is_same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
+        return is_same and self._code == self._code_now()
+
+    def _code_now(self) -> list[Hashable]:
+        """Ids of hooks are never used twice."""
+        hooks: Iterator[Hashable] = map(tuple, hooks_of(self._modules))
+        forwards = (vars(module).get("forward") for module in self._modules)
+        return [*hooks, *map(type, self._modules), *forwards]
+
+    def _settings_now(self) -> list[Hashable]:
+        """Plain attributes of modules, such as which adapters are active and how they are scaled."""
+        return [
+            (name, _plain(value))
+            for module in self._modules
+            for name, value in vars(module).items()
+            if name not in OF_EVERY_MODULE or name == "training"
+        ]
+
+
+def hooks_of(modules: Iterable[Module]) -> list[dict[int, Any]]:
+    """The hooks of modules, and those of all modules."""
+    of_all = [getattr(torch.nn.modules.module, name) for name in OF_ALL_MODULES]
+    return of_all + [getattr(module, name) for module in modules for name in HOOKS]
+
+
+def _with_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors of a weight that have memory: itself, or those inside a tensor subclass of a library."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _with_numbers(getattr(tensor, name))
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+        yield tensor
+
+
+def _plain(value: Any) -> Hashable:
+    """A value that changes if a setting is replaced or changed in place; None for objects that are not settings."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), *map(torch.Tensor.data_ptr, _with_numbers(value))
+    if isinstance(value, dict):
+        return tuple((_plain(key), _plain(item)) for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(map(_plain, value))
+    return None

@@ -1,0 +1,273 @@
+"""Models that change between two answers: weights, adapters and hooks, in captured steps and in what is kept."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Linear, Module, Parameter
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from hdtool.data.errors import FamilyError
+from hdtool.runtime.batch import Batch
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.integrations import hf_generate
+from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.model.cache.prefix_cache import PrefixCache
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from tests.support.decoding import answered, said
+from tests.support.families import VOCABULARY, model_of
+from tests.support.oracle import generated, prompt_of
+from tests.support.rehearsed import Replayed
+from tests.support.trees import LyingDrafter
+
+MOST = 16
+CAPTURES: dict[str, CaptureMaker] = {"passes": never, "captured": lambda device: Replayed()}
+SAMPLED = SamplingConfig(temperature=0.9, seed=3)
+
+
+class Adapter(Module):
+    """A product of low rank beside a layer, as LoRA has."""
+
+    def __init__(self, base: Linear) -> None:
+        super().__init__()
+        self.base, self.enabled, self._scales = base, True, {"default": 1.0}
+        random = torch.Generator().manual_seed(5)
+        self.down = Parameter(torch.randn(4, base.in_features, generator=random))
+        self.up = Parameter(torch.randn(base.out_features, 4, generator=random))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(rows)
+        return found + self._scales["default"] * (rows @ self.down.T @ self.up.T) if self.enabled else found
+
+
+def mlp_of(model: Any) -> Any:
+    return model.model.layers[0].mlp
+
+
+def noise(like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(7)) / 2
+
+
+def with_adapter(model: Any) -> None:
+    mlp_of(model).down_proj = Adapter(mlp_of(model).down_proj)
+
+
+def with_other_data(model: Any) -> None:
+    weight = mlp_of(model).down_proj.weight
+    weight.data = noise(weight)
+
+
+def with_other_parameter(model: Any) -> None:
+    mlp_of(model).down_proj.weight = Parameter(noise(mlp_of(model).down_proj.weight))
+
+
+def with_weights_in_place(model: Any) -> None:
+    weight = mlp_of(model).down_proj.weight
+    with torch.no_grad():
+        weight.copy_(noise(weight))
+
+
+def with_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def with_hook(model: Any) -> None:
+    mlp_of(model).register_forward_hook(lambda module, inputs, output: output * 0.5 + 1)
+
+
+def with_hook_before(model: Any) -> None:
+    mlp_of(model).register_forward_pre_hook(lambda module, inputs: (inputs[0].flip(-1),))
+
+
+def with_function(model: Any) -> None:
+    mlp = mlp_of(model)
+    mlp.forward = lambda rows: mlp.down_proj(mlp.up_proj(rows))
+
+
+CHANGES = [
+    with_adapter,
+    with_other_data,
+    with_other_parameter,
+    with_weights_in_place,
+    with_buffer,
+    with_hook,
+    with_hook_before,
+    with_function,
+]
+
+
+def own_model() -> Any:
+    return copy.deepcopy(model_of("llama"))
+
+
+def answer(target: Target, prompt: list[int], sampling: SamplingConfig, likely: list[int] | None = None) -> list[Step]:
+    drafter = LyingDrafter(len(prompt), likely, VOCABULARY, seed=1) if likely else None
+    return list(decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MOST, drafter=drafter))
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_answer_is_that_of_the_changed_model(change: Callable[[Any], None], capture: str) -> None:
+    model, prompt = own_model(), prompt_of(40)
+    target = Target(model, CAPTURES[capture])
+    before = generated(model, prompt, MOST)
+    assert said(answer(target, prompt, SamplingConfig(), before)) == before
+    answer(target, prompt, SAMPLED)
+    change(model)
+    expected = generated(model, prompt, MOST)
+    assert expected != before
+    steps = answer(target, prompt, SamplingConfig(), expected)
+    assert said(steps) == expected
+    assert steps[0].cached_tokens == 0
+    plain = said(answer(Target(model, never), prompt, SAMPLED))
+    again = answer(target, prompt, SAMPLED, plain)
+    assert said(again) == plain
+    assert again[0].cached_tokens > 0
+    assert target.captures == (capture == "captured")
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_settings_of_an_adapter_are_part_of_the_model(capture: str) -> None:
+    model, prompt = own_model(), prompt_of(40)
+    with_adapter(model)
+    target, adapter = Target(model, CAPTURES[capture]), mlp_of(model).down_proj
+
+    def scale(factor: float) -> None:
+        adapter._scales["default"] = factor
+
+    answers = []
+    for setting in (
+        lambda: None,
+        lambda: setattr(adapter, "enabled", False),
+        lambda: setattr(adapter, "enabled", True),
+        lambda: scale(0.25),
+    ):
+        setting()
+        answers.append(generated(model, prompt, MOST))
+        assert said(answer(target, prompt, SamplingConfig(), answers[-1])) == answers[-1]
+    assert answers[0] == answers[2] and len({*map(tuple, answers)}) == 3
+
+
+def test_nothing_is_captured_or_read_again_without_a_change() -> None:
+    capture = Replayed()
+    target, prompt = Target(own_model(), lambda device: capture), prompt_of(40)
+    answer(target, prompt, SamplingConfig())
+    recorded = capture.recorded
+    for _ in range(2):
+        assert answer(target, prompt, SamplingConfig())[0].cached_tokens > 0
+    assert capture.recorded == recorded and target.changes == 0
+
+
+def test_a_change_before_the_first_answer_is_noticed() -> None:
+    model, prompt = own_model(), prompt_of(40)
+    target = Target(model, lambda device: Replayed())
+    with_adapter(model)
+    assert said(answer(target, prompt, SamplingConfig())) == generated(model, prompt, MOST)
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_change_too_small_to_show_in_a_key_voids_what_is_kept(capture: str) -> None:
+    model, prompt = own_model(), prompt_of(40)
+    target = Target(model, CAPTURES[capture])
+    answer(target, prompt, SamplingConfig())
+    weight = mlp_of(model).down_proj.weight
+    weight.data = weight.data * (1 + 1e-6)
+    assert answer(target, prompt, SamplingConfig())[0].cached_tokens == 0
+
+
+def test_weights_that_captured_steps_read_are_not_freed_before_the_next_prompt() -> None:
+    model, prompt = own_model(), prompt_of(40)
+    target = Target(model, lambda device: Replayed())
+    answer(target, prompt, SamplingConfig())
+    memory = weakref.ref(mlp_of(model).down_proj.weight.untyped_storage())
+    held = [storage.data_ptr() for storage in target._memory]
+    assert mlp_of(model).down_proj.weight.data_ptr() in held and memory() is not None
+    with_other_data(model)
+    target.prefill(prompt)
+    assert mlp_of(model).down_proj.weight.data_ptr() in [storage.data_ptr() for storage in target._memory]
+    assert len(target._memory) == len(held)
+
+
+def test_hidden_states_are_watched_after_a_change() -> None:
+    model, prompt = own_model(), prompt_of(40)
+    target, fresh = Target(model, lambda device: Replayed()), None
+    target.watch_hidden()
+    answer(target, prompt, SamplingConfig())
+    with_adapter(model)
+    fresh = Target(model, never)
+    fresh.watch_hidden()
+    for one in (target, fresh):
+        answer(one, prompt, SamplingConfig())
+    assert target.captures
+    assert target.hidden is not None and fresh.hidden is not None
+    assert torch.allclose(target.hidden, fresh.hidden, atol=1e-4)
+
+
+class IgnoresMasks(LlamaAttention):
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **options: Any) -> Any:
+        return super().forward(hidden_states=hidden_states, attention_mask=None, **options)
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_model_that_became_one_that_cannot_be_used_is_refused(capture: str) -> None:
+    model, prompt = own_model(), prompt_of(40)
+    target = Target(model, CAPTURES[capture])
+    expected = said(answer(target, prompt, SamplingConfig()))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = IgnoresMasks
+    for _ in range(2):
+        with pytest.raises(FamilyError, match="does not follow tree masks"):
+            answer(target, prompt, SamplingConfig())
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LlamaAttention
+    assert said(answer(target, prompt, SamplingConfig())) == expected
+
+
+def test_contexts_that_a_batch_keeps_are_dropped() -> None:
+    model, prompt = own_model(), prompt_of(40)
+    target = Target(model)
+    batch: Batch[int] = Batch(target, 2, max_new_tokens=MOST, prefixes=PrefixCache(1 << 24))
+    assert answered(batch, prompt) == (generated(model, prompt, MOST), 0)
+    assert answered(batch, prompt)[1] > 0
+    with_adapter(model)
+    expected = generated(model, prompt, MOST)
+    assert answered(batch, prompt) == (expected, 0)
+    tokens, cached = answered(batch, prompt)
+    assert tokens == expected and cached > 0
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_generator_answers_as_generate_does_with_the_changed_model(
+    change: Callable[[Any], None], capture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_generate, "Target", partial(Target, capture=CAPTURES[capture]))
+    model, prompt = own_model(), prompt_of(40)
+    generator = Generator(LyingDrafter(40, generated(model, prompt, MOST), VOCABULARY, seed=2))
+    targets = []
+    for is_changed in (False, True):
+        if is_changed:
+            change(model)
+        for _ in range(2):
+            assert generated(model, prompt, MOST, custom_generate=generator) == generated(model, prompt, MOST)
+            targets.append(generator._target)
+        assert generator.stats.cached_tokens > 0
+    assert targets[0] is targets[-1], "the drafter has learned from its target's answers"
+
+
+def test_other_embeddings_are_another_target() -> None:
+    model, prompt = own_model(), prompt_of(20)
+    generator = Generator()
+    generated(model, prompt, 4, custom_generate=generator)
+    model.resize_token_embeddings(VOCABULARY + 5)
+    assert generated(model, prompt, MOST, custom_generate=generator) == generated(model, prompt, MOST)
+    assert generator._target is not None and generator._target.vocabulary == VOCABULARY + 5
