@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from hashlib import blake2b
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -171,7 +170,9 @@ def _lean_structure(module: Any) -> None:
         except OSError:
             return original(module_path, prefix)  # type: ignore[no-any-return]
         made: Structure = original(module_path, prefix)
-        record.write([[sorted(needed), {name: sorted(has) for name, has in names.items()}] for needed, names in made.items()])
+        record.write(
+            [[sorted(needed), {name: sorted(has) for name, has in names.items()}] for needed, names in made.items()]
+        )
         return made
 
     module.define_import_structure = define_import_structure

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from tempfile import mkstemp
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+KEPT_SECONDS = 24 * 3600.0
+"""Age of a kept measurement from which on it is made again: the machine may have been busy."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,11 @@ class KeptRecord:
     def _key(self) -> str:
         return json.dumps(self.circumstances, sort_keys=True)
 
-    def read(self, parse: Callable[[Any], T]) -> T | None:
-        """What ``parse`` makes of the kept value; None if there is none."""
+    def read(self, parse: Callable[[Any], T], *, most_seconds: float = inf) -> T | None:
+        """What ``parse`` makes of the kept value; None if there is none, or it is older than ``most_seconds``."""
         try:
+            if most_seconds < inf and abs(time.time() - self.path.stat().st_mtime) > most_seconds:
+                return None
             row = json.loads(self.path.read_bytes())
             if row["key"] != self._key or row["sha256"] != _checksum(row["value"]):
                 return None

@@ -54,8 +54,13 @@ class Target:
     nodes follow in their order.
     """
 
-    def __init__(self, model: PreTrainedModel, capture: CaptureMaker = by_device) -> None:
-        """``capture`` makes what captures steps with fixed shapes, if steps are captured on a device."""
+    def __init__(
+        self, model: PreTrainedModel, capture: CaptureMaker = by_device, shapes: Sequence[LayerShape] | None = None
+    ) -> None:
+        """``capture`` makes what captures steps with fixed shapes, if steps are captured on a device.
+
+        ``shapes`` are those of the layers' keys and values where an earlier check of this model found them.
+        """
         refuse_by_configuration(model.config)
         refuse_by_class(model)
         use_masked_attention(model)
@@ -106,10 +111,19 @@ class Target:
         weakref.finalize(self, self._row_by_row.release)  # the model may outlive its target
         self._rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
-        self._check_trees()
+        if shapes is None:
+            self._check_trees()
+        else:
+            self._shapes = list(shapes)
+            self._cache = self.new_cache(0)
         if recorder := capture(self.device):
             self._enable_capture(recorder)
         self.seconds_in_model, self.passes = 0.0, 0
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """Those of the keys and values of each layer."""
+        return tuple(self._shapes)
 
     @property
     def length(self) -> int:
