@@ -88,10 +88,7 @@ class KeptProof:
                 "model": [asdict(Signature.of(file)) for file in sorted(files)],
                 "options": repr(config),
                 "settings": json.dumps(settings.to_dict(), sort_keys=True, default=str),
-                "class": [
-                    family.__qualname__,
-                    asdict(Signature.of(Path(str(sys.modules[family.__module__].__file__)))),
-                ],
+                "class": [family.__qualname__, asdict(Signature.of(code))],
                 "threads": torch.get_num_threads(),
                 **_machine(),
             },
