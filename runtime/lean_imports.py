@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from hashlib import blake2b
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,8 @@ from hdtool.data.stores.home import import_structure_at_home
 COMPILER, DECORATORS = "torch._dynamo", "torch.compiler"
 MARKERS = ("assume_constant_result", "allow_in_graph")
 """Decorators of the compiler that mark a function for it and return this function."""
+INDEPENDENT = (f"{COMPILER}._trace_wrapped_higher_order_op",)
+"""Modules of the compiler that need nothing of it, and that models import."""
 LOADER, MARKS = "_deferred_loader", "_deferred_marks"
 IMPORTS = "transformers.utils.import_utils"
 Structure = dict[frozenset[str], dict[str, set[str]]]
@@ -45,6 +48,8 @@ class _Finder(PathFinder):
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname.startswith(f"{COMPILER}.") and fullname not in INDEPENDENT:
+            return _part_of_compiler(fullname)
         if fullname not in (COMPILER, DECORATORS, IMPORTS):
             return None
         found = super().find_spec(fullname, path, target)
@@ -55,6 +60,28 @@ class _Finder(PathFinder):
         else:
             found.loader = _ChangedLoader(found.loader, _lean_decorators if fullname == DECORATORS else _lean_structure)
         return found
+
+
+def _part_of_compiler(name: str) -> ModuleSpec | None:
+    """Load the compiler before one of its modules, which the compiler may load itself."""
+    if not isinstance(sys.modules[COMPILER], _DeferredModule):
+        return None
+    sys.modules[COMPILER]._load()  # type: ignore[attr-defined]
+    loaded = sys.modules.get(name)
+    return None if loaded is None else ModuleSpec(name, _LoadedLoader(loaded), is_package=hasattr(loaded, "__path__"))
+
+
+class _LoadedLoader(Loader):
+    """Loads what is loaded."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
 class _ChangedLoader:
@@ -92,6 +119,8 @@ class _DeferredLoader:
 
 
 _running = threading.RLock()
+_undisabled: list[Callable[[], None]] = []
+"""Called when the compiler is loaded: they switch it off for a function."""
 
 
 class _DeferredModule(ModuleType):
@@ -100,15 +129,21 @@ class _DeferredModule(ModuleType):
             raise AttributeError(name)
         if name in MARKERS and LOADER in self.__dict__:
             return partial(self._mark_later, name)
+        self._load()
+        return getattr(self, name)
+
+    def _load(self) -> None:
         with _running:
             loader = self.__dict__.pop(LOADER, None)
-            if loader is not None:
-                marks = self.__dict__.pop(MARKS)
-                self.__class__ = ModuleType  # type: ignore[assignment]
-                loader.exec_module(self)
-                for marker, function in marks:
-                    getattr(self, marker)(function)
-        return getattr(self, name)
+            if loader is None:
+                return
+            marks = self.__dict__.pop(MARKS)
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            loader.exec_module(self)
+            for marker, function in marks:
+                getattr(self, marker)(function)
+            while _undisabled:
+                _undisabled.pop()()
 
     def _mark_later(self, marker: str, function: Any) -> Any:
         self.__dict__[MARKS].append((marker, function))
@@ -130,14 +165,20 @@ def _lean_decorators(module: Any) -> None:
             return lambda given: disable(given, recursive, **options)
         if not isinstance(fn, type(disable)):  # classes, modules
             return original(fn, recursive, **options)
-        made: list[Any] = []
+        if _is_loaded(COMPILER):
+            return original(fn, recursive, **options)
+        called = fn
 
         @wraps(fn)
         def call(*given: Any, **named: Any) -> Any:
-            if not made and _is_loaded(COMPILER):
-                made.append(original(fn, recursive, **options))
-            return (made[0] if made else fn)(*given, **named)
+            return called(*given, **named)
 
+        def switch_off() -> None:
+            nonlocal called
+            called = original(fn, recursive, **options)
+            call.__dict__.update(called.__dict__)  # by which the compiler recognises what it must leave alone
+
+        _undisabled.append(switch_off)
         return call
 
     module.disable = disable

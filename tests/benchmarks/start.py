@@ -81,9 +81,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="a GGUF file to start with, too")
     parser.add_argument("--llama-cpp", help="llama-completion or llama-cli of llama.cpp, for the same files")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--first", action="store_true", help="also start with an empty home folder, once for each model"
-    )
+    parser.add_argument("--first", action="store_true", help="show the first starts, with an empty home folder, too")
     options = parser.parse_args()
     files: dict[str, Path | None] = {EMBEDDED: None}
     if smollm2 := demo.smollm2_file():
