@@ -24,13 +24,12 @@ from typing import Any
 from hdtool.data.files.kept_record import KeptRecord
 from hdtool.data.stores.home import import_structure_at_home
 
-COMPILER, DECORATORS = "torch._dynamo", "torch.compiler"
+COMPILER = "torch._dynamo"
 MARKERS = ("assume_constant_result", "allow_in_graph")
 """Decorators of the compiler that mark a function for it and return this function."""
 INDEPENDENT = (f"{COMPILER}._trace_wrapped_higher_order_op",)
 """Modules of the compiler that need nothing of it, and that models import."""
 LOADER, MARKS = "_deferred_loader", "_deferred_marks"
-IMPORTS = "transformers.utils.import_utils"
 Structure = dict[frozenset[str], dict[str, set[str]]]
 """Names by the module that has them, by the libraries that this module needs."""
 
@@ -42,7 +41,7 @@ def import_leanly() -> None:
 
 
 class _Finder(PathFinder):
-    """Finds three modules as usual and changes how they are loaded."""
+    """Finds a few modules as usual and changes how they are loaded."""
 
     @classmethod
     def find_spec(
@@ -50,7 +49,7 @@ class _Finder(PathFinder):
     ) -> ModuleSpec | None:
         if fullname.startswith(f"{COMPILER}.") and fullname not in INDEPENDENT:
             return _part_of_compiler(fullname)
-        if fullname not in (COMPILER, DECORATORS, IMPORTS):
+        if fullname != COMPILER and fullname not in CHANGES:
             return None
         found = super().find_spec(fullname, path, target)
         if found is None or found.loader is None:
@@ -58,7 +57,7 @@ class _Finder(PathFinder):
         if fullname == COMPILER:
             found.loader = _DeferredLoader(found)
         else:
-            found.loader = _ChangedLoader(found.loader, _lean_decorators if fullname == DECORATORS else _lean_structure)
+            found.loader = _ChangedLoader(found.loader, CHANGES[fullname])
         return found
 
 
@@ -241,3 +240,24 @@ def _files(folder: str) -> Iterator[str]:
             else:
                 found = entry.stat()
                 yield f"{entry.path} {found.st_size} {found.st_mtime_ns}\n"
+
+
+def _lean_initialization(module: Any) -> None:
+    """Leave tensors without memory as they are: torch loads the compiler for random numbers in them."""
+    original = getattr(module, "_no_grad_normal_", None)
+    if original is None:
+        return
+
+    @wraps(original)
+    def normal(tensor: Any, *given: Any, **named: Any) -> Any:
+        return tensor if tensor.is_meta else original(tensor, *given, **named)
+
+    module._no_grad_normal_ = normal
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "torch.compiler": _lean_decorators,
+    "torch.nn.init": _lean_initialization,
+    "transformers.utils.import_utils": _lean_structure,
+}
+"""What is changed in a module once it is loaded."""
