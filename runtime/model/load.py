@@ -34,10 +34,10 @@ from hdtool.runtime.model.checkpoint.place import packed_place, place_of
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored, pack_weights
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.fused.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.gguf.packed_model import assembled_model, packed_model
-from hdtool.runtime.model.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.target import Target
