@@ -7,8 +7,6 @@ the same bits for both.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +29,7 @@ from hdtool.runtime.kernels.compact_weight import (
     narrowed,
 )
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
+from hdtool.runtime.kernels.memory.free_memory import return_free_memory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.packed.torchao_weights import packed_weight
 from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS, MOST_OF_NUMBERS
@@ -79,7 +78,7 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
         if type(module) is Embedding and is_compact(module.weight):
             module.__class__ = CompactEmbedding
     model.register_state_dict_post_hook(_expand_state)
-    _return_free_memory()
+    return_free_memory()
 
 
 def pack_weights(model: PreTrainedModel) -> bool:
@@ -225,9 +224,3 @@ def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: 
             if address not in expanded:
                 expanded[address] = in_float32(weight)
             state[name] = expanded[address]
-
-
-def _return_free_memory() -> None:
-    """Return to the system what was allocated for weights in float32."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)

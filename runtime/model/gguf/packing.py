@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.runtime.kernels.compact_weight import CompactWeight
+from hdtool.runtime.kernels.memory.free_memory import return_free_memory
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
@@ -87,7 +88,10 @@ class PackingPlan:
 
     def take(self, name: str, weight: torch.Tensor) -> bool:
         """Look for a weight of the model in the file; whether it is there."""
-        return self._place(name, weight) is not None
+        try:
+            return self._place(name, weight) is not None
+        finally:
+            return_free_memory()
 
     def _place(self, name: str, weight: torch.Tensor) -> Place | None:
         """Where the file has a weight, which is looked for once."""
