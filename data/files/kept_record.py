@@ -45,7 +45,7 @@ class KeptRecord:
             if most_seconds < inf and abs(time.time() - self.path.stat().st_mtime) > most_seconds:
                 return None
             row = json.loads(self.path.read_bytes())
-            if row["key"] != self._key or row["sha256"] != _checksum(row["value"]):
+            if row["key"] != self._key or row["sha256"] != checksum(row["value"]):
                 return None
             return parse(row["value"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
@@ -53,7 +53,7 @@ class KeptRecord:
 
     def write(self, value: Any) -> None:
         """Keep a value that JSON can hold, atomically."""
-        row = json.dumps({"key": self._key, "value": value, "sha256": _checksum(value)})
+        row = json.dumps({"key": self._key, "value": value, "sha256": checksum(value)})
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             number, name = mkstemp(prefix=".", suffix=".json", dir=self.folder)
@@ -70,5 +70,5 @@ class KeptRecord:
             self.path.unlink(missing_ok=True)
 
 
-def _checksum(value: Any) -> str:
+def checksum(value: Any) -> str:
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

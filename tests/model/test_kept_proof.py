@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from hdtool.data import demo
+from hdtool.data.files.kept_record import checksum
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.compact_layers import has_compact_weights
@@ -23,6 +27,8 @@ pytest.importorskip("gguf")
 
 from tests.support.gguf_files import tiny_llama, write_gguf
 
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+"""Heads are as wide as vectors, so that the layers are in compiled code."""
 TREE = DraftTree.of(3, [11, 23, 5], [-1, 0, -1])
 Folder = Callable[[str], Path]
 
@@ -35,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def file(tmp_path: Path, home: Path) -> Path:
-    return write_gguf(tmp_path / "tiny.gguf", tiny_llama(), "Q8_0")
+    return write_gguf(tmp_path / "tiny.gguf", tiny_llama(**WIDE), "Q8_0")
 
 
 @pytest.fixture
@@ -81,11 +87,7 @@ def test_a_kept_proof_changes_nothing_in_the_model(file: Path) -> None:
 
 
 def test_a_folder_is_proved_once_too(tmp_path: Path, home: Path, proofs: list[Target]) -> None:
-    tiny_llama().bfloat16().save_pretrained(tmp_path / "model")
-    import shutil
-
-    from hdtool.data import demo
-
+    tiny_llama(**WIDE).bfloat16().save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.MODEL / name, tmp_path / "model")
     config = ModelConfig(str(tmp_path / "model"))
@@ -95,7 +97,7 @@ def test_a_folder_is_proved_once_too(tmp_path: Path, home: Path, proofs: list[Ta
 
 def test_a_changed_file_is_proved_again(file: Path, proofs: list[Target]) -> None:
     before = logits_of(ModelConfig(str(file)))
-    write_gguf(file, tiny_llama(seed=1), "Q8_0")
+    write_gguf(file, tiny_llama(seed=1, **WIDE), "Q8_0")
     assert not torch.equal(logits_of(ModelConfig(str(file))), before)
     assert len(proofs) == 2
 
@@ -115,20 +117,20 @@ def test_a_changed_file_is_proved_again(file: Path, proofs: list[Target]) -> Non
 def test_other_circumstances_have_no_proof(
     change: Callable[[pytest.MonkeyPatch], None], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def record() -> Path:
-        kept_proof._machine.cache_clear()
-        model = load(ModelConfig(str(file))).target.model
-        return kept_proof.KeptProof(ModelConfig(), model.config, type(model), [file])._record.path
+    settings = tiny_llama(**WIDE).config
 
-    usual = record()
+    def place(config: ModelConfig = ModelConfig()) -> Path:
+        return kept_proof.KeptProof(config, settings, LlamaForCausalLM, [file]).record.path
+
+    kept_proof._machine.cache_clear()
+    usual = place()
     with monkeypatch.context() as patch:
         change(patch)
         kept_proof._machine.cache_clear()
-        model_class = __import__("transformers").LlamaForCausalLM
-        other = kept_proof.KeptProof(ModelConfig(), tiny_llama().config, model_class, [file])._record.path
+        other = place()
     kept_proof._machine.cache_clear()
-    assert other != usual
-    assert kept_proof.KeptProof(ModelConfig(products="own"), tiny_llama().config, model_class, [file])._record.path
+    assert other != usual and place() == usual
+    assert place(ModelConfig(products="own")) != usual
 
 
 def test_a_damaged_record_is_made_again(file: Path, proofs: list[Target]) -> None:
@@ -150,9 +152,7 @@ def test_a_record_of_another_model_is_made_again(field: str, file: Path, proofs:
     row = json.loads(path.read_text())
     value = row["value"]
     value[field] = {"outline": "0" * 64, "logits": "0" * 64, "shapes": value["shapes"][:1], "compact": {"x": 1}}[field]
-    row["sha256"] = kept_proof.KeptRecord.__module__ and __import__(
-        "hdtool.data.files.kept_record", fromlist=["_checksum"]
-    )._checksum(value)
+    row["sha256"] = checksum(value)
     path.write_text(json.dumps(row))
     assert torch.equal(logits_of(config), expected)
     assert len(proofs) == (2 if field != "compact" else 1), "forms that are not named are proved as before"

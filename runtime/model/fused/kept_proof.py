@@ -81,7 +81,7 @@ class KeptProof:
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
         """``settings`` is the model's configuration, ``family`` its class, and ``files`` all that it is loaded from."""
         code = Path(str(sys.modules[family.__module__].__file__))
-        self._record = KeptRecord(
+        self.record = KeptRecord(
             proofs_at_home(),
             {
                 "format": FORMAT,
@@ -95,13 +95,13 @@ class KeptProof:
         )
 
     def read(self) -> Proof | None:
-        return self._record.read(Proof.of_json)
+        return self.record.read(Proof.of_json)
 
     def keep(self, proof: Proof) -> None:
-        self._record.write(proof.in_json())
+        self.record.write(proof.in_json())
 
     def forget(self) -> None:
-        self._record.forget()
+        self.record.forget()
 
 
 @cache
