@@ -119,7 +119,8 @@ def test_other_circumstances_have_no_proof(
 ) -> None:
     settings = tiny_llama(**WIDE).config
 
-    def place(config: ModelConfig = ModelConfig()) -> Path:
+    def place(products: str = "measured") -> Path:
+        config = ModelConfig(products=products)
         return kept_proof.KeptProof(config, settings, LlamaForCausalLM, [file]).record.path
 
     kept_proof._machine.cache_clear()
@@ -130,7 +131,7 @@ def test_other_circumstances_have_no_proof(
         other = place()
     kept_proof._machine.cache_clear()
     assert other != usual and place() == usual
-    assert place(ModelConfig(products="own")) != usual
+    assert place("own") != usual
 
 
 def test_a_damaged_record_is_made_again(file: Path, proofs: list[Target]) -> None:
