@@ -37,6 +37,7 @@ from hdtool.cli.serving import command as serving
 from hdtool.cli.serving import vllm
 from hdtool.cli.stores import build_stores, edit_store, inspect, list_stores
 from hdtool.data.errors import HdtoolError, OptionError
+from hdtool.runtime.lean_imports import import_leanly
 
 SEVERAL = "TORCHELASTIC_RUN_ID"
 """Set in the environment of processes that torchrun started."""
@@ -207,7 +208,16 @@ def main() -> None:
     if COMPLETION in os.environ:
         app(prog_name="hdtool")
     several = SEVERAL in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if not several and not _uses_vllm(sys.argv[1:]):
+        import_leanly()
     sys.exit(_run_together(sys.argv[1:]) if several else run(sys.argv[1:]))
+
+
+def _uses_vllm(arguments: list[str]) -> bool:
+    """Whether the command loads vLLM, which computes with the parts of torch that a lean import leaves out."""
+    return arguments[:1] == [VLLM_COMMAND] or (
+        arguments[:1] == ["serve"] and serving.engine_of(arguments) == serving.VLLM
+    )
 
 
 def _run_together(arguments: list[str]) -> int:

@@ -66,11 +66,11 @@ def demo(
             )
             for one in ("ar", method)
         )
-        every = read_prompts(questions)
-        _answer_once(plain, every[-1])
-        if compiling:
+        if compiling:  # threads and passes are timed with the first answer
             compiling.wait()
-        _answer_once(drafting, every[-1])
+    every = read_prompts(questions)
+    for answerer in (plain, drafting):
+        _answer_once(answerer, every[-1])
     color = colors_shown()
     totals: dict[str, list[Stats]] = {"plain": [], "drafting": []}
     same = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hdtool.data.chat import encode_answer, encode_conversation
@@ -11,6 +12,7 @@ from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answer import Answer, CollectedAnswer, Conversation
 from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.batched_answers import BatchedAnswers, BatchedConversation, BatchKey
+from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode, room_for
 from hdtool.runtime.drafter import Drafter, HistoryDrafter
@@ -45,7 +47,6 @@ class Answerer:
         check_decoding(decoding)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
-        choose_threads(self.loaded.target, model.threads)
         self.store_set = StoreSet.for_tokenizer(
             self.loaded.tokenizer,
             store_set or StoresConfig(),
@@ -53,11 +54,18 @@ class Answerer:
             model=self.loaded.checkpoint,
             identified=decoding.keeps_history,
         )
-        self._drafters = drafters_for(decoding, self.loaded.target, self.store_set)
+        self._threads = model.threads
         self._decoding = decoding
         self.sampling = sampling
         self._chat = chat
         self._rankings = rankings
+
+    @cached_property
+    def _drafters(self) -> list[Drafter]:
+        """The drafters; passes are timed for them, so they are made when the first prompt is there and not before."""
+        target = self.loaded.target
+        choose_threads(target, self._threads, quick_record(target, what="threads"))
+        return drafters_for(self._decoding, target, self.store_set)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise PromptError if any prompt cannot be answered, before the first one is."""

@@ -13,6 +13,7 @@ import transformers
 
 from hdtool.data.stores.store import MANIFEST, checksum
 from hdtool.runtime.config.model import INT8
+from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.int8.int8_linear import has_int8_activations
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
@@ -74,7 +75,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, weight in model.named_parameters():
         # Rounded to bfloat16, so that the fingerprint does not depend on the dtype that a checkpoint is loaded in.
-        samples = [part[(0,) * (part.dim() - 1)].reshape(-1)[:SAMPLED].to(torch.bfloat16) for part in parts_of(weight)]
+        parts = [weight.stored[:1].float()] if is_compact(weight) and weight.dim() > 1 else parts_of(weight)
+        samples = [part[(0,) * (part.dim() - 1)].reshape(-1)[:SAMPLED].to(torch.bfloat16) for part in parts]
         digest.update(f"{name} {tuple(weight.shape)} {', '.join(str(corner.tolist()) for corner in samples)}".encode())
     return digest.hexdigest()[:16]
 

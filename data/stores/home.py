@@ -44,6 +44,21 @@ def product_choice_at_home(words: Iterable[str]) -> Path:
     return home() / "costs" / "products" / f"{name}.json"
 
 
+def quick_costs_at_home() -> Path:
+    """The folder of quick measurements, which are made again after a while."""
+    return home() / "costs" / "quick"
+
+
+def proofs_at_home() -> Path:
+    """The folder of what was proved of models on this machine."""
+    return home() / "proofs"
+
+
+def import_structure_at_home() -> Path:
+    """The folder of the names that the packages of transformers have."""
+    return home() / "imports"
+
+
 def converted_models() -> Path:
     """The folder of models converted from GGUF files."""
     return home() / "gguf"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from hdtool.data.errors import CostError, OptionError
-from hdtool.data.stores.home import cost_at_home
+from hdtool.data.files.kept_record import KEPT_SECONDS, KeptRecord
+from hdtool.data.stores.home import cost_at_home, quick_costs_at_home
 from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file
 from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config import CostConfig
@@ -111,12 +114,31 @@ def _checking(target: Target, context: Sequence[int], room: int, batch: int) -> 
 
 
 def cost_here(target: Target, batch: int = 1) -> CostCurve:
-    """The saved curve of this model on this device, else a quick measurement."""
+    """The saved curve of this model on this device, else a quick measurement, which is kept for a day."""
     # Saved curves are measured in one process.
-    if batch == 1 and target.processes == 1 and (saved := saved_at_home(target)):
+    alone = batch == 1 and target.processes == 1
+    if alone and (saved := saved_at_home(target)):
         return saved
-    medians = seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch)
-    return CostCurve(NODES, (tuple(1e3 * medians),))
+    kept = quick_record(target, nodes=NODES) if alone else None
+    medians = kept.read(_milliseconds, most_seconds=KEPT_SECONDS) if kept else None
+    if medians is None:
+        medians = tuple(1e3 * seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch))
+        if kept:
+            kept.write(list(medians))
+    return CostCurve(NODES, (medians,))
+
+
+def quick_record(target: Target, **circumstances: Any) -> KeptRecord:
+    """The record of a quick measurement with a model on this device."""
+    words = {"hdtool": metadata.version("hdtool"), "torch": torch.__version__, **circumstances}
+    return KeptRecord(quick_costs_at_home(), {"curve": str(_saved_file(target)), **words})
+
+
+def _milliseconds(row: list[Any]) -> tuple[float, ...]:
+    medians = tuple(map(float, row))
+    if len(medians) != len(NODES) or not all(0 < one < np.inf for one in medians):
+        raise ValueError
+    return medians
 
 
 def _saved_file(target: Target) -> Path:

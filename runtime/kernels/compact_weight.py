@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 import torch
+from torch.nn import Embedding
 
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
@@ -97,6 +98,16 @@ def is_compact(weight: object) -> TypeGuard[CompactWeight]:
     return isinstance(weight, CompactWeight)
 
 
+def as_parameter(weight: CompactWeight) -> CompactWeight:
+    """The weight as a parameter of a module.
+
+    ``torch.nn.Parameter`` would detach it first. The first operation on a tensor of any such class has torch import
+    its distributed tensors, which takes as long as loading a small model.
+    """
+    weight._is_param = True
+    return weight
+
+
 def is_packed(weight: object) -> bool:
     """Whether a weight is kept in blocks."""
     return is_compact(weight) and isinstance(weight.stored, PackedMatrix)
@@ -111,6 +122,15 @@ def embedded(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As ``torch.embedding``; a compact weight is not sent through torch, which takes 0.2 ms."""
     found = _rows(ATEN.embedding.default, (weight, ids), {}) if is_compact(weight) else None
     return torch.embedding(weight, ids) if found is None else found
+
+
+class CompactEmbedding(Embedding):
+    """A ``torch.nn.Embedding`` that copies rows of a compact weight itself, see ``as_parameter``."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if is_compact(self.weight) and not torch.compiler.is_compiling():
+            return embedded(self.weight, input)
+        return super().forward(input)
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor | None:

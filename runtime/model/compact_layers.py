@@ -7,8 +7,6 @@ the same bits for both.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +18,18 @@ from torch.nn import Embedding, Linear, Module, Parameter
 from transformers import PreTrainedModel
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.kernels.compact_weight import FORMATS, CompactWeight, Stored, in_float32, is_compact, narrowed
+from hdtool.runtime.kernels.compact_weight import (
+    FORMATS,
+    CompactEmbedding,
+    CompactWeight,
+    Stored,
+    as_parameter,
+    in_float32,
+    is_compact,
+    narrowed,
+)
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
+from hdtool.runtime.kernels.memory.free_memory import return_free_memory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.packed.torchao_weights import packed_weight
 from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS, MOST_OF_NUMBERS
@@ -40,12 +48,13 @@ TRIED_ROWS = (*range(1, MOST_ROWS + 1), MOST_IN_REGISTERS + 1, MOST_OF_NUMBERS +
 _loading = Lock()
 
 
-def compact_weights(model: Module) -> None:
+def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> None:
     """Keep the weights of linear layers and embeddings in 16 bits where possible, and all others in float32.
 
-    Weights that are packed stay so under the same conditions.
+    Weights that are packed stay so under the same conditions. ``proved`` has the forms of weights for which the
+    compiled product is known to have the same bits or not; those that are found out are added.
     """
-    proved: dict[tuple[int, Any], bool] = {}
+    proved = {} if proved is None else proved
     for places in list(_places(model).values()):
         module, name = places[0]
         weight: Any = module._parameters[name]
@@ -65,8 +74,11 @@ def compact_weights(model: Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype in FORMATS:
                 module._buffers[name] = buffer.float()
+    for module in model.modules():
+        if type(module) is Embedding and is_compact(module.weight):
+            module.__class__ = CompactEmbedding
     model.register_state_dict_post_hook(_expand_state)
-    _return_free_memory()
+    return_free_memory()
 
 
 def pack_weights(model: PreTrainedModel) -> bool:
@@ -132,7 +144,10 @@ def weight_places(model: Module) -> list[tuple[list[Place], torch.Tensor]]:
 
 
 def replace_parameter(places: list[Place], weight: torch.Tensor, *, requires_grad: bool = False) -> None:
-    made = weight if isinstance(weight, Parameter) else Parameter(weight, requires_grad=requires_grad)
+    if is_compact(weight) and not requires_grad:
+        made: Any = as_parameter(weight)
+    else:
+        made = weight if isinstance(weight, Parameter) else Parameter(weight, requires_grad=requires_grad)
     for module, name in places:
         module._parameters[name] = made
 
@@ -164,11 +179,11 @@ def _is_ordinary(weight: torch.Tensor) -> bool:
     return is_compact(weight) or type(weight.data) is torch.Tensor
 
 
-def _is_proved(stored: Stored, places: list[Place], proved: dict[tuple[int, Any], bool]) -> bool:
+def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> bool:
     """Whether a weight may be stored so, by the product of one weight of each form."""
     if not any(isinstance(module, Linear) for module, _ in places):
         return True
-    case = stored.shape[1], stored.format if isinstance(stored, PackedMatrix) else stored.dtype
+    case = f"{stored.shape[1]} columns of {stored.format.name if isinstance(stored, PackedMatrix) else stored.dtype}"
     if case not in proved:
         proved[case] = _has_same_bits(stored)
     return proved[case]
@@ -209,9 +224,3 @@ def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: 
             if address not in expanded:
                 expanded[address] = in_float32(weight)
             state[name] = expanded[address]
-
-
-def _return_free_memory() -> None:
-    """Return to the system what was allocated for weights in float32."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)

@@ -11,6 +11,7 @@ from statistics import fmean
 
 import torch
 
+from hdtool.data.files.kept_record import KEPT_SECONDS, KeptRecord
 from hdtool.runtime.model.target import Target, some_context
 from hdtool.runtime.tree import DraftTree
 
@@ -22,15 +23,21 @@ MIN_SPEEDUP = 1.03
 """Twice as many threads are used only if they are faster by this factor."""
 
 
-def choose_threads(target: Target, wanted: int | None = None) -> int:
+def choose_threads(target: Target, wanted: int | None = None, record: KeptRecord | None = None) -> int:
     """Set the number of threads to ``wanted``, or to the fastest number up to torch's current one; return it.
 
-    Passes are timed with all threads, with half, and so on, until fewer are slower.
+    Passes are timed with all threads, with half, and so on, until fewer are slower. With a ``record``, later processes
+    take over the number, as they do the products: their answers are the same.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)
-    elif target.device.type == "cpu" and torch.get_num_threads() > 1:
-        torch.set_num_threads(_fastest(target, torch.get_num_threads()))
+    elif target.device.type == "cpu" and (most := torch.get_num_threads()) > 1:
+        found = record.read(int, most_seconds=KEPT_SECONDS) if record else None
+        if found is None or not 1 <= found <= most:
+            found = _fastest(target, most)
+            if record:
+                record.write(found)
+        torch.set_num_threads(found)
     return torch.get_num_threads()
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
@@ -29,9 +29,10 @@ from hdtool.runtime.model.checkpoint.place import packed_place, place_of
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored, pack_weights
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.fused.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers
-from hdtool.runtime.model.gguf.packed_model import packed_model
+from hdtool.runtime.model.gguf.packed_model import assembled_model, packed_model
 from hdtool.runtime.model.library import is_known_type, text_class
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
@@ -128,6 +129,57 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
     if device.type != "cpu":
         model = _on_one_device(config, settings, device)
         return _attempt(config.name, f"on {device}", lambda: Target(model))
+    kept = _kept_proof(config, settings)
+    target = _proved_before(config, settings, kept, kept.read()) if kept else None
+    if target is None:
+        target = _proved_now(config, settings, device, kept)
+    if config.activations == INT8:
+        _compute_in_int8(target.model)
+    return target
+
+
+def _kept_proof(config: ModelConfig, settings: Any) -> KeptProof | None:
+    """Where the proof of a model is kept; None for one that is proved at each start."""
+    fixed = config.dtype != "auto" or config.quantization or library_of(settings) or config.trust_remote_code
+    if fixed or not config.fused_layers or config.attn_implementation:
+        return None
+    try:
+        family = cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)])
+        place = place_of(config, CONFIG_FILES, weights=not packed_place(config))
+        files = [file for file in place.iterdir() if file.is_file()]
+        packed = packed_place(config)
+        return KeptProof(config, settings, family, [*files, *(packed[:1] if packed else ())])
+    except (HdtoolError, KeyError, OSError):  # loading it raises an error that names the fault
+        return None
+
+
+def _proved_before(config: ModelConfig, settings: Any, kept: KeptProof, proof: Proof | None) -> Target | None:
+    """The target of a model that was proved in an earlier process; None, and the record is gone, if it is another."""
+    if proof is None:
+        return None
+    try:
+        if packed := packed_place(config):
+            use_planless_attention(torch.device("cpu"))
+            model = assembled_model(settings, *packed)
+            _set_generation(model, config)
+        else:
+            with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)):
+                model = _on_one_device(config, settings, torch.device("cpu"))
+        if outline_of(model) == proof.outline:
+            compact_weights(model, dict(proof.compact))
+            use_small_batch_products(model, FIXED_PRODUCTS.get(config.products))
+            target = Target(model, shapes=proof.shapes)
+            if fuse_layers(target, proved=True) and target.whole_pass and logits_hash(target) == proof.logits:
+                return target
+    except (HdtoolError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # a library that builds models in another way
+        pass
+    kept.forget()
+    return None
+
+
+def _proved_now(config: ModelConfig, settings: Any, device: torch.device, kept: KeptProof | None) -> Target:
     is_compact = config.dtype == "auto" and not (config.quantization or library_of(settings))
     if is_compact and (packed := packed_place(config)):
         use_planless_attention(device)
@@ -136,15 +188,17 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
     else:
         with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)) if is_compact else nullcontext():
             model = _on_one_device(config, settings, device)
+    outline = outline_of(model) if kept else ""
+    compact: dict[str, bool] = {}
     if is_compact or (config.dtype == "auto" and pack_weights(model)):
-        compact_weights(model)
+        compact_weights(model, compact)
     use_small_batch_products(model, FIXED_PRODUCTS.get(config.products))
     target = _attempt(config.name, f"on {device}", lambda: Target(model))
     expand_weights_read(model)
     if config.fused_layers and not config.attn_implementation:
         fuse_layers(target)
-    if config.activations == INT8:
-        _compute_in_int8(target.model)
+    if kept and (proof := proof_of(target, outline, compact)):
+        kept.keep(proof)
     return target
 
 

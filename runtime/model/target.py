@@ -56,8 +56,13 @@ class Target:
     nodes follow in their order.
     """
 
-    def __init__(self, model: PreTrainedModel, capture: CaptureMaker = by_device) -> None:
-        """``capture`` makes what captures steps with fixed shapes, if steps are captured on a device."""
+    def __init__(
+        self, model: PreTrainedModel, capture: CaptureMaker = by_device, shapes: Sequence[LayerShape] | None = None
+    ) -> None:
+        """``capture`` makes what captures steps with fixed shapes, if steps are captured on a device.
+
+        ``shapes`` are those of the layers' keys and values where an earlier check of this model found them.
+        """
         refuse_by_configuration(model.config)
         refuse_by_class(model)
         use_masked_attention(model)
@@ -116,8 +121,12 @@ class Target:
         """That of the weights which captured steps read: it is not freed if they are replaced within an answer."""
         self._notices = True
         with self.changing():
-            self._prove()
-        if self._steps:
+            if shapes is None:
+                self._prove()
+            else:
+                self._shapes = list(shapes)
+                self._cache = self.new_cache(0)
+        if self.captures:
             self._record()
         self.seconds_in_model, self.passes = 0.0, 0
 
@@ -170,6 +179,11 @@ class Target:
     def _record(self) -> None:
         self._recorded = RecordedModel(self.model)
         self._memory = self._recorded.memory() if self._steps else []
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """Those of the keys and values of each layer."""
+        return tuple(self._shapes)
 
     @property
     def length(self) -> int:

@@ -151,7 +151,7 @@ def test_settings_of_an_adapter_are_part_of_the_model(capture: str) -> None:
         lambda: setattr(adapter, "enabled", True),
         lambda: scale(0.25),
     ):
-        setting()
+        setting()  # type: ignore[no-untyped-call]
         answers.append(generated(model, prompt, MOST))
         assert said(answer(target, prompt, SamplingConfig(), answers[-1])) == answers[-1]
     assert answers[0] == answers[2] and len({*map(tuple, answers)}) == 3
@@ -213,7 +213,7 @@ def test_hidden_states_are_watched_after_a_change() -> None:
 
 
 class IgnoresMasks(LlamaAttention):
-    def forward(self, hidden_states: Any, attention_mask: Any = None, **options: Any) -> Any:
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **options: Any) -> Any:  # type: ignore[override]
         return super().forward(hidden_states=hidden_states, attention_mask=None, **options)
 
 

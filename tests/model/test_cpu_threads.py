@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hdtool.cli.app import run
+from hdtool.data.files.kept_record import KeptRecord
 from hdtool.runtime.model import cpu_threads as threads
 from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.target import Target
@@ -50,6 +51,17 @@ def test_fewer_threads_are_tried_until_they_are_slower(
     torch.set_num_threads(max(seconds))
     assert choose_threads(target) == torch.get_num_threads() == chosen
     assert tried == asked
+
+
+def test_a_recorded_number_is_taken_over(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = KeptRecord(tmp_path, {})
+    monkeypatch.setattr(threads, "_seconds_with", lambda count, target: {4: 1.0, 2: 0.5, 1: 1.0}[count])
+    torch.set_num_threads(4)
+    assert choose_threads(target, record=record) == 2
+    monkeypatch.setattr(threads, "_seconds_with", lambda count, target: pytest.fail("it was measured again"))
+    torch.set_num_threads(4)
+    assert choose_threads(target, record=record) == torch.get_num_threads() == 2
+    assert choose_threads(target, 1, record) == 1, "what the user asks for comes first"
 
 
 def test_a_given_number_of_threads_is_not_measured(target: Target) -> None:

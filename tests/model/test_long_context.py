@@ -43,7 +43,7 @@ def doge(window: int = WINDOW, *, trained: bool = True) -> PreTrainedModel:
     model = tiny("Doge", keep_window_size=window)
     for module in model.modules():
         if trained and hasattr(module, "A"):  # all keys are worth the same in a new model
-            torch.nn.init.normal_(module.A)
+            torch.nn.init.normal_(module.A)  # type: ignore[arg-type]
     return model
 
 
@@ -90,7 +90,7 @@ class OwnWindow(LlamaAttention):
 
     beside_masks = False
 
-    def forward(self, hidden_states: Any, attention_mask: Any = None, **options: Any) -> Any:
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **options: Any) -> Any:  # type: ignore[override]
         cache = options["past_key_values"]
         rows, columns = hidden_states.shape[1], cache.get_seq_length(self.layer_idx) + hidden_states.shape[1]
         if attention_mask is None or self.beside_masks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,11 +150,26 @@ def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(
     assert cost_here(target) == curve
     assert target.passes == before, "nothing is measured that is known"
     assert cost_here(target, batch=2) != curve, "in a batch passes cost something else"
-    (file,) = tmp_path.rglob("*.json")
+    (file,) = [path for path in tmp_path.rglob("*.json") if path.parent.name != "quick"]
     file.write_text("{}")
     assert cost_here(target) != curve
     (line,) = capsys.readouterr().err.splitlines()
     assert str(file) in line and "measure it again" in line
+
+
+def test_a_quick_measurement_is_kept_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    target = Target(model_of("llama"))
+    curve, measured = cost_here(target), target.passes
+    assert cost_here(target) == curve and target.passes == measured
+    (file,) = tmp_path.rglob("*.json")
+    os.utime(file, (1e9, 1e9))
+    cost_here(target)
+    assert target.passes > measured
+    file.write_text("{}")
+    measured = target.passes
+    cost_here(target)
+    assert target.passes > measured
 
 
 def test_costs_follow_the_length_of_the_context() -> None:

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hdtool.data.errors import ServeError
+from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.integrations.server.api_keys import KEY_VARIABLE, ApiKeys
@@ -50,7 +51,7 @@ class Launch:
         self._config, self._has_keys = config, bool(keys.tenant_of_key)
         loaded = load(model)
         refuse_settings(loaded.target.model.generation_config)
-        choose_threads(loaded.target, model.threads)
+        choose_threads(loaded.target, model.threads, quick_record(loaded.target, what="threads"))
         self.tenants = Tenants(loaded, decoding, stores, keys.tenants)
         self._engine = Engine(
             loaded.target,

@@ -15,6 +15,8 @@ from hdtool.runtime.kernels.small_batch_gemm import unpack
 
 PAGE_OUT = 21
 """MADV_PAGEOUT of Linux, which never loses what is in memory."""
+DO_NOT_NEED = 4
+"""MADV_DONTNEED of Linux, which loses what was written to memory that no file has."""
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
 """Operations that copy rows, with the place of the argument that selects them."""
@@ -55,11 +57,18 @@ class PackedMatrix:
 
         A system that cannot do so keeps the memory.
         """
+        self._advise(PAGE_OUT)
+
+    def unmap(self) -> None:
+        """Let go of the memory of blocks that are mapped from a file; the file stays in the system's cache."""
+        self._advise(DO_NOT_NEED)
+
+    def _advise(self, advice: int) -> None:
         if sys.platform == "linux":
             first = -(-self.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             size = (self.data_ptr() + self.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
             if size > 0:
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), PAGE_OUT)
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:
         """Write the numbers to contiguous memory of this shape in float32."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -66,16 +66,16 @@ class StaticLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.update(key_states, value_states, self._index)
+        return cast("Views", self._cache.update(key_states, value_states, self._index))
 
     def get_seq_length(self) -> int:
-        return self._cache.length
+        return int(self._cache.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.length + query_length, 0
 
     def get_max_length(self) -> int:
-        return self._cache.capacity
+        return int(self._cache.capacity)
 
 
 Views = tuple[torch.Tensor, torch.Tensor]

@@ -95,7 +95,7 @@ class RecordedWeights:
         )
 
     def _now_held(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._holders)))
+        return list(chain.from_iterable(holder.values() for holder in self._holders))
 
     def _now_stored(self) -> list[Any]:
         """None for a weight that became an ordinary parameter: it stays the same object."""

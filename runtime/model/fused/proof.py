@@ -34,8 +34,11 @@ Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask]
 
 
 @torch.inference_mode()
-def fuse_layers(target: Target) -> bool:
-    """Compute passes of few rows in compiled code from now on, if the layers of the model are of that kind."""
+def fuse_layers(target: Target, *, proved: bool = False) -> bool:
+    """Compute passes of few rows in compiled code from now on, if the layers of the model are of that kind.
+
+    ``proved`` layers are not compared with those of the library: an earlier process did so.
+    """
     if target.device.type != "cpu" or target.dtype != torch.float32 or [one.kind for one in target.windows] != [FULL]:
         return False
     lists = [module for module in target.model.modules() if type(module) is ModuleList and len(module)]
@@ -46,6 +49,12 @@ def fuse_layers(target: Target) -> bool:
     rotary = _rotary_of(target.model, layers)
     if rotary is None or not _fit_cache(parts, target.new_cache(1).storage):
         return False
+    if proved:
+        stack = LayerStack(parts, target.config)
+        with target.changing():
+            _put(layers, stack)
+            target.use_whole_passes(whole_pass_of(target.model, stack))
+        return True
     compile_layers()
     compile_passes()
     compile_tree_passes()
@@ -164,10 +173,16 @@ def distance(found: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -
     return float((torch.linalg.vector_norm(found - expected, dim=-1) / lengths).max())
 
 
-def _is_called(target: Target, layers: ModuleList, stack: LayerStack) -> bool:
-    """Put the stack in place of the layers; undo it if the model does not call it."""
+def _put(layers: ModuleList, stack: LayerStack) -> Any:
+    """Put the stack in place of the layers."""
     stacked: Any = layers
     stacked.__class__, stacked.stack = StackedLayers, stack
+    return stacked
+
+
+def _is_called(target: Target, layers: ModuleList, stack: LayerStack) -> bool:
+    """Put the stack in place of the layers; undo it if the model does not call it."""
+    stacked = _put(layers, stack)
     counted = target.seconds_in_model, target.passes
     target.prefill(some_context(3, target.vocabulary))
     target.commit([])

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 
-from hdtool.runtime.kernels.compact_weight import embedded, is_compact
+from hdtool.runtime.kernels.compact_weight import CompactEmbedding, embedded, is_compact
 from hdtool.runtime.kernels.fused.elementwise import norm_rows
 from hdtool.runtime.kernels.fused.layers import Numbers
 from hdtool.runtime.kernels.fused.passes import (
@@ -66,7 +66,7 @@ class WholePass:
         """Whether all parts are of the kinds that this code computes."""
         embedding = self._embedding
         return (
-            type(embedding) is Embedding
+            type(embedding) in (Embedding, CompactEmbedding)
             and embedding.max_norm is None
             and embedding.weight.dtype == torch.float32
             and embedding.weight.is_contiguous()

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+from torch.nn import Parameter
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from hdtool.data.errors import ModelError
+from hdtool.runtime.kernels.compact_weight import as_parameter, is_compact
 from hdtool.runtime.model.gguf.packing import read_weights
 
 
@@ -24,6 +26,30 @@ def packed_model(settings: Any, file: Path, folder: Path, **options: Any) -> Any
     )
     if lacking := sorted(report["missing_keys"]):
         raise ModelError(f"{folder} lacks {len(lacking)} of its weights ({lacking[0]}, …): remove it")
+    _name(model, folder)
+    return model
+
+
+def assembled_model(settings: Any, file: Path, folder: Path, **options: Any) -> Any:
+    """The model without the loader of transformers, which takes longer than the rest of a start.
+
+    Names and forms of the weights are not checked: compare its outline with that of ``packed_model``.
+    """
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, **options)
+    for name, weight in read_weights(file, folder).items():
+        path, _, last = name.rpartition(".")
+        made = as_parameter(weight) if is_compact(weight) else Parameter(weight, requires_grad=False)
+        model.get_submodule(path)._parameters[last] = made
+    model.tie_weights()
+    model.eval()
+    _name(model, folder)
+    return model
+
+
+def _name(model: Any, folder: Path) -> None:
     model.name_or_path = model.config.name_or_path = str(folder)
     model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model

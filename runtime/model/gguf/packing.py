@@ -7,8 +7,9 @@ its rows in float32, as transformers reads the file, has the bits of a row of on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.runtime.kernels.compact_weight import CompactWeight
+from hdtool.runtime.kernels.memory.free_memory import return_free_memory
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
@@ -81,12 +83,15 @@ class PackingPlan:
 
     def __init__(self, file: Path, header: GGUFHeader) -> None:
         content = mapped(file)
-        self._tensors = [_HashedTensor(tensor, _rows(tensor.of(content))) for tensor in packable(header)]
+        self._tensors = [_TensorInFile(tensor, tensor.of(content)) for tensor in packable(header)]
         self._found: dict[str, Place | None] = {}
 
     def take(self, name: str, weight: torch.Tensor) -> bool:
         """Look for a weight of the model in the file; whether it is there."""
-        return self._place(name, weight) is not None
+        try:
+            return self._place(name, weight) is not None
+        finally:
+            return_free_memory()
 
     def _place(self, name: str, weight: torch.Tensor) -> Place | None:
         """Where the file has a weight, which is looked for once."""
@@ -151,29 +156,59 @@ def _matrix(file: Path, tensor: PackedTensor, content: torch.Tensor, order: torc
     return PackedMatrix(part.view(tensor.outs, -1)[order.long()], FORMATS[tensor.kind])
 
 
-@dataclass(frozen=True)
-class _HashedTensor:
-    tensor: PackedTensor
-    rows: list[bytes]
+class _TensorInFile:
+    """A tensor of the file, to be compared with weights of the model."""
+
+    def __init__(self, tensor: PackedTensor, matrix: PackedMatrix) -> None:
+        self.tensor, self._matrix = tensor, matrix
+
+    @cached_property
+    def first_row(self) -> torch.Tensor:
+        return self._matrix[:1].float()
+
+    @cached_property
+    def rows(self) -> list[bytes]:
+        """The hash of each row in float32."""
+        try:
+            return _rows(self._matrix)
+        finally:
+            self._matrix.unmap()
+
+    def equals(self, weight: torch.Tensor) -> bool:
+        """Whether all rows have the bits of those of a weight, in their order."""
+        try:
+            return all(_has_bits(self._matrix[part].float(), weight[part]) for part in _parts(weight))
+        finally:
+            self._matrix.unmap()
+
+
+def _has_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(found.view(torch.int32), expected.contiguous().view(torch.int32))
+
+
+def _parts(matrix: PackedMatrix | torch.Tensor) -> Iterator[slice]:
+    """The rows of a matrix, a few at a time."""
+    size = max(1, PART // matrix.shape[1])
+    return (slice(first, first + size) for first in range(0, len(matrix), size))
 
 
 def _rows(matrix: PackedMatrix | torch.Tensor) -> list[bytes]:
     """The hash of each row in float32."""
-    size = max(1, PART // matrix.shape[1])
-    parts = (matrix[first : first + size].float() for first in range(0, len(matrix), size))
+    parts = (matrix[part].float() for part in _parts(matrix))
     return [blake2b(row, digest_size=DIGEST).digest() for part in parts for row in part.contiguous().numpy()]
 
 
-def _place_of(weight: torch.Tensor, tensors: list[_HashedTensor]) -> Place | None:
+def _place_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | None:
     if weight.dtype != torch.float32 or weight.dim() != 2:
         return None
+    weight = weight.detach()
     alike = [one for one in tensors if (one.tensor.outs, one.tensor.columns) == tuple(weight.shape)]
-    if not alike:
-        return None
-    rows = _rows(weight.detach())
+    # Most weights have the order of the file, and where it is another one, the first row is usually the first.
+    alike.sort(key=lambda one: not _has_bits(one.first_row, weight[:1]))
     for one in alike:
-        if one.rows == rows:
+        if _has_bits(one.first_row, weight[:1]) and one.equals(weight):
             return one.tensor, None
+    rows = _rows(weight) if alike else []
     for one in alike:
         places = {row: place for place, row in enumerate(one.rows)}
         if all(row in places for row in rows):

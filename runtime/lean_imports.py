@@ -1,0 +1,263 @@
+"""Imports of the libraries without what a command does not use: torch's compiler, distributed tensors, and a scan.
+
+``transformers`` imports the compiler of torch for decorators that switch it off, and its distributed tensors, which
+bring sympy. Its packages read a thousand source files to find which names they have. Together, that takes as long as
+the import of torch. What is left out here is loaded when anything uses it.
+
+Every part is optional: where a library lacks the function that is replaced, the import is an ordinary one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from hashlib import blake2b
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from hdtool.data.files.kept_record import KeptRecord
+from hdtool.data.stores.home import import_structure_at_home
+
+COMPILER = "torch._dynamo"
+MARKERS = ("assume_constant_result", "allow_in_graph")
+"""Decorators of the compiler that mark a function for it and return this function."""
+INDEPENDENT = (f"{COMPILER}._trace_wrapped_higher_order_op",)
+"""Modules of the compiler that need nothing of it, and that models import."""
+LOADER, MARKS = "_deferred_loader", "_deferred_marks"
+Structure = dict[frozenset[str], dict[str, set[str]]]
+"""Names by the module that has them, by the libraries that this module needs."""
+
+
+def import_leanly() -> None:
+    """Leave out what no command uses in the imports of torch and transformers that follow in this process."""
+    if not {"torch", "transformers"} & sys.modules.keys():
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(PathFinder):
+    """Finds a few modules as usual and changes how they are loaded."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.startswith(f"{COMPILER}.") and fullname not in INDEPENDENT:
+            return _part_of_compiler(fullname)
+        if fullname != COMPILER and fullname not in CHANGES:
+            return None
+        found = super().find_spec(fullname, path, target)
+        if found is None or found.loader is None:
+            return found
+        if fullname == COMPILER:
+            found.loader = cast(Loader, _DeferredLoader(found))
+        else:
+            found.loader = cast(Loader, _ChangedLoader(found.loader, CHANGES[fullname]))
+        return found
+
+
+def _part_of_compiler(name: str) -> ModuleSpec | None:
+    """Load the compiler before one of its modules, which the compiler may load itself."""
+    if not isinstance(sys.modules[COMPILER], _DeferredModule):
+        return None
+    sys.modules[COMPILER]._load()
+    loaded = sys.modules.get(name)
+    return None if loaded is None else ModuleSpec(name, _LoadedLoader(loaded), is_package=hasattr(loaded, "__path__"))
+
+
+class _LoadedLoader(Loader):
+    """Loads what is loaded."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _ChangedLoader:
+    """Loads a module, then changes it."""
+
+    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
+        self._loader, self._change = loader, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._change(module)
+
+
+class _DeferredLoader:
+    """Makes a package whose ``__init__`` runs when anything but its own submodules is asked for."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        self._loader: Any = spec.loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _DeferredModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update({LOADER: self._loader, MARKS: []})
+
+
+_running = threading.RLock()
+_undisabled: list[Callable[[], None]] = []
+"""Called when the compiler is loaded: they switch it off for a function."""
+
+
+class _DeferredModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in MARKERS and LOADER in self.__dict__:
+            return partial(self._mark_later, name)
+        self._load()
+        return getattr(self, name)
+
+    def _load(self) -> None:
+        with _running:
+            loader = self.__dict__.pop(LOADER, None)
+            if loader is None:
+                return
+            marks = self.__dict__.pop(MARKS)
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            loader.exec_module(self)
+            for marker, function in marks:
+                getattr(self, marker)(function)
+            while _undisabled:
+                _undisabled.pop()()
+
+    def _mark_later(self, marker: str, function: Any) -> Any:
+        self.__dict__[MARKS].append((marker, function))
+        return function
+
+
+def _lean_decorators(module: Any) -> None:
+    """Have ``torch.compiler.disable`` load the compiler only once something else has loaded it.
+
+    Before that nothing is compiled, so there is nothing to switch off.
+    """
+    original = getattr(module, "disable", None)
+    if original is None:
+        return
+
+    @wraps(original)
+    def disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+        if fn is None:
+            return lambda given: disable(given, recursive, **options)
+        if not isinstance(fn, type(disable)):  # classes, modules
+            return original(fn, recursive, **options)
+        if _is_loaded(COMPILER):
+            return original(fn, recursive, **options)
+        called = fn
+
+        @wraps(fn)
+        def call(*given: Any, **named: Any) -> Any:
+            return called(*given, **named)
+
+        def switch_off() -> None:
+            nonlocal called
+            called = original(fn, recursive, **options)
+            call.__dict__.update(called.__dict__)  # by which the compiler recognises what it must leave alone
+
+        _undisabled.append(switch_off)
+        return call
+
+    module.disable = disable
+
+
+def _is_loaded(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and type(module) is not _DeferredModule
+
+
+def _lean_structure(module: Any) -> None:
+    """Read which names transformers has from a record of the last scan, and do without distributed tensors.
+
+    The record belongs to the names, sizes and times of all source files.
+    """
+    if hasattr(module, "is_torch_distributed_available"):
+        module.is_torch_distributed_available = lambda: False
+    original = getattr(module, "define_import_structure", None)
+    if original is None:
+        return
+
+    @wraps(original)
+    def define_import_structure(module_path: Any, prefix: str | None = None) -> Structure:
+        try:
+            folder = Path(module_path)
+            folder = folder if folder.is_dir() else folder.parent
+            record = KeptRecord(import_structure_at_home(), {"prefix": prefix, "files": _signature(folder)})
+            if (found := record.read(_structure_of)) is not None:
+                return found
+        except OSError:
+            return original(module_path, prefix)  # type: ignore[no-any-return]
+        made: Structure = original(module_path, prefix)
+        record.write(
+            [[sorted(needed), {name: sorted(has) for name, has in names.items()}] for needed, names in made.items()]
+        )
+        return made
+
+    module.define_import_structure = define_import_structure
+
+
+def _structure_of(rows: Any) -> Structure:
+    return {frozenset(needed): {name: set(has) for name, has in names.items()} for needed, names in rows}
+
+
+def _signature(folder: Path) -> str:
+    """Changes with the source files of a package."""
+    digest = blake2b(str(folder).encode(), digest_size=16)
+    for line in _files(str(folder)):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _files(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name == "__pycache__":
+                continue
+            if entry.is_dir():
+                yield from _files(entry.path)
+            else:
+                found = entry.stat()
+                yield f"{entry.path} {found.st_size} {found.st_mtime_ns}\n"
+
+
+def _lean_initialization(module: Any) -> None:
+    """Leave tensors without memory as they are: torch loads the compiler for random numbers in them."""
+    original = getattr(module, "_no_grad_normal_", None)
+    if original is None:
+        return
+
+    @wraps(original)
+    def normal(tensor: Any, *given: Any, **named: Any) -> Any:
+        return tensor if tensor.is_meta else original(tensor, *given, **named)
+
+    module._no_grad_normal_ = normal
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "torch.compiler": _lean_decorators,
+    "torch.nn.init": _lean_initialization,
+    "transformers.utils.import_utils": _lean_structure,
+}
+"""What is changed in a module once it is loaded."""

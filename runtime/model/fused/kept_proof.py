@@ -1,0 +1,188 @@
+"""What was proved of a model on this machine, kept in hdtool's home so that the next start need not prove it again.
+
+A proof depends on the files of the model, the code of hdtool and of the libraries, the processor, the settings and the
+number of threads: a record is read only where all of these are the same. A start with a record computes a small tree
+and compares its logits with those of the proof, bit by bit; if any bit differs, the model is proved again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+import hdtool
+from hdtool.data.files.kept_record import KeptRecord
+from hdtool.data.stores.home import proofs_at_home
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.cpu_name import processor_name
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
+from hdtool.runtime.model.gguf.file_identity import Signature
+from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.tree import DraftTree
+
+FORMAT = 1
+LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "numpy", "accelerate", "safetensors")
+SETTINGS = ("NUMBA_", "LLVM_", "OMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_", "PYTORCH_", "OPENBLAS_")
+"""How the names of environment variables begin that change how libraries compute."""
+CONTEXT = 5
+"""Tokens before the tree whose logits are compared."""
+TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the proof of a model found."""
+
+    outline: str
+    """A hash of the model's modules, weights and buffers, of the weights without their numbers."""
+    shapes: tuple[LayerShape, ...]
+    """Of the keys and values of each layer."""
+    compact: dict[str, bool]
+    """The forms of weights that may stay in 16 bits or in blocks."""
+    logits: str
+    """A hash of the logits of a small tree."""
+
+    def in_json(self) -> dict[str, Any]:
+        shapes = [
+            None if pair is None else [[one.heads, one.width, str(one.dtype).removeprefix("torch.")] for one in pair]
+            for pair in self.shapes
+        ]
+        return {**asdict(self), "shapes": shapes}
+
+    @classmethod
+    def of_json(cls, row: dict[str, Any]) -> Proof:
+        return cls(row["outline"], tuple(map(_shapes, row["shapes"])), dict(row["compact"]), row["logits"])
+
+
+def _shapes(pair: Any) -> LayerShape:
+    if pair is None:
+        return None
+    keys, values = (HeadShape(heads, width, getattr(torch, kind), torch.device("cpu")) for heads, width, kind in pair)
+    return keys, values
+
+
+class KeptProof:
+    """The record of a model's proof."""
+
+    def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
+        """``settings`` is the model's configuration, ``family`` its class, and ``files`` all that it is loaded from."""
+        code = Path(str(sys.modules[family.__module__].__file__))
+        self.record = KeptRecord(
+            proofs_at_home(),
+            {
+                "format": FORMAT,
+                "model": [asdict(Signature.of(file)) for file in sorted(files)],
+                "options": repr(config),
+                "settings": json.dumps(settings.to_dict(), sort_keys=True, default=str),
+                "class": [family.__qualname__, asdict(Signature.of(code))],
+                "threads": torch.get_num_threads(),
+                **_machine(),
+            },
+        )
+
+    def read(self) -> Proof | None:
+        return self.record.read(Proof.of_json)
+
+    def keep(self, proof: Proof) -> None:
+        self.record.write(proof.in_json())
+
+    def forget(self) -> None:
+        self.record.forget()
+
+
+@cache
+def _machine() -> dict[str, Any]:
+    """What changes the code that computes, or how it is compiled."""
+    from llvmlite import binding  # type: ignore[import-untyped]
+
+    return {
+        "hdtool": [metadata.version("hdtool"), _source_hash()],
+        "python": sys.version,
+        "system": platform.platform(),
+        "libraries": {name: metadata.version(name) for name in LIBRARIES if _is_installed(name)},
+        "processor": [processor_name(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()],
+        "environment": {name: text for name, text in sorted(os.environ.items()) if name.startswith(SETTINGS)},
+    }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _source_hash() -> str:
+    """A hash of the code of hdtool that loads a model and computes with it."""
+    digest = hashlib.sha256()
+    for package in (hdtool.runtime, hdtool.data):
+        folder = Path(str(vars(package)["__file__"])).parent
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def outline_of(model: Module) -> str:
+    """A hash of a model's modules, weights and buffers, of the weights without their numbers."""
+    digest, places = hashlib.sha256(), dict[int, int]()
+    for name, module in model.named_modules():
+        kind = type(module)
+        digest.update(f"{name} {kind.__module__}.{kind.__qualname__} {module.training}\n".encode())
+        for own, weight in module._parameters.items():
+            digest.update(f"{own} {_form(weight, places)}\n".encode())
+        for own, buffer in module._buffers.items():
+            digest.update(f"{own} {_form(buffer, places)}\n".encode())
+            if buffer is not None:
+                digest.update(buffer.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    settings: Any = model.config
+    digest.update(json.dumps(settings.to_dict(), sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _form(tensor: torch.Tensor | None, places: dict[int, int]) -> str:
+    """The form of a tensor; tied ones have the number of the first."""
+    if tensor is None:
+        return "none"
+    stored: Any = tensor.stored if is_compact(tensor) else tensor
+    kept = stored.format.name if isinstance(stored, PackedMatrix) else stored.dtype
+    number = places.setdefault(id(tensor), len(places))
+    return f"{number} {type(tensor).__name__} {tuple(tensor.shape)} {tensor.dtype} {kept} {tensor.device}"
+
+
+@torch.inference_mode()
+def logits_hash(target: Target) -> str:
+    """A hash of the logits after a small context and a tree, which both passes of an answer compute."""
+    digest = hashlib.sha256()
+    counted = target.seconds_in_model, target.passes
+    digest.update(target.prefill(some_context(CONTEXT, target.vocabulary)).numpy().tobytes())
+    target.commit([])
+    digest.update(target.verify(TREE).numpy().tobytes())
+    target.seconds_in_model, target.passes = counted
+    target.forget()
+    return digest.hexdigest()
+
+
+def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | None:
+    """The proof of a loaded target, to be kept; None for a model that is proved at each start.
+
+    Only whole passes in compiled code have the same bits each time.
+    """
+    if target.whole_pass is None or any(is_compact(one) and one.reads.number for one in target.model.parameters()):
+        return None
+    logits = logits_hash(target)
+    return Proof(outline, target.shapes, compact, logits) if logits == logits_hash(target) else None

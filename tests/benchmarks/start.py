@@ -1,0 +1,120 @@
+"""Seconds and memory of a fresh process until its first token: ``python -m tests.benchmarks.start [--gguf FILE]``.
+
+Each contender is a process of its own that generates one token; they take turns, and the median of the rounds counts.
+The bare import is what any program needs that loads a model with transformers. The first round of each contender is
+not counted, as it fills caches. Seconds of the CPU are those of all threads, and the peak of memory holds the pages of
+mapped files that were read. ``--first`` adds a start with an empty home folder for each model, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from hdtool.data import demo
+from hdtool.data.demo import EMBEDDED, SMOLLM2
+from hdtool.runtime.environment import machine
+
+BARE = "import torch; from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer"
+PROMPT = "hi"
+KIB = 1024 if sys.platform == "linux" else 1
+"""The unit of ``ru_maxrss`` in bytes."""
+RUNNER = (
+    "import json, resource, subprocess, sys; code = subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL, "
+    "stdout=subprocess.DEVNULL, stderr=subprocess.PIPE); used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+    "sys.stderr.buffer.write(code.stderr) if code.returncode else None; "
+    "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss])); sys.exit(code.returncode)"
+)
+"""Runs a command and prints what it alone used: a process knows the peak of all of its children together only."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one start took."""
+
+    seconds: float
+    cpu_seconds: float
+    bytes: int
+
+
+def hdtool_generate(model: str) -> list[str]:
+    asked = ["generate", "--model", model, "--prompt", PROMPT, "--max-new-tokens", "1"]
+    return [sys.executable, "-m", "hdtool.cli", *asked]
+
+
+def llama_cpp(binary: str, file: Path) -> list[str]:
+    return [binary, "-m", str(file), "-p", PROMPT, "-n", "1", "-no-cnv", "--no-warmup"]
+
+
+def started(command: Sequence[str], environment: Mapping[str, str]) -> Start:
+    """Run a command in a fresh process."""
+    began = time.perf_counter()
+    run = subprocess.run(
+        [sys.executable, "-c", RUNNER, *command], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    seconds = time.perf_counter() - began
+    if run.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{run.stderr}")
+    cpu, peak = run.stdout.strip("[]\n ").split(",")
+    return Start(seconds, float(cpu), int(peak) * KIB)
+
+
+def row(name: str, starts: Sequence[Start], bare: Start | None, size: int | None = None) -> str:
+    seconds, cpu = (median(getattr(one, field) for one in starts) for field in ("seconds", "cpu_seconds"))
+    spread = f"{min(one.seconds for one in starts):.2f} to {max(one.seconds for one in starts):.2f}"
+    peak = max(one.bytes for one in starts)
+    ratio = f"{seconds / bare.seconds:.2f}" if bare else "1.00"
+    of_file = f"{peak / size:.2f}" if size else ""
+    return f"| {name} | {seconds:.2f} | {spread} | {ratio} | {cpu:.2f} | {peak / 1e6:.0f} | {of_file} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gguf", type=Path, help="a GGUF file to start with, too")
+    parser.add_argument("--llama-cpp", help="llama-completion or llama-cli of llama.cpp, for the same files")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--first", action="store_true", help="show the first starts, with an empty home folder, too")
+    options = parser.parse_args()
+    files: dict[str, Path | None] = {EMBEDDED: None}
+    if smollm2 := demo.smollm2_file():
+        files[SMOLLM2] = smollm2
+    if options.gguf:
+        files[str(options.gguf)] = options.gguf
+    commands = {"import of torch and transformers": [sys.executable, "-c", BARE]}
+    sizes: dict[str, int] = {}
+    for model, file in files.items():
+        short = file.name if file else model
+        commands[f"hdtool, {short}"] = hdtool_generate(model)
+        if file and options.llama_cpp:
+            commands[f"llama.cpp, {short}"] = llama_cpp(options.llama_cpp, file)
+        if file:
+            sizes |= {f"{program}, {short}": file.stat().st_size for program in ("hdtool", "llama.cpp")}
+    print(f"{machine()}; load average {os.getloadavg()[0]:.1f}; {options.rounds} rounds\n")
+    print("| contender | seconds | range | to the import | CPU seconds | peak, MB | to the file |")
+    print("|---|---|---|---|---|---|---|")
+    with TemporaryDirectory(prefix="hdtool-start-") as home:
+        environment = {"HDTOOL_HOME": home}
+        first = {name: started(command, environment) for name, command in commands.items()}
+        rounds = [
+            {name: started(command, environment) for name, command in commands.items()} for _ in range(options.rounds)
+        ]
+    bare_name = next(iter(commands))
+    bare = Start(median(one[bare_name].seconds for one in rounds), 0.0, 0)
+    for name in commands:
+        print(row(name, [one[name] for one in rounds], None if name == bare_name else bare, sizes.get(name)))
+    if options.first:
+        for name, start in first.items():
+            if name.startswith("hdtool"):
+                print(row(f"{name}, the first time", [start], bare, sizes.get(name)))
+
+
+if __name__ == "__main__":
+    main()

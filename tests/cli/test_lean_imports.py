@@ -1,0 +1,65 @@
+"""Imports without torch's compiler, distributed tensors and the scan of the sources of transformers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LEAN = "from hdtool.runtime.lean_imports import import_leanly\nimport_leanly()\n"
+NAMES = "import json, transformers, transformers.models\nprint(json.dumps(sorted(dir(transformers))))\n"
+
+
+def output_of(program: str, home: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HDTOOL_HOME": str(home)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_models_are_imported_without_the_compiler(tmp_path: Path) -> None:
+    program = (
+        LEAN + "import sys, transformers.models.llama.modeling_llama, types\n"
+        "assert not {'sympy', 'torch._inductor', 'torch.distributed.tensor'} & set(sys.modules), sorted(sys.modules)\n"
+        "assert type(sys.modules['torch._dynamo']) is not types.ModuleType\n"
+    )
+    output_of(program, tmp_path)
+
+
+def test_the_compiler_is_whole_once_it_is_used(tmp_path: Path) -> None:
+    program = (
+        LEAN + "import torch, types, transformers.models.llama.modeling_llama\n"
+        "from transformers.integrations import deepgemm\n"
+        "calls = []\n"
+        "@torch.compiler.disable\n"
+        "def disabled(x): calls.append(torch.compiler.is_compiling()); return x + 1\n"
+        "assert disabled(torch.zeros(1)) == 1\n"
+        "compiled = torch.compile(lambda x: disabled(x * 2) * 3, backend='eager')\n"
+        "assert compiled(torch.ones(1)) == 9 and calls == [False, False]\n"
+        "assert type(torch._dynamo) is types.ModuleType and torch._dynamo.disable\n"
+    )
+    output_of(program, tmp_path)
+
+
+def test_names_of_transformers_are_those_of_an_ordinary_import(tmp_path: Path) -> None:
+    usual = output_of(NAMES, tmp_path)
+    assert output_of(LEAN + NAMES, tmp_path) == usual
+    records = list((tmp_path / "imports").glob("[!.]*.json"))
+    assert records
+    assert output_of(LEAN + NAMES, tmp_path) == usual
+    for record in records:
+        record.write_text("{}")
+    assert output_of(LEAN + NAMES, tmp_path) == usual
+    assert all(len(record.read_text()) > 2 for record in records), "they are made again"
+
+
+def test_a_process_that_has_torch_is_left_alone(tmp_path: Path) -> None:
+    output_of(
+        "import sys, torch\nfinders = list(sys.meta_path)\n" + LEAN + "assert sys.meta_path == finders\n", tmp_path
+    )

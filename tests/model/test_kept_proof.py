@@ -1,0 +1,176 @@
+"""The proof of a model is kept, and another start uses it only where everything is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hdtool.data import demo
+from hdtool.data.files.kept_record import checksum
+from hdtool.data.stores.home import proofs_at_home
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.model.compact_layers import has_compact_weights
+from hdtool.runtime.model.fused import kept_proof
+from hdtool.runtime.model.fused.layer_stack import stack_of
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.tree import DraftTree
+
+pytest.importorskip("gguf")
+
+from tests.support.gguf_files import tiny_llama, write_gguf
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+"""Heads are as wide as vectors, so that the layers are in compiled code."""
+TREE = DraftTree.of(3, [11, 23, 5], [-1, 0, -1])
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def file(tmp_path: Path, home: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", tiny_llama(**WIDE), "Q8_0")
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
+    """The targets whose trees were checked."""
+    checked: list[Target] = []
+
+    def check(self: Target, really: Callable[[Target], None] = Target._check_trees) -> None:
+        checked.append(self)
+        really(self)
+
+    monkeypatch.setattr(Target, "_check_trees", check)
+    return checked
+
+
+def logits_of(config: ModelConfig) -> torch.Tensor:
+    target = load(config).target
+    prompt = target.prefill(some_context(70, target.vocabulary), 10)
+    target.commit([])
+    return torch.cat([prompt, target.verify(TREE)]).clone()
+
+
+def records() -> list[Path]:
+    return sorted(proofs_at_home().glob("[!.]*.json"))
+
+
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_the_second_start_has_the_bits_of_the_first(activations: str, file: Path, proofs: list[Target]) -> None:
+    config = ModelConfig(str(file), activations=activations)
+    expected = logits_of(config)
+    assert len(proofs) == len(records()) == 1
+    assert torch.equal(logits_of(config), expected)
+    assert len(proofs) == 1, "it was proved again"
+
+
+def test_a_kept_proof_changes_nothing_in_the_model(file: Path) -> None:
+    first, second = (load(ModelConfig(str(file))).target for _ in range(2))
+    assert kept_proof.outline_of(first.model) == kept_proof.outline_of(second.model)
+    assert first.shapes == second.shapes and bool(first.whole_pass) and bool(second.whole_pass)
+    assert len(stack_of(first.model) or ()) == len(stack_of(second.model) or ()) == 2
+    assert has_compact_weights(second.model)
+    assert first.model.generation_config.to_dict() == second.model.generation_config.to_dict()
+
+
+def test_a_folder_is_proved_once_too(tmp_path: Path, home: Path, proofs: list[Target]) -> None:
+    tiny_llama(**WIDE).bfloat16().save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.MODEL / name, tmp_path / "model")
+    config = ModelConfig(str(tmp_path / "model"))
+    assert torch.equal(logits_of(config), logits_of(config))
+    assert len(proofs) == 1
+
+
+def test_a_changed_file_is_proved_again(file: Path, proofs: list[Target]) -> None:
+    before = logits_of(ModelConfig(str(file)))
+    write_gguf(file, tiny_llama(seed=1, **WIDE), "Q8_0")
+    assert not torch.equal(logits_of(ModelConfig(str(file))), before)
+    assert len(proofs) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(kept_proof, "FORMAT", 2),
+        lambda patch: patch.setattr(kept_proof, "_source_hash", lambda: "another"),
+        lambda patch: patch.setattr(kept_proof, "processor_name", lambda: "another"),
+        lambda patch: patch.setattr("importlib.metadata.version", lambda name: "0"),
+        lambda patch: patch.setattr("torch.get_num_threads", lambda: 7),
+        lambda patch: patch.setenv("NUMBA_CPU_NAME", "another"),
+    ],
+    ids=["format", "hdtool", "processor", "versions", "threads", "environment"],
+)
+def test_other_circumstances_have_no_proof(
+    change: Callable[[pytest.MonkeyPatch], None], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny_llama(**WIDE).config
+
+    def place(products: str = "measured") -> Path:
+        config = ModelConfig(products=products)
+        return kept_proof.KeptProof(config, settings, LlamaForCausalLM, [file]).record.path
+
+    kept_proof._machine.cache_clear()
+    usual = place()
+    with monkeypatch.context() as patch:
+        change(patch)
+        kept_proof._machine.cache_clear()
+        other = place()
+    kept_proof._machine.cache_clear()
+    assert other != usual and place() == usual
+    assert place("own") != usual
+
+
+def test_a_damaged_record_is_made_again(file: Path, proofs: list[Target]) -> None:
+    expected = logits_of(ModelConfig(str(file)))
+    (record,) = records()
+    record.write_bytes(record.read_bytes()[:-40])
+    assert torch.equal(logits_of(ModelConfig(str(file))), expected)
+    assert len(proofs) == 2
+    logits_of(ModelConfig(str(file)))
+    assert len(proofs) == 2, "the record was not made again"
+
+
+@pytest.mark.parametrize("field", ["outline", "logits", "shapes", "compact"])
+def test_a_record_of_another_model_is_made_again(field: str, file: Path, proofs: list[Target]) -> None:
+    """The name of the record and its checksum are right, and what it holds is not."""
+    config = ModelConfig(str(file))
+    expected = logits_of(config)
+    (path,) = records()
+    row = json.loads(path.read_text())
+    value = row["value"]
+    value[field] = {"outline": "0" * 64, "logits": "0" * 64, "shapes": value["shapes"][:1], "compact": {"x": 1}}[field]
+    row["sha256"] = checksum(value)
+    path.write_text(json.dumps(row))
+    assert torch.equal(logits_of(config), expected)
+    assert len(proofs) == (2 if field != "compact" else 1), "forms that are not named are proved as before"
+
+
+def test_without_a_home_that_can_be_written_it_is_proved_each_time(
+    tmp_path: Path, proofs: list[Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "proofs").write_text("a file where the folder would be")
+    assert torch.equal(logits_of(ModelConfig()), logits_of(ModelConfig()))
+    assert len(proofs) == 2
+    assert os.listdir(tmp_path / "home") != []
+
+
+def test_other_options_are_proved_by_themselves(file: Path, proofs: list[Target]) -> None:
+    for options in ({}, {"products": "own"}, {"dtype": "float32"}, {"fused_layers": False}):
+        load(ModelConfig(str(file), **options))
+    assert len(proofs) == 4 and len(records()) == 2, "only the usual way has a record"
