@@ -33,10 +33,10 @@ def decoding_findings() -> Iterator[Finding]:
 
 
 def decoded(method: str) -> tuple[list[int], int]:
-    """An answer of the embedded model and the number of its steps; nothing is measured, so nothing is kept."""
+    """An answer of the embedded model and the number of its steps; nothing is measured or proved that would be kept."""
     decoding = DecodeConfig(method, draft_tokens=NODES, max_new_tokens=TOKENS)
     stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
-    answerer = Answerer(ModelConfig(products=OWN), decoding, SamplingConfig(), store_set=stores)
+    answerer = Answerer(ModelConfig(dtype="float32", products=OWN), decoding, SamplingConfig(), store_set=stores)
     for answer in answerer.all_answers([Prompt.from_text(PROMPT)]):
         for _ in answer:
             pass

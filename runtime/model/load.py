@@ -32,6 +32,7 @@ from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.fused.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers
+from hdtool.runtime.model.gguf.manifest import MANIFEST as CONVERSION
 from hdtool.runtime.model.gguf.packed_model import assembled_model, packed_model
 from hdtool.runtime.model.library import is_known_type, text_class
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
@@ -146,7 +147,7 @@ def _kept_proof(config: ModelConfig, settings: Any) -> KeptProof | None:
     try:
         family = cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)])
         place = place_of(config, CONFIG_FILES, weights=not packed_place(config))
-        files = [file for file in place.iterdir() if file.is_file()]
+        files = [file for file in place.iterdir() if file.is_file() and file.name != CONVERSION]
         packed = packed_place(config)
         return KeptProof(config, settings, family, [*files, *(packed[:1] if packed else ())])
     except (HdtoolError, KeyError, OSError):  # loading it raises an error that names the fault

@@ -227,7 +227,7 @@ def test_stores_are_listed_and_removed(capfd: pytest.CaptureFixture[str]) -> Non
     assert run(["stores", "remove", *rows, "--yes"]) == 0
     assert capfd.readouterr().err.count("removed ") == 4
     assert made(capfd, "stores")["stores"] == []
-    assert not [path for path in home().rglob("*") if path.is_file() and "costs" not in path.parts]
+    assert not [path for path in home().rglob("*") if path.is_file() and not {"costs", "proofs"} & {*path.parts}]
     assert not (home() / "stores").exists()
 
 
