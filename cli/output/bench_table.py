@@ -10,7 +10,7 @@ from hdtool.cli.output import tables
 from hdtool.data.bench_results import Results
 from hdtool.runtime.config import COLD, WARM
 from hdtool.runtime.config.model import INT8
-from hdtool.runtime.evaluation.llama_cpp_build import KEY, notes_of
+from hdtool.runtime.evaluation.llama_cpp_peer import KEY, notes_of
 from hdtool.runtime.evaluation.report.tables import Table
 from hdtool.runtime.evaluation.scores import OVERALL, PLAIN, Score, Scores, in_words
 

@@ -27,8 +27,14 @@ from hdtool.runtime.drafters.heads.select_heads import methods_with_heads
 from hdtool.runtime.environment import compute_with, describe_environment
 from hdtool.runtime.evaluation.bench import Bench, hash_of, turns_of
 from hdtool.runtime.evaluation.lineup import Lineup
-from hdtool.runtime.evaluation.llama_cpp_build import KEY, check_file, check_same_model, describe_build
-from hdtool.runtime.evaluation.llama_cpp_peer import files_of, why_not
+from hdtool.runtime.evaluation.llama_cpp_peer import (
+    KEY,
+    check_file,
+    check_same_model,
+    describe_build,
+    files_of,
+    why_not,
+)
 from hdtool.runtime.evaluation.scores import baseline_of
 from hdtool.runtime.evaluation.warm_up import questions_to_warm_up
 from hdtool.runtime.model.load import load

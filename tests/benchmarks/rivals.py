@@ -39,15 +39,16 @@ from hdtool.runtime.environment import compute_with, machine
 from hdtool.runtime.evaluation.bench import Bench
 from hdtool.runtime.evaluation.contenders import Contender
 from hdtool.runtime.evaluation.lineup import Lineup
-from hdtool.runtime.evaluation.llama_cpp_build import (
+from hdtool.runtime.evaluation.llama_cpp_peer import (
     KEY,
+    LlamaCppContender,
     check_file,
     check_same_model,
     describe_build,
     notes_of,
     quantization_of,
+    why_not,
 )
-from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender, why_not
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded, load

@@ -22,8 +22,16 @@ from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.evaluation.bench_plan import Plan
 from hdtool.runtime.evaluation.lineup import Lineup
-from hdtool.runtime.evaluation.llama_cpp_build import KEY, check_same_model, describe_build, notes_of, quantization_of
-from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender, files_of, why_not
+from hdtool.runtime.evaluation.llama_cpp_peer import (
+    KEY,
+    LlamaCppContender,
+    check_same_model,
+    describe_build,
+    files_of,
+    notes_of,
+    quantization_of,
+    why_not,
+)
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support import fake_llama_cpp
@@ -31,7 +39,7 @@ from tests.support.gguf_files import tiny_llama, write_gguf
 
 FILE = Path("model.gguf")
 TOKENS = 24
-PEER, BUILD = "hdtool.runtime.evaluation.llama_cpp_peer", "hdtool.runtime.evaluation.llama_cpp_build"
+PEER = "hdtool.runtime.evaluation.llama_cpp_peer"
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +138,7 @@ def test_a_bench_tells_how_many_answers_are_identical(
     first = next(iter(answers.values()))
     first[3] += 1
     made = fake_llama_cpp.install(monkeypatch, answers)
-    monkeypatch.setattr(f"{BUILD}.has_feature", lambda name: name in ("avx2", "avx512f", "avx512vnni"))
+    monkeypatch.setattr(f"{PEER}.has_feature", lambda name: name in ("avx2", "avx512f", "avx512vnni"))
     own, other = same_sizes(tmp_path / "own.gguf", "Q4_1"), same_sizes(tmp_path / "other.gguf", "Q4_0")
     monkeypatch.setattr(f"{PEER}.gguf_file", lambda model: own)
     few = ["--num-prompts", "2", "--max-new-tokens", f"{TOKENS}", "--warm-up", "0", "--quiet", "--methods", "ar"]
@@ -178,7 +186,7 @@ def test_what_a_build_lacks_is_told(
 ) -> None:
     fake_llama_cpp.install(monkeypatch, {}, "CPU : AVX = 1 | SVE_CNT = 16 | ", offloads=offloads)
     monkeypatch.setattr("llama_cpp.llama_version", lambda: b"1.2.3", raising=False)
-    monkeypatch.setattr(f"{BUILD}.has_feature", lambda name: name in ("avx", "avx2"))
+    monkeypatch.setattr(f"{PEER}.has_feature", lambda name: name in ("avx", "avx2"))
     build = describe_build({"llama.cpp": same_sizes(tmp_path / "own.gguf")}, on_gpu=on_gpu)
     assert (build["features"], build["lacking"]) == (["AVX", "SVE_CNT"], lacking)
     files, library, *notes = notes_of({KEY: build})

@@ -11,7 +11,7 @@ import torch
 from hdtool.data.tally import counted
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.environment import machine
-from hdtool.runtime.evaluation.llama_cpp_build import notes_of
+from hdtool.runtime.evaluation.llama_cpp_peer import notes_of
 from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.report.ablations import Study
 from hdtool.runtime.evaluation.report.figures import ReportData
