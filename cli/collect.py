@@ -69,6 +69,8 @@ def _build_command(loading: ModelConfig, answers: Path) -> str:
         command += ["--model", loading.model]
     if loading.gguf_file:
         command += ["--gguf-file", loading.gguf_file]
+    if loading.revision:
+        command += ["--revision", loading.revision]
     if loading.trust_remote_code:
         command.append("--trust-remote-code")
     return shlex.join([*command, "--from", str(answers)])

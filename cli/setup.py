@@ -105,7 +105,8 @@ def _options(model: ModelConfig) -> tuple[str, ...]:
         value = getattr(model, one.name)
         if one.name != "model" and value != one.default:
             flag = f"--{option_of(one).replace('_', '-')}"
-            typed += [flag] if value is True else [flag, str(value)]
+            switch = flag if value else flag.replace("--", "--no-", 1)
+            typed += [switch] if isinstance(value, bool) else [flag, str(value)]
     return tuple(typed)
 
 

@@ -1,4 +1,4 @@
-"""Imports of the libraries without what a command does not use: torch's compiler, distributed tensors, and a scan.
+"""Defers what no command needs when torch and transformers are imported: torch's compiler, distributed tensors, a scan.
 
 ``transformers`` imports the compiler of torch for decorators that switch it off, and its distributed tensors, which
 bring sympy. Its packages read a thousand source files to find which names they have. Together, that takes as long as
@@ -43,6 +43,8 @@ def import_leanly() -> None:
 class _Finder(PathFinder):
     """Finds a few modules as usual and changes how they are loaded."""
 
+    find_distributions = None  # type: ignore[assignment]  # PathFinder itself lists them
+
     @classmethod
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -71,7 +73,7 @@ def _part_of_compiler(name: str) -> ModuleSpec | None:
 
 
 class _LoadedLoader(Loader):
-    """Loads what is loaded."""
+    """Returns a module that is already imported."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -119,7 +121,7 @@ class _DeferredLoader:
 
 _running = threading.RLock()
 _undisabled: list[Callable[[], None]] = []
-"""Called when the compiler is loaded: they switch it off for a function."""
+"""Callbacks that run once the compiler is loaded; each disables it for one function."""
 
 
 class _DeferredModule(ModuleType):
@@ -136,15 +138,21 @@ class _DeferredModule(ModuleType):
             loader = self.__dict__.pop(LOADER, None)
             if loader is None:
                 return
-            marks = self.__dict__.pop(MARKS)
             self.__class__ = ModuleType  # type: ignore[assignment]
-            loader.exec_module(self)
-            for marker, function in marks:
+            try:
+                loader.exec_module(self)
+            except BaseException:  # the next use tries again, as an ordinary import would
+                self.__class__ = _DeferredModule
+                self.__dict__[LOADER] = loader
+                raise
+            for marker, function in self.__dict__.pop(MARKS):
                 getattr(self, marker)(function)
             while _undisabled:
                 _undisabled.pop()()
 
     def _mark_later(self, marker: str, function: Any) -> Any:
+        if LOADER not in self.__dict__:  # loaded since the marker was taken
+            return getattr(self, marker)(function)
         self.__dict__[MARKS].append((marker, function))
         return function
 

@@ -37,7 +37,7 @@ from hdtool.data.prompts import read_prompts
 from hdtool.data.records import Reading, Record
 from hdtool.data.stores.documents import Source
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
-from hdtool.data.stores.store import Checkpoint, Manifest, TokenizerFingerprint, read_manifest
+from hdtool.data.stores.store import MANIFEST, Checkpoint, Manifest, TokenizerFingerprint, read_manifest
 from hdtool.data.stores.store_files import holds_manifest
 from hdtool.data.stores.store_replacement import recorded_name
 from hdtool.data.traces import read_traces
@@ -149,6 +149,9 @@ class Stages:
         """All that measurements depend on, by stage."""
         weights = model.fingerprint if model else ""
         versions = [weights, self._fingerprint.fingerprint, machine(), version("hdtool")]
+        index = corpus_index_at_home(self._fingerprint)
+        if not self._plan.corpus and holds_manifest(index):  # the held-out answers draft from it
+            versions.append(repr(_state_of([index / MANIFEST])))
         return {stage: [*versions, *conditions] for stage, conditions in self._plan.conditions().items()}
 
     def _outdated(self, stores: OwnStores) -> list[str]:

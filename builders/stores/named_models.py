@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,11 +37,12 @@ def note_on_models(
         f"note: {every}{records} {verb} {shown}{more} as the model that answered, and the store is for {printable(own)}"
     )
     if not command:
-        return f"{note}: drafts come best from a model's own answers"
+        return f"{note}: a model's own answers make the best drafts"
     (first, *rest) = others
     if rest or not _can_be_given(first):
-        return f"{note}, because no --model is given: {command}, where MODEL is its folder or hub name, builds it anew"
-    return f"{note}, because no --model is given: {command.replace('MODEL', first)} builds one for that model"
+        return f"{note}, because no --model is given: {command}, where MODEL is its folder or hub name, rebuilds it"
+    named = command.replace("MODEL", shlex.quote(printable(first)), 1)
+    return f"{note}, because no --model is given: {named} builds one for that model"
 
 
 def _is_named(name: str, config: ModelConfig, checkpoint: Checkpoint | None) -> bool:
@@ -54,8 +56,11 @@ def _is_named(name: str, config: ModelConfig, checkpoint: Checkpoint | None) -> 
         return own is None or Path(own).expanduser() == demo.MODEL
     if _last_part(place) in map(_last_part, own_names):
         return True
-    one, other = Path(place).expanduser(), demo.MODEL if own is None else Path(own).expanduser()
-    return one.exists() and other.exists() and one.samefile(other)
+    try:
+        one, other = Path(place).expanduser(), demo.MODEL if own is None else Path(own).expanduser()
+        return one.exists() and other.exists() and one.samefile(other)
+    except (OSError, RuntimeError, ValueError):  # a name that is no path
+        return False
 
 
 def _last_part(name: str) -> str:
@@ -64,4 +69,7 @@ def _last_part(name: str) -> str:
 
 
 def _can_be_given(name: str) -> bool:
-    return name in (demo.SMOLLM2, demo.EMBEDDED) or "/" in name or Path(name).exists()
+    try:
+        return name in (demo.SMOLLM2, demo.EMBEDDED) or "/" in name or Path(name).exists()
+    except (OSError, ValueError):  # a name that is no path
+        return False

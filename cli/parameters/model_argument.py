@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,8 @@ from hdtool.data.errors import OptionError
 
 MODEL_ARGUMENT = "model_argument"
 STANDARD_INPUT = "-"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""A word of this form may be a prompt, such as and/or; --prompt says so."""
 
 
 def model_argument() -> inspect.Parameter:
@@ -68,10 +71,10 @@ def _set_model(first: str, given: MutableMapping[str, Any]) -> None:
 
 def _names_model(word: str) -> bool:
     """Whether a word is evidently a model, and not a prompt."""
-    if word in (SMOLLM2, EMBEDDED):
+    if word in (SMOLLM2, EMBEDDED) or HUB_NAME.fullmatch(word):
         return True
     try:
         path = Path(word).expanduser()
-        return path.is_file() if path.suffix == ".gguf" else (path / "config.json").is_file()
+        return path.is_file() if path.suffix.lower() == ".gguf" else (path / "config.json").is_file()
     except (OSError, RuntimeError, ValueError):  # texts that are no path
         return False

@@ -18,8 +18,7 @@ PromptText = Annotated[
     str | None,
     typer.Argument(
         metavar="PROMPT",
-        help="Text to answer, also without MODEL before it; - is standard input. Default: --prompts, else standard "
-        "input.",
+        help="Prompt to answer; MODEL before it is optional. - reads standard input, the default without --prompts.",
     ),
 ]
 Prompt = Annotated[str | None, option(INPUT, "Text to answer, which may begin with a dash.")]
@@ -86,7 +85,7 @@ Report = Annotated[Path | None, option(OUTPUT, "Folder for a page with tables an
 Quiet = Annotated[bool, option(OUTPUT, "Show no progress bar.", "--quiet")]
 
 # Models of which only the tokenizer is read
-_TOKENIZER = only("model", "gguf_file", "trust_remote_code").described(
+_TOKENIZER = only("model", "gguf_file", "revision", "trust_remote_code").described(
     model="Model that the store is for; often its tokenizer alone is read. Default: the demo model."
 )
 Tokenizer = Annotated[ModelConfig, _TOKENIZER]

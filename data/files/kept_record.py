@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 KEPT_SECONDS = 24 * 3600.0
-"""Age of a kept measurement from which on it is made again: the machine may have been busy."""
+"""Maximum age of a kept measurement; older ones are repeated, because the machine may have been busy."""
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,12 @@ class ServerConfig(Settings):
     prefix_cache_mib: int = setting(
         1024, "Memory for contexts that are kept after their answers, in MiB; 0 keeps none.", least=0
     )
-    log_requests: bool = setting(True, "Print a line on standard error for each request; it holds no text of it.")
-    log_format: str = setting(TEXT, f"Form of these lines: {TEXT}, or {JSON_LINES} objects.", choices=LOG_FORMATS)
+    log_requests: bool = setting(
+        True, "Log one line per request to standard error, without text of prompts or answers."
+    )
+    log_format: str = setting(
+        TEXT, f"Format of the request log: {TEXT}, or {JSON_LINES} (one object per line).", choices=LOG_FORMATS
+    )
     shutdown_seconds: int = setting(30, "Time that answers in progress have to end when the server stops.", least=0)
 
     def __post_init__(self) -> None:

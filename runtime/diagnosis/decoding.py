@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from hdtool.data import demo
 from hdtool.data.errors import reason_of
 from hdtool.data.prompts import Prompt
@@ -33,10 +35,15 @@ def decoding_findings() -> Iterator[Finding]:
 
 
 def decoded(method: str) -> tuple[list[int], int]:
-    """An answer of the embedded model and the number of its steps; nothing is measured or proved that would be kept."""
+    """An answer of the embedded model and the number of its steps; no proof or cost curve is kept."""
     decoding = DecodeConfig(method, draft_tokens=NODES, max_new_tokens=TOKENS)
     stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
-    answerer = Answerer(ModelConfig(dtype="float32", products=OWN), decoding, SamplingConfig(), store_set=stores)
+    answerer = Answerer(
+        ModelConfig(dtype="float32", products=OWN, threads=torch.get_num_threads()),
+        decoding,
+        SamplingConfig(),
+        store_set=stores,
+    )
     for answer in answerer.all_answers([Prompt.from_text(PROMPT)]):
         for _ in answer:
             pass

@@ -26,8 +26,8 @@ MIN_SPEEDUP = 1.03
 def choose_threads(target: Target, wanted: int | None = None, record: KeptRecord | None = None) -> int:
     """Set the number of threads to ``wanted``, or to the fastest number up to torch's current one; return it.
 
-    Passes are timed with all threads, with half, and so on, until fewer are slower. With a ``record``, later processes
-    take over the number, as they do the products: their answers are the same.
+    Passes are timed with all threads, with half, and so on, until fewer are slower. With a ``record``, processes of
+    the next 24 hours use the same number of threads.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)

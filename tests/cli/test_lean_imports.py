@@ -47,6 +47,34 @@ def test_the_compiler_is_whole_once_it_is_used(tmp_path: Path) -> None:
     output_of(program, tmp_path)
 
 
+def test_an_interrupted_load_of_the_compiler_is_tried_again(tmp_path: Path) -> None:
+    program = (
+        LEAN + "import builtins, sys, torch, types, transformers.models.llama.modeling_llama\n"
+        "from torch._dynamo import allow_in_graph\n"
+        "usual = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name.endswith('eval_frame') or 'eval_frame' in (rest[2] or () if len(rest) > 2 else ()):\n"
+        "        builtins.__import__ = usual\n"
+        "        raise KeyboardInterrupt\n"
+        "    return usual(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+        "try:\n"
+        "    torch._dynamo.disable\n"
+        "    raise SystemExit('no interrupt')\n"
+        "except KeyboardInterrupt:\n"
+        "    pass\n"
+        "assert torch._dynamo.disable and type(torch._dynamo) is types.ModuleType\n"
+        "assert allow_in_graph(len) is len, 'taken before the compiler was loaded'\n"
+        "assert torch.compile(lambda x: x * 3, backend='eager')(torch.ones(1)) == 3\n"
+    )
+    output_of(program, tmp_path)
+
+
+def test_distributions_are_listed_once(tmp_path: Path) -> None:
+    program = LEAN + "import importlib.metadata\nprint(len(list(importlib.metadata.distributions())))\n"
+    assert output_of(program, tmp_path) == output_of(program.removeprefix(LEAN), tmp_path)
+
+
 def test_names_of_transformers_are_those_of_an_ordinary_import(tmp_path: Path) -> None:
     usual = output_of(NAMES, tmp_path)
     assert output_of(LEAN + NAMES, tmp_path) == usual

@@ -271,6 +271,9 @@ def test_one_of_a_thing_is_singular(capfd: pytest.CaptureFixture[str]) -> None:
 COMMANDS_FOR = {
     "smollm2": "hdtool build-model-db --model smollm2 --from named.jsonl builds one for that model",
     "vicuna-7b-v1.3": "hdtool build-model-db --model MODEL --from named.jsonl, where MODEL is its folder or hub name",
+    "~nobody-here/x": "--model '~nobody-here/x' --from",
+    "org/name; echo": "--model 'org/name; echo' --from",
+    "n" * 300: "--model MODEL --from",
 }
 
 
@@ -286,7 +289,7 @@ def test_answers_of_another_model_are_mentioned(
     assert note.startswith(f"note: all 3 records name {name} as the model that answered, and the store is for ")
     assert "hdtool-demo, because no --model is given: " in note and COMMANDS_FOR[name] in note
     assert run(["build-model-db", "--model", tuned, "--from", "named.jsonl"]) == 0
-    assert "the store is for tuned: drafts come best from a model's own answers" in capfd.readouterr().err
+    assert "the store is for tuned: a model's own answers make the best drafts" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["hdtool-demo", "embedded", str(demo.MODEL), "someone/hdtool-demo", ""])

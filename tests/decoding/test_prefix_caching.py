@@ -150,29 +150,34 @@ def test_only_what_follows_the_common_beginning_is_read_and_the_switch_reads_all
 @pytest.mark.parametrize("passes", range(4))
 def test_after_an_interrupt_inside_a_pass_answers_are_right(capture: str, passes: int) -> None:
     model = model_of("qwen2")
-    target, fresh = Target(model, CAPTURES[capture]), Target(model, never)
-    prompt = prompt_of(40)
-    expected = said(answer(fresh, prompt, cached=False))
-    answer(target, prompt)
-    longer = [*prompt, *expected[:5], *prompt_of(30)]
-    wanted = said(answer(fresh, longer, cached=False))
-    left = [passes]
+    left: list[int] = []
+    """Passes until the interrupt; empty where there is none."""
 
     def interrupt(module: torch.nn.Module, *_: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
+        if left:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
 
-    # In the last layer, when the layers before it have written their keys and values.
+    # In the last layer, when the layers before it have written their keys and values. A hook that came or went between
+    # two answers would be another model.
     hook = model.model.layers[-1].register_forward_hook(interrupt)
     try:
+        target, fresh = Target(model, CAPTURES[capture]), Target(model, never)
+        prompt = prompt_of(40)
+        expected = said(answer(fresh, prompt, cached=False))
+        answer(target, prompt)
+        longer = [*prompt, *expected[:5], *prompt_of(30)]
+        wanted = said(answer(fresh, longer, cached=False))
+        left.append(passes)
         with pytest.raises(KeyboardInterrupt):
             answer(target, longer, LyingDrafter(len(longer), wanted, VOCABULARY, seed=passes))
+        left.clear()
+        again = answer(target, [*longer, *wanted[:3]])
+        assert said(again) == said(answer(fresh, [*longer, *wanted[:3]], cached=False))
+        assert again[0].cached_tokens > 0
     finally:
         hook.remove()
-    again = answer(target, [*longer, *wanted[:3]])
-    assert said(again) == said(answer(fresh, [*longer, *wanted[:3]], cached=False))
-    assert again[0].cached_tokens > 0
 
 
 def by_optimizer(model: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import Loaded, load
-from tests.support.server import RunningServer
+from tests.support.server import ALWAYS_DRAFTS, RunningServer
 
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<tool_call> ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
@@ -23,8 +23,6 @@ TOOL_TEMPLATE = (
 
 
 LIMITS = ("--body-seconds", "2", "--batch-size", "4")
-ALWAYS_DRAFTS = ("--draft-tokens", "16")
-"""By default, times measured at the start decide whether drafts pay; on a busy machine they may say no."""
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from hdtool.runtime.kernels.small_batch_gemm import unpack
 PAGE_OUT = 21
 """MADV_PAGEOUT of Linux, which never loses what is in memory."""
 DO_NOT_NEED = 4
-"""MADV_DONTNEED of Linux, which loses what was written to memory that no file has."""
+"""MADV_DONTNEED of Linux, which discards pages that were written privately."""
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
 """Operations that copy rows, with the place of the argument that selects them."""
@@ -60,7 +60,7 @@ class PackedMatrix:
         self._advise(PAGE_OUT)
 
     def unmap(self) -> None:
-        """Let go of the memory of blocks that are mapped from a file; the file stays in the system's cache."""
+        """Drop the mapped pages of the blocks; the file stays in the page cache."""
         self._advise(DO_NOT_NEED)
 
     def _advise(self, advice: int) -> None:

@@ -53,7 +53,7 @@ class LongContext:
     def cause(self) -> str:
         named = f" (its {self.largest[0]} is {self.largest[1]:,})" if self.largest else ""
         return (
-            f"it has a window or a state of its own, which follows places in the cache{named}. Use generate of "
+            f"it has its own window or state, indexed by cache position{named}. Use generate of "
             "transformers without hdtool"
         )
 

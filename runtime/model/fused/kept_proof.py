@@ -50,7 +50,7 @@ class Proof:
     outline: str
     """A hash of the model's modules, weights and buffers, of the weights without their numbers."""
     shapes: tuple[LayerShape, ...]
-    """Of the keys and values of each layer."""
+    """Shapes of each layer's keys and values."""
     compact: dict[str, bool]
     """The forms of weights that may stay in 16 bits or in blocks."""
     logits: str
