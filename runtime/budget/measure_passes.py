@@ -116,10 +116,9 @@ def _checking(target: Target, context: Sequence[int], room: int, batch: int) -> 
 def cost_here(target: Target, batch: int = 1) -> CostCurve:
     """The saved curve of this model on this device, else a quick measurement, which is kept for a day."""
     # Saved curves are measured in one process.
-    alone = batch == 1 and target.processes == 1
-    if alone and (saved := saved_at_home(target)):
+    if batch == 1 and target.processes == 1 and (saved := saved_at_home(target)):
         return saved
-    kept = quick_record(target, nodes=NODES) if alone else None
+    kept = quick_record(target, nodes=NODES) if batch == 1 else None
     medians = kept.read(_milliseconds, most_seconds=KEPT_SECONDS) if kept else None
     if medians is None:
         medians = tuple(1e3 * seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch))
@@ -128,8 +127,13 @@ def cost_here(target: Target, batch: int = 1) -> CostCurve:
     return CostCurve(NODES, (medians,))
 
 
-def quick_record(target: Target, **circumstances: Any) -> KeptRecord:
-    """The record of a quick measurement with a model on this device."""
+def quick_record(target: Target, **circumstances: Any) -> KeptRecord | None:
+    """The record of a quick measurement with a model on this device; None for one that several processes share.
+
+    Its fingerprint reads all weights, for which those processes would have to come together.
+    """
+    if target.processes > 1:
+        return None
     words = {"hdtool": metadata.version("hdtool"), "torch": torch.__version__, **circumstances}
     return KeptRecord(quick_costs_at_home(), {"curve": str(_saved_file(target)), **words})
 

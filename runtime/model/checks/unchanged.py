@@ -151,8 +151,10 @@ def hooks_of(modules: Iterable[Module]) -> list[dict[int, Any]]:
 def _with_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors of a weight that have memory: itself, or those inside a tensor subclass of a library."""
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _with_numbers(getattr(tensor, name))
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # a distributed tensor names its mesh, too
+                yield from _with_numbers(part)
     elif tensor.layout is torch.strided and tensor.device.type != "meta":
         yield tensor
 
