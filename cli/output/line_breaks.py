@@ -13,7 +13,7 @@ CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
 ERASED = "\r\033[K"
 """Erases the line of the cursor: a message replaces a bar, which is drawn again below it."""
 INDENT = "  "
-"""Of the continuation of a line, beyond the line's own."""
+"""Indent of a continued line beyond that of its first line."""
 
 
 def broken(text: str, width: int, indent: str = INDENT) -> str:

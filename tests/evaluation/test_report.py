@@ -234,7 +234,7 @@ def test_no_two_sources_look_alike_in_a_terminal() -> None:
 
 
 def distance(*colours: str) -> float:
-    """Of two colours in CIELAB; about 2 can just be told apart side by side."""
+    """Distance of two colours in CIELAB; about 2 can just be told apart side by side."""
     return math.dist(*map(lab, colours))
 
 

@@ -39,7 +39,7 @@ TEXT: dict[str, dict[str, Any]] = {
 
 @cache
 def multimodal_model(kind: str) -> PreTrainedModel:
-    """The same random model of a type in every run; nothing in it ends an answer."""
+    """A random model of a type, equal in every run; nothing in it ends an answer."""
     torch.manual_seed(sum(map(ord, kind)))
     vision = {**VISION, **({"deepstack_visual_indexes": [0]} if kind == "qwen3_vl" else {})}
     if kind == "internvl":
