@@ -118,7 +118,7 @@ class Target:
         """How often adapters, weights or hooks of the model were found changed; what it computed before is void."""
         self._recorded: RecordedModel | None = None
         self._memory: list[torch.UntypedStorage] = []
-        """Memory of the weights that captured steps read, held so that replacing one within an answer does not free it."""
+        """Memory of the weights that captured steps read: a replaced weight is not freed within an answer."""
         self._notices = True
         with self.changing():
             if shapes is None:
