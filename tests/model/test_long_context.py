@@ -119,7 +119,9 @@ def with_attention(kind: type[LlamaAttention]) -> Any:
 
 @pytest.mark.parametrize("kind", [OwnWindow, BesideMasks])
 def test_a_window_that_no_configuration_names_is_found(kind: type[LlamaAttention]) -> None:
-    with pytest.raises(FamilyError, match=r"tree wrongly after a context of 338 tokens .*indexed by cache position\. Use"):
+    with pytest.raises(
+        FamilyError, match=r"tree wrongly after a context of 338 tokens .*indexed by cache position\. Use"
+    ):
         Target(with_attention(kind))
 
 
