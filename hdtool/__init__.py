@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from hdtool.data import demo
     from hdtool.data.errors import HdtoolError
     from hdtool.data.grammar import Grammar
-    from hdtool.runtime.batch import Request, decode_batch
     from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-    from hdtool.runtime.decode import decode
+    from hdtool.runtime.decode import decode, decode_batch
     from hdtool.runtime.drafters.methods import drafter_for
     from hdtool.runtime.evaluation.verify import Verifier
     from hdtool.runtime.integrations.hf_generate import Generator
+    from hdtool.runtime.loop import Request
     from hdtool.runtime.model.load import load
     from hdtool.runtime.source_names import Source, register
     from hdtool.runtime.stats import Stats

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from hdtool.data.prompts import Message, Prompt
-from hdtool.runtime.decode import Finish, Step
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.sequence import Finish, Step
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stop_text import Piece, before_stop, cut

@@ -10,20 +10,21 @@ from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answer import Answer, CollectedAnswer, Conversation
-from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.batched_answers import BatchedAnswers, BatchedConversation, BatchKey
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode, room_for
+from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter, HistoryDrafter
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.drafters.ranking_recorder import RankingRecorder
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar.guided_drafter import guided
 from hdtool.runtime.grammar.processor import masks_of
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.tensor_parallel import check_decoding
+from hdtool.runtime.sequence import room_for
 from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:

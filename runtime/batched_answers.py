@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answer import Answer, CollectedAnswer, Conversation
-from hdtool.runtime.batch import Request
-from hdtool.runtime.decode import Step
 from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.loop import Request
+from hdtool.runtime.sequence import Step
 
 BatchKey = tuple["BatchedConversation", CollectedAnswer]
 Start = Callable[["BatchedConversation", Drafter], Request[BatchKey]]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
-
-import torch
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
 
 
 class Drafter(Protocol):
@@ -28,8 +28,8 @@ class Drafter(Protocol):
         """A tree below the last token of ``context``, which is the prompt and all tokens emitted since."""
         ...
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        """Update with the outcome of the last tree; ``logits`` has a row for its root and for each node."""
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        """Update with the outcome of the last tree; ``verified`` has a row for its root and for each node."""
         ...
 
 
@@ -47,6 +47,20 @@ class HistoryDrafter(Protocol):
 
 
 @runtime_checkable
+class JointDrafter(Protocol):
+    """A drafter that drafts for several sequences in one call."""
+
+    @property
+    def joint(self) -> Hashable:
+        """Drafters with equal values draft together."""
+        ...
+
+    def draft_many(self, drafters: Sequence[Any], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
+        """The trees of drafters of this kind, itself the first of them."""
+        ...
+
+
+@runtime_checkable
 class SeededDrafter(Protocol):
     """A drafter that predicts which tokens will be drawn with a seed."""
 
@@ -58,6 +72,24 @@ class SeededDrafter(Protocol):
 def reads_logits(drafter: Drafter) -> bool:
     """Whether a drafter reads the logits that it observes; true unless it has this property."""
     return bool(getattr(drafter, "reads_logits", True))
+
+
+def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
+    """The tree of each drafter below the end of its context."""
+    if len(drafters) == 1:
+        return [drafters[0].draft(contexts[0])]
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for place, drafter in enumerate(drafters):
+        groups[(type(drafter), drafter.joint) if isinstance(drafter, JointDrafter) else place].append(place)
+    trees: dict[int, DraftTree] = {}
+    for places in groups.values():
+        first = drafters[places[0]]
+        if len(places) == 1:
+            trees[places[0]] = first.draft(contexts[places[0]])
+        elif isinstance(first, JointDrafter):
+            joint = first.draft_many([drafters[place] for place in places], [contexts[place] for place in places])
+            trees.update(zip(places, joint, strict=True))
+    return [trees[place] for place in range(len(drafters))]
 
 
 class NoDraft:
@@ -72,7 +104,7 @@ class NoDraft:
     def draft(self, context: Sequence[int]) -> DraftTree:
         return DraftTree.bare(context[-1])
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         pass
 
 
@@ -104,8 +136,8 @@ class WrappedDrafter:
     def draft(self, context: Sequence[int]) -> DraftTree:
         return self._drafter.draft(context)
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        self._drafter.observe(accepted, logits)
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        self._drafter.observe(accepted, verified)
 
     def end(self) -> None:
         if isinstance(self._drafter, HistoryDrafter):

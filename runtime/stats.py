@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.decode import Finish, Step
 from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.sequence import Finish, Step
 from hdtool.runtime.source_names import SourceName
 
 MOST_UNCOUNTED = 1024

@@ -15,8 +15,8 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.evaluation.contenders import steps_of, timed
 from hdtool.runtime.evaluation.replay_results import Prediction, ReplayResult
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.model.target import some_context
 
 PROMPT_LENGTHS = (16, 128, 1024)
 """Tokens of the prompts whose prefill is timed."""
@@ -45,7 +45,7 @@ class Overhead:
         lengths = tuple(length for length in PROMPT_LENGTHS if limit is None or length < limit)
         fastest = []
         for length in lengths:
-            prefill = partial(target.prefill, some_context(length, vocabulary))
+            prefill = partial(target.prefill, target.allocate(), 0, some_context(length, vocabulary))
             fastest.append(min(timed(target.device, prefill)[1] for _ in range(PREFILLS)))
         answer = steps_of(loaded, NoDraft(), SamplingConfig(), ANSWER_TOKENS, some_context(lengths[0], vocabulary))
         steps = list(answer)[1:]  # the first one is the prefill

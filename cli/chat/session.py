@@ -12,7 +12,7 @@ from hdtool.cli.output.show_answers import colors_shown, legend, stream, summary
 from hdtool.data.errors import ContextError, PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.decode import Finish
+from hdtool.runtime.sequence import Finish
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stats import Stats
 

@@ -12,7 +12,7 @@ from typing import Any
 from hdtool.cli.output.tables import rounded
 from hdtool.data.progress import show_bars
 from hdtool.runtime.answer import Answer
-from hdtool.runtime.decode import Finish
+from hdtool.runtime.sequence import Finish
 from hdtool.runtime.source_names import SourceName, registered
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import StoreSet

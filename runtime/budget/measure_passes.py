@@ -21,11 +21,11 @@ from hdtool.runtime.config import CostConfig
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.int8.int8_linear import has_int8_activations
 from hdtool.runtime.kernels.small_batch_linear import has_own_products
-from hdtool.runtime.model.cache.batch_slots import BatchSlots
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 
 NODES = tuple(rows - 1 for rows in PASS_SIZES)
@@ -80,37 +80,28 @@ def cost_of_passes(
 def seconds_of_trees(
     target: Target, sizes: Sequence[int], times: int, patience: float, length: int = SHORT, batch: int = 1
 ) -> Floats:
-    """Seconds of a forward pass for trees of each size; replaces the conversation in the target's cache.
+    """Seconds of a forward pass for trees of each size.
 
     ``length`` is that of the context without the root; in a ``batch`` each slot has such a context and such a tree.
     The median of ``times`` passes counts; no more are run after ``patience`` seconds. Steps take the time of a usual
     pass, and the fastest one is faster than that by a tenth.
     """
     began = time.perf_counter()
-    check = _checking(target, some_context(length, target.config.vocab_size), max(sizes), batch)
+    cache, context = target.allocate(batch), some_context(length, target.config.vocab_size)
+    for slot in range(batch):
+        target.prefill(cache, slot, context, room=max(sizes))
     rounds: list[list[float]] = []
     for _ in range(times):
         rounds.append([])
         for size in sizes:
             tree = DraftTree.of(0, [1] * size, [-1] * size)
-            before = target.seconds_in_model
-            check(tree)
-            rounds[-1].append(target.seconds_in_model - before)
+            before = target.log.seconds
+            target.verify(cache, [tree] * batch)
+            target.wait()
+            rounds[-1].append(target.log.seconds - before)
         if time.perf_counter() - began > patience:
             break
     return np.median(rounds, axis=0)
-
-
-def _checking(target: Target, context: Sequence[int], room: int, batch: int) -> Callable[[DraftTree], object]:
-    if batch == 1:
-        target.prefill(context, room)
-        target.commit([])
-        return target.verify
-    slots = BatchSlots(target, batch)
-    for slot in range(batch):
-        slots.prefill(slot, context, room)
-        slots.commit(slot, [])
-    return lambda tree: slots.verify([tree] * batch)
 
 
 def cost_here(target: Target, batch: int = 1) -> CostCurve:

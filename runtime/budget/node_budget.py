@@ -18,7 +18,7 @@ from hdtool.runtime.kernels.memory.raw_memory import array_at
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.model.target import Target
+    from hdtool.runtime.model.pass_log import PassLog
 
 STEP_OVERHEAD = 2e-4
 """Seconds of a step without a draft outside its forward pass, until they are measured."""
@@ -158,15 +158,15 @@ class CostBudget(_ChosenSize):
 
 
 class MeasuredBudget(_ChosenSize):
-    """Like CostBudget, with costs that the target's passes correct, and the measured time between passes."""
+    """Like CostBudget, with costs that measured passes correct, and the measured time between passes."""
 
     _costs: MeasuredCosts
 
-    def __init__(self, target: Target, costs: MeasuredCosts, overhead: float = STEP_OVERHEAD) -> None:
-        super().__init__(overhead, lambda: target.passes, costs)
-        self._target = target
-        self._passes, self._called = target.passes, time.perf_counter()
-        """Those of the target at the last call, and its time."""
+    def __init__(self, log: PassLog, costs: MeasuredCosts, overhead: float = STEP_OVERHEAD) -> None:
+        super().__init__(overhead, lambda: log.passes, costs)
+        self._log = log
+        self._passes, self._called = log.passes, time.perf_counter()
+        """Passes at the last call, and its time."""
         self._outside = SmoothedSeconds(overhead)
 
     def nodes(self, probs: Probs) -> int:
@@ -176,25 +176,26 @@ class MeasuredBudget(_ChosenSize):
 
     def _measure_overhead(self) -> None:
         """Measure the time around the last pass, if it was the only one since the last call."""
-        target, now = self._target, time.perf_counter()
-        if target.passes == self._passes + 1 and self.most and target.nodes_of_last_pass >= 0:
-            around = now - self._called - target.seconds_of_last_pass - self._own["drafting"]
+        log, now = self._log, time.perf_counter()
+        if log.passes == self._passes + 1 and self.most and log.nodes >= 0:
+            around = now - self._called - log.last_seconds - self._own["drafting"]
             self._outside.observe(max(0.0, around))
             self._own["overhead"] = self._outside.mean
-        self._passes, self._called = target.passes, now
+        self._passes, self._called = log.passes, now
 
 
 class Together:
     """What the budgets of a batch share: the costs of passes, and what each tree was last expected to bring."""
 
-    def __init__(self, target: Target, curves: Mapping[int, CostCurve]) -> None:
+    def __init__(self, log: PassLog, curves: Mapping[int, CostCurve], *, only_timed_sizes: bool = False) -> None:
         """``curves`` hold the passes of batches with such a tree in each slot, by the number of slots."""
-        self.target = target
+        self.log = log
         self.expected: dict[int, Probs] = {}
         self._costs: dict[int, MeasuredCosts] = {}
         for slots in sorted(curves):
             fewer = max(self._costs, default=0)
-            self._costs[slots] = MeasuredCosts(target, curves[slots], range(fewer + 1, slots + 1))
+            these = range(fewer + 1, slots + 1)
+            self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
 
     def costs(self, rows: int) -> MeasuredCosts:
         """The costs of passes with so many trees."""
@@ -209,7 +210,7 @@ class SharedBudget(_ChosenSize):
 
     def __init__(self, together: Together, rows: Callable[[], int], overhead: float = STEP_OVERHEAD) -> None:
         """``rows`` returns how many slots of the batch are in use."""
-        super().__init__(overhead, lambda: together.target.passes, together.costs(1))
+        super().__init__(overhead, lambda: together.log.passes, together.costs(1))
         self._together, self._rows, self._each = together, rows, overhead
 
     def nodes(self, probs: Probs) -> int:

@@ -14,7 +14,7 @@ from hdtool.runtime.kernels.memory.raw_memory import array_at
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.model.target import Target
+    from hdtool.runtime.model.pass_log import PassLog
 
 PASS_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, LARGEST_BUDGET + 1)
 """Sizes of forward passes that are timed, the root included. Captured steps have these sizes, so others cost as much as
@@ -73,27 +73,31 @@ class PassCosts(Pinned):
 
 
 class MeasuredCosts(PassCosts):
-    """Seconds by a measured curve, corrected by the passes of the target since; budgets of a target may share them."""
+    """Seconds by a measured curve, corrected by the passes since; the budgets of an engine may share them."""
 
-    def __init__(self, target: Target, curve: CostCurve, slots: range = range(1, 2)) -> None:
-        """``slots`` are the numbers of trees in a pass whose costs these are."""
-        # Captured steps have the timed sizes.
-        super().__init__(ABOVE, ALL if target.captures else PART, 0.0)
-        self._target, self._curve, self._slots = target, curve, slots
-        self._passes = target.passes
+    def __init__(
+        self, log: PassLog, curve: CostCurve, slots: range = range(1, 2), *, only_timed_sizes: bool = False
+    ) -> None:
+        """``slots`` are the numbers of trees in a pass whose costs these are.
+
+        With ``only_timed_sizes``, as where steps are captured, a pass costs as much as one of the next timed size.
+        """
+        super().__init__(ABOVE, ALL if only_timed_sizes else PART, 0.0)
+        self._log, self._curve, self._slots = log, curve, slots
+        self._passes = log.passes
         learn_cost(self.address, 0, 1.0)  # compiles it; the costs are still 1, so nothing is learned
         self._own["passes"] = 0.0
         self._set_context(0)
 
     def update(self) -> None:
-        """Learn from the target's last pass, and follow the length of its context."""
-        target = self._target
-        if target.passes != self._passes:
-            self._passes, nodes = target.passes, target.nodes_of_last_pass
-            if 0 <= nodes <= LARGEST_BUDGET and target.slots_of_last_pass in self._slots:
-                learn_cost(self.address, nodes, target.seconds_of_last_pass)
-        if len(self._curve.contexts) > 1 and abs(target.length - self._context) >= CONTEXT_STEP:
-            self._set_context(target.length)
+        """Learn from the last pass, and follow the length of its context."""
+        log = self._log
+        if log.passes != self._passes:
+            self._passes, nodes = log.passes, log.nodes
+            if 0 <= nodes <= LARGEST_BUDGET and log.slots in self._slots:
+                learn_cost(self.address, nodes, log.last_seconds)
+        if len(self._curve.contexts) > 1 and abs(log.context - self._context) >= CONTEXT_STEP:
+            self._set_context(log.context)
 
     def _set_context(self, context: int) -> None:
         self._context = context

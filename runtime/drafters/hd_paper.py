@@ -16,9 +16,9 @@ from hdtool.runtime.config import SOURCE_LETTERS, PaperConfig
 from hdtool.runtime.drafters.lookahead import Lookahead
 from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
 from hdtool.runtime.drafters.trie import Trie, sequences_of
-from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.source_names import SourceName, source_of
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.verified import Verified
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -66,7 +66,7 @@ class PaperDrafter:
         for _, query in self._queries:
             query(words, 1)
         tree = self.draft(words)
-        self.observe(Accepted([], words[:1]), torch.zeros(1 + len(tree), 1))
+        self.observe(Accepted([], words[:1]), Verified(torch.zeros(1 + len(tree), 1)))
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafted = None
@@ -91,14 +91,14 @@ class PaperDrafter:
         self._drafted = DraftTree(context[-1], *self._trie.nodes())
         return self._drafted
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         tree, self._drafted = self._drafted, None
         # Near the end of the answer the verified tree may be smaller than the drafted one.
-        if tree is None or not self._learns or len(logits) != len(tree) + 1 or not logits.numel():
+        if tree is None or not self._learns or len(verified) != len(tree) + 1 or not verified.logits.numel():
             return
         if self._lookahead:
             with self._timed(SourceName.LOOKAHEAD):
-                predicted = argmax(logits[len(logits) - self._lookahead.num_observed :])
+                predicted = verified.best(len(verified) - self._lookahead.num_observed)
                 self._table.add(self._lookahead.observe(tree.root, predicted))
 
     def _learn(self, context: Sequence[int]) -> None:

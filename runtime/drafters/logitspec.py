@@ -21,9 +21,10 @@ from hdtool.runtime.drafters.hierarchy.sources.last_logits import MOST_CANDIDATE
 from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.kernels.topk import for_topk, topk
+from hdtool.runtime.kernels.topk import topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 UNRANKED = -1
 LONGEST = 3
@@ -63,7 +64,7 @@ class LogitSpec:
     def _compile(self) -> None:
         """Compile or load everything now, so that no step waits for it."""
         self.begin([0, 0])
-        self.observe(Accepted([], [1]), torch.zeros(1, 2))
+        self.observe(Accepted([], [1]), Verified(torch.zeros(1, 2)))
         self.draft([0, 0, 1])
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -90,19 +91,19 @@ class LogitSpec:
         self.seconds[SourceName.LAST] += time.perf_counter() - started
         return tree
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         started = time.perf_counter()
         kinds, tree = self._verified
-        if len(logits) == len(tree) + 1:  # else the tree was clipped and its nodes differ
+        if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
             self._calibration.update(kinds, tree, accepted.path)
         self._candidates = self._candidates[:0]
-        if len(logits) and self.budget.most:
+        if len(verified) and self.budget.most:
             end = accepted.path[-1] + 1 if accepted.path else 0
-            tokens, scores = topk(for_topk(logits)[end : end + 1], MOST_CANDIDATES + 1)
+            tokens, scores = topk(verified.rankable()[end : end + 1], MOST_CANDIDATES + 1)
             likely = tokens[0, np.isfinite(scores[0])]
             self._candidates = likely[likely != accepted.tokens[-1]][:MOST_CANDIDATES]
-            if len(self._ranks) != logits.shape[-1]:
-                self._ranks = np.full(logits.shape[-1], UNRANKED)
+            if len(self._ranks) != verified.logits.shape[-1]:
+                self._ranks = np.full(verified.logits.shape[-1], UNRANKED)
         self.seconds[SourceName.LAST] += time.perf_counter() - started
 
 

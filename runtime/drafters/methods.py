@@ -9,7 +9,6 @@ from functools import cache
 from threading import Timer
 
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.runtime.accept import compile_acceptance
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, Together
 from hdtool.runtime.config import NEED_HEADS, DecodeConfig, PaperConfig
@@ -30,6 +29,7 @@ from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.cache.position_moves import compile_moves
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.walks import compile_walks
 from hdtool.runtime.source_names import plugins
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
@@ -53,7 +53,7 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
 
     @cache
     def together() -> Together:
-        return Together(target, {batch: cost_here(target, batch)})
+        return Together(target.log, {batch: cost_here(target, batch)}, only_timed_sizes=target.captures)
 
     def budget() -> Budget:
         return budget_for(config, together, lambda: batch)
@@ -67,7 +67,7 @@ def budget_for(config: DecodeConfig, together: Callable[[], Together], rows: Cal
     if config.draft_tokens is not None:
         return FixedBudget(config.draft_tokens)
     shared = together()
-    return MeasuredBudget(shared.target, shared.costs(1)) if config.batch_size == 1 else SharedBudget(shared, rows)
+    return MeasuredBudget(shared.log, shared.costs(1)) if config.batch_size == 1 else SharedBudget(shared, rows)
 
 
 def history_for(
@@ -107,7 +107,7 @@ def drafter_within(
     note.start()
     try:
         compile_trees()
-        compile_acceptance()
+        compile_walks()
         compile_moves()
         return MAKERS[config.method](config, store_set, budget, target)
     finally:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.growing_context import GrowingContext
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 
 class PromptLookup:
@@ -43,7 +43,7 @@ class PromptLookup:
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
         return tree
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         pass
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from hdtool.data.conversations.rankings import Rankings
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.kernels.topk import topk
+from hdtool.runtime.verified import Verified
 
 
 class RankingRecorder(WrappedDrafter):
@@ -34,9 +34,9 @@ class RankingRecorder(WrappedDrafter):
         self._logprobs.clear()
         super().begin(prompt)
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        rows = logits[[0, *(node + 1 for node in accepted.path)]].float()
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        rows = verified.logits[[0, *(node + 1 for node in accepted.path)]].float()
         tokens, scores = topk(rows, min(self._best, rows.shape[-1]))
         self._tokens.append(tokens.astype(np.int32))
         self._logprobs.append(scores - rows.logsumexp(-1, keepdim=True).cpu().numpy())
-        super().observe(accepted, logits)
+        super().observe(accepted, verified)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.verified import Verified
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -44,5 +44,5 @@ class CorpusDrafter:
         self.seconds[SourceName.CORPUS] += time.perf_counter() - started
         return tree
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         pass

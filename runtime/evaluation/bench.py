@@ -13,9 +13,9 @@ from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.data.spec_bench import AnsweredQuestion, AnsweredTurn, question_id
 from hdtool.runtime.config import COLD, WARM
-from hdtool.runtime.decode import Finish, room_for
 from hdtool.runtime.evaluation.contenders import Contender
 from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.sequence import Finish, room_for
 
 
 @dataclass(frozen=True)

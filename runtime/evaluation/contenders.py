@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import Finish, Step, decode, room_for
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.generate_settings import generate_options, refuse_settings
 from hdtool.runtime.grammar.guide import Guide
@@ -23,6 +23,7 @@ from hdtool.runtime.grammar.guided_drafter import guided
 from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.model.library import cache_in
 from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.sequence import Finish, Step, room_for
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.text_stream import text_of
 

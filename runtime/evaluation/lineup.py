@@ -71,7 +71,8 @@ class Lineup:
     @cached_property
     def _costs(self) -> MeasuredCosts:
         """Passes are timed once for all drafters."""
-        return MeasuredCosts(self._loaded.target, cost_here(self._loaded.target))
+        target = self._loaded.target
+        return MeasuredCosts(target.log, cost_here(target), only_timed_sizes=target.captures)
 
     def _new_drafter(self, config: DecodeConfig) -> Drafter:
         """A drafter with an empty history of its own."""
@@ -79,7 +80,9 @@ class Lineup:
 
         def budget() -> FixedBudget | MeasuredBudget:
             return (
-                MeasuredBudget(target, self._costs) if config.draft_tokens is None else FixedBudget(config.draft_tokens)
+                MeasuredBudget(target.log, self._costs)
+                if config.draft_tokens is None
+                else FixedBudget(config.draft_tokens)
             )
 
         return drafter_within(budget, config, with_own_history(self._store_set, config), target)

@@ -15,12 +15,12 @@ from hdtool.data.errors import ModelError, reason_of
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.spec_bench import AnsweredTurn
 from hdtool.runtime.config import LLAMA_CPP, OTHER_FILE, ModelConfig, SamplingConfig
-from hdtool.runtime.decode import room_for
 from hdtool.runtime.evaluation.contenders import Passes, timed
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.kernels.vector_code import has_feature
 from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.sequence import room_for
 
 PACKAGE = "llama-cpp-python"
 ON_OWN_FILE = tuple(name for name in LLAMA_CPP if name != OTHER_FILE)

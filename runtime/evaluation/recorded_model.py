@@ -11,7 +11,7 @@ import torch
 
 from hdtool.data.errors import HdtoolError, reason_of
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.evaluation.bench import in_turn
 from hdtool.runtime.evaluation.contenders import timed
@@ -19,6 +19,7 @@ from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.stats import Stats
 
 COPIED = {"cuda": 1 << 31}

@@ -32,6 +32,7 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 WARM_UP = 1000
 """Tokens replayed once before measuring, so that compiling and loading at first use are in no measured time."""
@@ -115,14 +116,14 @@ def _replayed(
 def _play_turn(
     drafter: Drafter, turn: RecordedTurn, observe_context: Callable[[int], None], recorded: RecordedLogits | None
 ) -> ReplayedTurn:
-    def logits(path: Sequence[int], nodes: int) -> torch.Tensor:
-        return recorded.after(turn.rankings, done, path, nodes) if recorded and turn.rankings else NO_LOGITS
+    def verified(path: Sequence[int], nodes: int) -> Verified:
+        return Verified(recorded.after(turn.rankings, done, path, nodes) if recorded and turn.rankings else NO_LOGITS)
 
     done = 0
     clock, truth, masks = time.perf_counter, turn.answer, AttentionMasks(REACHES, torch.float32, CPU)
     drafter.begin(turn.prompt)
     context = [*turn.prompt, truth[0]]
-    drafter.observe(Accepted([], truth[:1]), logits([], 0))
+    drafter.observe(Accepted([], truth[:1]), verified([], 0))
     trees = [DraftTree.bare(turn.prompt[-1])]
     paths: list[list[int]] = [[]]
     seconds = [(0.0, 0.0)]
@@ -137,7 +138,7 @@ def _play_turn(
         (len(context) - 1 + tree.depths).tolist()
         drafted = clock()
         accepted = follow(tree, truth[done:])
-        known = logits(accepted.path, len(tree))
+        known = verified(accepted.path, len(tree))
         followed = clock()
         drafter.observe(accepted, known)
         seconds.append((drafted - started, clock() - followed))

@@ -11,7 +11,6 @@ import torch
 from hdtool.data.errors import HdtoolError, reason_of
 from hdtool.data.grammar import Grammar
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import room_for
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.evaluation.contenders import generate_ids, steps_of
 from hdtool.runtime.generate_settings import refuse_settings
@@ -21,6 +20,7 @@ from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.precision import HIGHER, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantized_layers import quantized_layers
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import room_for
 
 
 class Oracle(StrEnum):

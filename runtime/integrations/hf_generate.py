@@ -15,7 +15,7 @@ from hdtool.data.errors import OptionError
 from hdtool.data.grammar import Grammar
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.methods import HIERARCHIES
-from hdtool.runtime.decode import Finish, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.generate_settings import Stops
@@ -33,6 +33,7 @@ from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, embedded_tokens
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sampling.truncation import NOT_FINITE
+from hdtool.runtime.sequence import Finish
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 

@@ -38,44 +38,6 @@ class LogitBits(NamedTuple):
     infinity: Array
 
 
-class Walk(NamedTuple):
-    """The token that is chosen at each node of a walk down a tree, the child that has it, and whether the logits there
-    are finite."""
-
-    tokens: list[int]
-    path: list[int]
-    finite: bool
-
-    @classmethod
-    def of(cls, walked: Array, found: int, finite: bool) -> Walk:
-        """The walk that compiled code has written: a row of tokens and one of nodes, as long as were ``found``."""
-        tokens, path = walked[:, :found].tolist()
-        return cls(tokens, path, finite)
-
-    def first(self, most: int) -> Walk:
-        """The walk up to ``most`` tokens; a walk that goes on has found finite logits only."""
-        return self if len(self.tokens) <= most else Walk(self.tokens[:most], self.path[:most], True)
-
-
-class TreeLogits(torch.Tensor):
-    """Logits of a pass over a tree, in memory that compiled code knows."""
-
-    # Operations on it return plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    walk: Walk | None
-    """The walk by arg-max, if the pass has computed it."""
-    maxima: Array | None
-    """What top-k needs of each row, if the pass has computed it."""
-
-    @classmethod
-    def of(cls, rows: torch.Tensor) -> TreeLogits:
-        """A view of rows of contiguous memory."""
-        made = rows.as_subclass(cls)
-        made.walk = made.maxima = None
-        return made
-
-
 def readable(logits: torch.Tensor) -> torch.Tensor:
     """The logits, copied only if the numbers of a row are apart."""
     return logits if logits.stride(1) == 1 else logits.contiguous()

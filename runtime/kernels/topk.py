@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.kernels.argmax import TreeLogits
 from hdtool.runtime.kernels.compiled import Array, compiled
 
 LANES = 16
@@ -25,49 +24,13 @@ NO_TOKEN, NO_LOGIT = -1, -np.inf
 NOT_FOLDED = np.empty((0, 0), np.float32)
 
 
-class Logits(torch.Tensor):
-    """Logits of a captured step, which has computed their arg-max already."""
-
-    # Operations on it return plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    argmax_tokens: npt.NDArray[np.int64]
-    finite: npt.NDArray[np.int64]
-    """Whether the highest logit of each row is finite."""
-
-    @classmethod
-    def of(
-        cls, logits: torch.Tensor, argmax_tokens: npt.NDArray[np.int64], finite: npt.NDArray[np.int64] | None = None
-    ) -> Logits:
-        """A view of ``logits`` with the results."""
-        view = logits.as_subclass(cls)
-        view.argmax_tokens = argmax_tokens
-        view.finite = np.ones_like(argmax_tokens) if finite is None else finite
-        return view
-
-
 def argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
     """The arg-max of each row, the first one of equals; NaN counts as the highest."""
-    if isinstance(logits, Logits):
-        return logits.argmax_tokens
     if logits.device.type != "cpu":
         found: Any = logits.argmax(dim=-1).cpu().numpy()
     else:
         found = _comparable(logits).argmax(axis=-1)
     return np.asarray(found, np.int64)
-
-
-def known_argmax(logits: torch.Tensor) -> tuple[Array, Array] | None:
-    """The arg-max of each row and whether that logit is finite; None on a CPU, where single rows are read faster."""
-    if isinstance(logits, Logits):
-        return logits.argmax_tokens, logits.finite
-    if logits.is_cpu:
-        return None
-    best = logits.argmax(dim=-1)
-    # Both in one transfer: each waits for the device.
-    is_finite = logits.gather(-1, best[..., None])[..., 0].isfinite()
-    both = torch.stack([best, is_finite.to(best.dtype)]).cpu().numpy()
-    return both[0], both[1]
 
 
 def _comparable(logits: torch.Tensor) -> Array:
@@ -96,14 +59,20 @@ class FoldedLogits:
         return FoldedLogits(self.numbers[rows], self.maxima[rows])
 
 
-def for_topk(logits: torch.Tensor) -> torch.Tensor | Array | FoldedLogits:
-    """The form of the logits from which rows are selected fastest before ``topk``: on a CPU, a NumPy view."""
-    if isinstance(logits, TreeLogits) and logits.maxima is not None:
-        return FoldedLogits(logits.numpy(), logits.maxima)
+Rankable = torch.Tensor | Array | FoldedLogits
+
+
+def for_topk(logits: torch.Tensor, maxima: Array | None = None) -> Rankable:
+    """The form of the logits from which rows are selected fastest before ``topk``: on a CPU, a NumPy view.
+
+    ``maxima`` are those that ``fold`` writes for each row, if a pass has computed them.
+    """
+    if maxima is not None:
+        return FoldedLogits(logits.numpy(), maxima)
     return _comparable(logits) if logits.device.type == "cpu" and logits.dtype == torch.float32 else logits
 
 
-def topk(logits: torch.Tensor | Array | FoldedLogits, most: int) -> tuple[Array, Array]:
+def topk(logits: Rankable, most: int) -> tuple[Array, Array]:
     """The top ``most`` tokens of each row, best first, and their logits; padded with -1 and -inf."""
     tokens, scores = np.empty((len(logits), most), np.int64), np.empty((len(logits), most), np.float32)
     if isinstance(logits, FoldedLogits):

@@ -12,7 +12,8 @@ from statistics import fmean
 import torch
 
 from hdtool.data.files.kept_record import KEPT_SECONDS, KeptRecord
-from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 
 NODES = (0, 15)
@@ -51,16 +52,17 @@ def _fastest(target: Target, best: int) -> int:
 def _seconds_with(threads: int, target: Target) -> float:
     """Mean seconds of one pass of each size; the mean includes the slow passes of a busy machine."""
     torch.set_num_threads(threads)
-    target.prefill(some_context(4, target.config.vocab_size), max(NODES))
-    target.commit([])
+    cache = target.allocate()
+    target.prefill(cache, 0, some_context(4, target.config.vocab_size), room=max(NODES))
     trees = [DraftTree.of(0, [1] * size, [-1] * size) for size in NODES]
     seconds: list[float] = []
     began = time.perf_counter()
     for repeat in range(REPEATS + 1):
-        before = target.seconds_in_model
+        before = target.log.seconds
         for tree in trees:
-            target.verify(tree)
-        seconds.append(target.seconds_in_model - before)
+            target.verify(cache, [tree])
+            target.wait()
+        seconds.append(target.log.seconds - before)
         if repeat and time.perf_counter() - began > PATIENCE:
             break
     return fmean(seconds[1:])

@@ -1,12 +1,42 @@
-"""Finds the module of a model that returns the hidden states which the output layer reads."""
+"""Hidden states of passes: finds the module that returns what the output layer reads, and watches it."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
 
 from hdtool.data.errors import FamilyError
+
+
+class HiddenStates:
+    """The input of a model's output layer in each pass, once it is watched."""
+
+    def __init__(self) -> None:
+        self.is_watched = False
+        self.of_pass: torch.Tensor | None = None
+        """``[batch, tokens, width]`` of the last pass."""
+
+    def watch(self, model: torch.nn.Module, kind: str, run: Callable[[], object]) -> None:
+        """Watch a model from now on; ``run`` makes a forward pass of it, and ``kind`` names it in errors."""
+        mine = weakref.ref(self)  # the model may outlive its target
+
+        def record(module: torch.nn.Module, inputs: object, returned: object) -> None:
+            if (watcher := mine()) and (found := hidden_in(returned)) is not None:
+                watcher.of_pass = found
+
+        module_of_hidden(model, kind, run).register_forward_hook(record)
+        self.is_watched = True
+
+    def rows_of(self, slot: int) -> torch.Tensor:
+        """Those of one slot of the last pass, ``[tokens, width]``."""
+        assert self.of_pass is not None
+        return self.of_pass[slot]
+
+    def of_slot(self, slot: int, rows: int) -> torch.Tensor | None:
+        """The first rows of one slot of the last pass; None if they are not watched."""
+        return self.rows_of(slot)[:rows] if self.is_watched else None
 
 
 def hidden_in(returned: object) -> torch.Tensor | None:

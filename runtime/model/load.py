@@ -19,7 +19,6 @@ from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import INT8, OWN, TORCH
-from hdtool.runtime.decode import room_for
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.kernels.int8.int8_linear import use_int8_activations
@@ -40,6 +39,7 @@ from hdtool.runtime.model.quantization import library_of, quantization, require_
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import room_for
 from hdtool.runtime.stop_text import StopTexts
 
 if TYPE_CHECKING:

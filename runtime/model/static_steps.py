@@ -7,21 +7,21 @@ without moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hdtool.runtime.budget.pass_costs import PASS_SIZES
-from hdtool.runtime.kernels.topk import Logits
 from hdtool.runtime.model.attention_masks import AttentionMasks
-from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, StaticKVCache, must_move
+from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, StaticKVCache
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.verified import Verified
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +53,6 @@ class StaticSteps:
         self._host_argmax = torch.zeros((2, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._storage: KVTensors | None = None
         self._steps: dict[tuple[int, int, bool], Run] = {}
-        self._moves: tuple[int, Sequence[int]] | None = None
         self._get_hidden: Callable[[], torch.Tensor] | None = None
         self._hidden = self._logits[:0]
 
@@ -69,10 +68,6 @@ class StaticSteps:
         self._steps.clear()
         self._capture.reset()
 
-    def hidden(self, used: int) -> torch.Tensor:
-        """A copy of the hidden states of the last step; the next replay overwrites the buffer."""
-        return self._hidden[:used].clone()
-
     @staticmethod
     def capacity_for(needed: int, limit: int | None) -> int:
         """The capacity for a sequence: one of few values, so that captured steps remain valid."""
@@ -81,33 +76,15 @@ class StaticSteps:
             capacity *= 2
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
 
-    def commit(self, cache: StaticKVCache, fixed: int, path: Sequence[int]) -> None:
-        """Accept a path as ``StaticKVCache.commit`` does, but let the next step move the positions."""
-        start = cache.length + fixed
-        self._moves = None
-        if must_move(path):
-            if len(path) <= MOVES:
-                self._moves = (start, path)
-            else:
-                cache.move(start, path)
-        cache.length = start + len(path)
-
-    def settled(self, cache: StaticKVCache) -> int:
-        """The number of positions that no move is due for."""
-        return self._moves[0] if self._moves else cache.length
-
-    def apply_moves(self, cache: StaticKVCache) -> None:
-        """Move the positions of the accepted path now."""
-        if self._moves:
-            cache.move(*self._moves)
-            self._moves = None
-
     def wait(self) -> float:
         """Wait until the logits of the last step and their arg-max are there; returns the seconds that it took."""
         return self._clock.seconds()
 
-    def prepared(self, tree: DraftTree, cache: StaticKVCache) -> Callable[[], Logits]:
-        """Return the function that starts the verification of a tree; capture the step first if its shape is new."""
+    def prepared(self, tree: DraftTree, cache: StaticKVCache) -> Callable[[], Verified]:
+        """Return the function that starts the verification of a tree; capture the step first if its shape is new.
+
+        The step makes the move that is due in the cache.
+        """
         if cache.storage is not self._storage:
             self.forget()  # frees their storage before more is allocated
             self._storage = cache.storage
@@ -115,25 +92,27 @@ class StaticSteps:
         extent = min(extent_for(cache.length + size), cache.capacity)
         self._input.fill(tree, size, cache.length)
         cache.used = max(cache.used, cache.length + size)
-        shape = size, extent, self._moves is not None
+        shape = size, extent, cache.due is not None
         if shape not in self._steps:
             # Capturing runs the step, which writes to the positions of the accepted path.
-            self.apply_moves(cache)
+            cache.settle()
             self._input.send(size)
             self._steps[shape] = self._captured(cache.storage, *shape)
-        if self._moves:
-            self._input.move(*self._moves)
-            self._moves = None
-        return lambda: self._run(len(tree) + 1, *shape)
+        if cache.due:
+            self._input.move(*cache.due)
+        return lambda: self._run(cache, len(tree) + 1, *shape)
 
-    def _run(self, used: int, size: int, extent: int, moves: bool) -> Logits:
+    def _run(self, cache: StaticKVCache, used: int, size: int, extent: int, moves: bool) -> Verified:
         self._clock.start()
         self._input.send(size)
         self._steps[size, extent, moves]()
+        cache.due = None
         self._host_argmax.copy_(self._argmax, non_blocking=True)
         self._clock.stop()
         tokens, finite = self._host_argmax[:, :used].numpy()
-        return Logits.of(self._logits[:used], tokens, finite)
+        # A copy: the next replay overwrites the buffer.
+        hidden = self._hidden[:used].clone() if self._get_hidden else None
+        return Verified(self._logits[:used], hidden, argmax=tokens, finite=finite)
 
     def _captured(self, storage: KVTensors, size: int, extent: int, moves: bool) -> Run:
         inputs = self._input.tensors(size)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.model.cache.kv_cache import MOST_DUE
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
-MOVES = 16
-"""Cache positions that a step can move before it computes. Longer paths are rare and moved separately."""
+MOVES = MOST_DUE
 HEADER = 2 + MOVES
 
 

@@ -21,9 +21,11 @@ import torch.distributed as dist
 
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.config import NEED_HEADS
+from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified, Want
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,6 +109,7 @@ def follow(load: Load) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all processes get Ctrl-C; the leader handles it
     group = ProcessGroup()
     target: Target | None = None
+    caches: dict[int, Cache] = {}
     try:
         while True:
             operation, arguments = group.receive()
@@ -114,8 +117,8 @@ def follow(load: Load) -> int:
                 break
             if operation == "load":
                 target = load(*arguments)
-            else:
-                getattr(target, operation)(*arguments)
+            elif target:
+                repeat(target, caches, operation, *arguments)
     except HdtoolError as error:
         return _report_late(error)
     except RuntimeError as error:
@@ -134,38 +137,64 @@ def _report_late(error: HdtoolError) -> int:
 
 
 class LeadingTarget(Target):
-    """The leader's target, which broadcasts each operation before it performs it."""
+    """The leader's target, which broadcasts each operation before it performs it.
+
+    Followers know a cache by its number.
+    """
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup) -> None:
         self._group: ProcessGroup | None = None  # the check of the model runs in each process without messages
         super().__init__(model, never)
         self._group, self.processes = group, group.size
+        self._caches = 0
 
-    def prefill(self, context: Sequence[int], room: int = 0, *, reuse: bool = False) -> torch.Tensor:
-        """``reuse`` has no effect: rounding differs between processes, so their checks of kept tokens could, too."""
-        self._broadcast("prefill", list(context), room)
-        return super().prefill(context, room)
+    def reads_in_pieces(self, length: int) -> bool:
+        """Rounding differs between processes, so their checks of kept tokens could, too: prompts are read whole."""
+        return False
 
-    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False, rank: bool = False) -> torch.Tensor:
-        self._broadcast("verify", tree)
-        return super().verify(tree)
+    def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
+        made = super().allocate(slots, capacity)
+        if self._group:
+            self._caches += 1
+            made.number = self._caches
+            self._group.broadcast("allocate", made.number, slots, capacity)
+        return made
 
-    def recompute(self, root: int) -> torch.Tensor:
-        self._broadcast("recompute", root)
+    def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
+        self._broadcast("prefill", cache, slot, list(tokens), start, room)
+        return super().prefill(cache, slot, tokens, start, room=room)
+
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+        self._broadcast("verify", cache, list(trees))
+        return super().verify(cache, trees)
+
+    def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
+        self._broadcast("recompute", cache, slot, root)
         # The followers verify as part of their own recompute.
         group, self._group = self._group, None
         try:
-            return super().recompute(root)
+            return super().recompute(cache, slot, root)
         finally:
             self._group = group
 
-    def commit(self, path: Sequence[int]) -> None:
-        self._broadcast("commit", list(path))
-        super().commit(path)
+    def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
+        self._broadcast("commit", cache, slot, list(path))
+        super().commit(cache, slot, path)
 
-    def _broadcast(self, operation: str, *arguments: object) -> None:
+    def _broadcast(self, operation: str, cache: Cache, *arguments: object) -> None:
         if self._group:
-            self._group.broadcast(operation, *arguments)
+            self._group.broadcast(operation, cache.number, *arguments)
+
+
+def repeat(target: Target, caches: dict[int, Cache], operation: str, number: int, *arguments: Any) -> None:
+    """Perform an operation of the leader's target on the cache with this number."""
+    if operation == "allocate":
+        caches[number] = target.allocate(*arguments)
+    elif operation == "prefill":
+        *given, room = arguments
+        target.prefill(caches[number], *given, room=room)
+    else:
+        getattr(target, operation)(caches[number], *arguments)
 
 
 def check_decoding(config: DecodeConfig) -> None:

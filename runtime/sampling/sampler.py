@@ -23,9 +23,9 @@ from hdtool.data.errors import ModelError, PromptError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import argmax
-from hdtool.runtime.sampling.drawn_walk import compile_walks
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
 from hdtool.runtime.sampling.truncation import NAMES, NOT_FINITE, UNKNOWN, Draws, Truncation, allowed_scores, keeps_one
+from hdtool.runtime.sampling.walks import compile_drawn_walks
 from hdtool.runtime.tree import LARGEST_TREE
 
 NOTHING_ALLOWED = "the grammar leads to a place where no token of this model's vocabulary may follow"
@@ -107,7 +107,7 @@ class Sampler:
         self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)
         """Where greedy acceptance writes the tokens and nodes of a step."""
         if self.draws:
-            compile_walks(self.draws, self.walked)
+            compile_drawn_walks(self.draws, self.walked)
         self.overflowed = False
         """Whether the highest logit of any row used so far was NaN or infinite."""
 

@@ -37,10 +37,10 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import machine
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import compact_places
 from hdtool.runtime.model.fused.layer_stack import StackedLayers, stack_of
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
-from hdtool.runtime.model.target import some_context
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
@@ -157,7 +157,9 @@ def passes(sides: dict[str, Side], repeats: int) -> None:
 def answer(loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], most: int) -> tuple[list[int], float, int]:
     """The tokens, the seconds and the steps of an answer."""
     target, config = loaded.target, DecodeConfig(method, max_new_tokens=most)
-    drafter = drafter_within(partial(MeasuredBudget, target, MeasuredCosts(target, curve)), config, StoreSet(), target)
+    drafter = drafter_within(
+        partial(MeasuredBudget, target.log, MeasuredCosts(target.log, curve)), config, StoreSet(), target
+    )
     started = CLOCK()
     steps = list(decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most, drafter=drafter))
     return [token for step in steps for token in step.tokens], CLOCK() - started, len(steps)

@@ -21,8 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, own_linear, use_small_batch_products
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load
-from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 
 LAYER = ((256, 256), (128, 256), (128, 256), (256, 256), (1024, 256), (1024, 256), (256, 1024))

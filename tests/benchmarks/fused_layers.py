@@ -24,9 +24,10 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.fused.layers import PRODUCT_FIELDS
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import load, load_tokenizer
-from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.cpu_weights import SHAPE
 

@@ -37,7 +37,6 @@ from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, SharedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.decode import DecodeState, Step
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.batch_drafting import BatchDrafting
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
@@ -50,6 +49,7 @@ from hdtool.runtime.model.fused import layer_stack, tree_pass
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.sequence import SequenceState, Step
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.text_stream import TextStream
 
@@ -61,10 +61,10 @@ SMALL = 0.05
 LOOP = "loop"
 PARTS = ("drafter", "budget", "draft", "masks, ids", "accept", "commit", "learn", "observe", "text", "statistics", LOOP)
 MARKED: Sequence[tuple[type, str, str]] = (
-    (DecodeState, "draft", "draft"),
-    (DecodeState, "take", "draft"),
-    (DecodeState, "accept", "accept"),
-    (DecodeState, "observe", "observe"),
+    (SequenceState, "draft", "draft"),
+    (SequenceState, "take", "draft"),
+    (SequenceState, "accept", "accept"),
+    (SequenceState, "observe", "observe"),
     (Hierarchy, "draft", "drafter"),
     (BatchDrafting, "trees", "drafter"),
     (Hierarchy, "observe", "learn"),

@@ -33,12 +33,13 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
-from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree

@@ -13,10 +13,10 @@ import torch
 
 from hdtool.data.errors import ModelError, reason_of
 from hdtool.data.spec_bench import AnsweredTurn
-from hdtool.runtime.decode import room_for
 from hdtool.runtime.evaluation.contenders import Passes, timed
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.sequence import room_for
 
 PACKAGE = "openvino-genai"
 DRAFTED, LONGEST_NGRAM = 5, 3

@@ -44,10 +44,11 @@ from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice, use_small_batch_products
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import Place, compact_places, replace_parameter, weight_places
 from hdtool.runtime.model.gguf.converted import stays_packed
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks import cpu_weights
 from tests.benchmarks.cpu_weights import CONTEXT, ROWS, SHAPE, answer, resident

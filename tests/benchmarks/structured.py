@@ -27,7 +27,7 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.grammar import Grammar
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.decode import Finish, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
@@ -35,6 +35,7 @@ from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.grammar.guided_drafter import guided
 from hdtool.runtime.grammar.processor import GrammarProcessor
 from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.sequence import Finish
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import LARGEST_TREE
 from tests.support.json_schemas import JSON_SCHEMAS

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler

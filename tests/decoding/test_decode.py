@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hdtool.data.errors import PromptError
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import Finish
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.sequence import Finish
 from hdtool.runtime.stats import Stats
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of

@@ -34,7 +34,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.runtime.accept import accept
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import Finish, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter, NoDraft, reads_logits
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.ranking_recorder import RankingRecorder
@@ -47,6 +47,7 @@ from hdtool.runtime.integrations.server.engine.logprobs import LogprobRecorder, 
 from hdtool.runtime.model.fused import tree_pass
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Finish
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
 from tests.support.json_schemas import JSON_SCHEMAS

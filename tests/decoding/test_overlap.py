@@ -10,11 +10,12 @@ import torch
 from hdtool.data.errors import ModelError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import model_of

@@ -20,16 +20,17 @@ from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.data.traces import Recorded, Trace
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.decode import Step
+from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.evaluation.recorded_turns import TurnReader
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stats import Stats
 from tests.support.decoding import SAMPLINGS, run, said

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.batch import Batch, Request
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import Step
 from hdtool.runtime.drafter import NoDraft, WrappedDrafter
+from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model.cache.batch_slots import ROOM
-from hdtool.runtime.model.cache.prefix_cache import LEAST, PrefixCache
-from hdtool.runtime.model.cache.prompt_reader import PromptReader
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.prefix_cache import LEAST, PrefixCache
+from hdtool.runtime.prompt_reader import PromptReader
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 from tests.support.decoding import answered, run, said
 from tests.support.families import FAMILIES, model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
@@ -48,7 +48,7 @@ def test_a_prompt_read_in_pieces_has_the_logits_of_one_read_at_once(family: str)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_the_next_turn_of_a_conversation_is_answered_as_without_a_cache(family: str) -> None:
     target = Target(model_of(family))
-    batch = Batch[int](target, 2, max_new_tokens=20, prefixes=PrefixCache(2**30))
+    batch = Loop[int](target, 2, max_new_tokens=20, prefixes=PrefixCache(2**30))
     prompt = prompt_of(40)
     answer, cached = answered(batch, prompt)
     assert (answer, cached) == (said(run(target, prompt, GREEDY, 20)), 0)
@@ -83,14 +83,14 @@ def test_contexts_are_dropped_in_the_order_of_their_use() -> None:
 def test_an_answer_longer_than_the_room_of_its_slot() -> None:
     target = Target(model_of("llama"))
     prompt = prompt_of(5)
-    batch = Batch[int](target, 2, max_new_tokens=ROOM + 200)
+    batch = Loop[int](target, 2, max_new_tokens=ROOM + 200)
     assert answered(batch, prompt)[0] == said(run(target, prompt, GREEDY, ROOM + 200))
     assert not torch.is_inference_mode_enabled()
 
 
 def test_a_request_that_is_removed_leaves_the_others() -> None:
     target = Target(model_of("llama"))
-    batch = Batch[int](target, 3, max_new_tokens=30)
+    batch = Loop[int](target, 3, max_new_tokens=30)
     requests = [Request(n, prompt_of(5 + n), Sampler(GREEDY, prompt_of(5 + n)), NoDraft()) for n in range(3)]
     tokens: dict[int, list[int]] = {}
     outcomes = [batch.add(request) for request in requests]
@@ -114,7 +114,7 @@ def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter() -> Non
             self.ends += 1
 
     drafter, prompt = Counting(NoDraft()), prompt_of(40)
-    batch = Batch[int](Target(model_of("llama")), 2, max_new_tokens=5)
+    batch = Loop[int](Target(model_of("llama")), 2, max_new_tokens=5)
     reading = batch.start(Request(0, prompt, Sampler(GREEDY, prompt), drafter))
     assert not reading.read(8)
     reading.end()

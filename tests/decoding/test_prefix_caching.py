@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.cache import kept_context
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import said
 from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of

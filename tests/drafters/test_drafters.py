@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import PaperConfig, SamplingConfig
-from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
@@ -24,6 +23,7 @@ from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.sequence import Finish
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore

@@ -12,13 +12,12 @@ import torch
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import NODES
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
 from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
-from hdtool.runtime.decode import decode
+from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
@@ -26,6 +25,7 @@ from hdtool.runtime.drafters.hierarchy.backoff_weights import HEADS_ORDERS
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler

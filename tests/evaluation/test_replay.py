@@ -35,7 +35,7 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
-from hdtool.runtime.decode import Finish, Step, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.evaluation import worker_pool
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
@@ -44,6 +44,7 @@ from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Finish, Step
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet

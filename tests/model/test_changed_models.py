@@ -14,15 +14,16 @@ from torch.nn import Linear, Module, Parameter
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.batch import Batch
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model.cache.prefix_cache import PrefixCache
+from hdtool.runtime.loop import Loop
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 from tests.support.decoding import answered, said
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
@@ -235,7 +236,7 @@ def test_a_model_that_became_one_that_cannot_be_used_is_refused(capture: str) ->
 def test_contexts_that_a_batch_keeps_are_dropped() -> None:
     model, prompt = own_model(), prompt_of(40)
     target = Target(model)
-    batch: Batch[int] = Batch(target, 2, max_new_tokens=MOST, prefixes=PrefixCache(1 << 24))
+    batch: Loop[int] = Loop(target, 2, max_new_tokens=MOST, prefixes=PrefixCache(1 << 24))
     assert answered(batch, prompt) == (generated(model, prompt, MOST), 0)
     assert answered(batch, prompt)[1] > 0
     with_adapter(model)

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hdtool.runtime.batch import Request, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, SamplingConfig
+from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.kernels.fused import layers
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice, use_small_batch_products
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.fused import proof
 from hdtool.runtime.model.fused.proof import fuse_layers

@@ -16,11 +16,12 @@ from hdtool.data import demo
 from hdtool.data.files.kept_record import checksum
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.fused import kept_proof
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import load
-from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 
 pytest.importorskip("gguf")

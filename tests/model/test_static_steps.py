@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import Finish
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.kernels.topk import Logits, argmax, known_argmax
 from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
@@ -22,6 +21,7 @@ from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
 from hdtool.runtime.model.static_steps import SHORTEST_EXTENT, StaticSteps, extent_for
 from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.sequence import Finish
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of

@@ -10,10 +10,11 @@ import torch
 from torch.nn import Parameter
 
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.fused import proof, whole_pass
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.fused.proof import fuse_layers
-from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
 from tests.support.fused import KINDS, TREE, both, logits_of, model_of, stack, widen

@@ -8,7 +8,7 @@ import pytest
 
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.integrations.server.engine.job import Job
-from hdtool.runtime.integrations.server.engine.loop import Engine, OverloadError
+from hdtool.runtime.integrations.server.engine.scheduler import OverloadError, Scheduler
 from hdtool.runtime.integrations.server.engine.tenants import Tenants
 from hdtool.runtime.model.load import Loaded
 
@@ -20,7 +20,7 @@ def nothing(*given: Any) -> Any:
 def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar", batch_size=2)
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Engine(loaded.target, tenants, decoding, most_waiting=2, prefix_bytes=0)
+    engine = Scheduler(loaded.target, tenants, decoding, most_waiting=2, prefix_bytes=0)
     first, second, third = (Job("", nothing, nothing) for _ in range(3))
     engine.submit([first, second])
     with pytest.raises(OverloadError):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from hdtool.runtime.batch import Batch, Request
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import Step, decode
+from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 
 SAMPLINGS = {
     "greedy": SamplingConfig(),
@@ -39,7 +40,7 @@ def said(steps: list[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-def answered(batch: Batch[int], prompt: list[int], owner: str = "") -> tuple[list[int], int]:
+def answered(batch: Loop[int], prompt: list[int], owner: str = "") -> tuple[list[int], int]:
     """The tokens of an answer, and the number of prompt tokens that were not read."""
     request = Request(0, prompt, Sampler(SamplingConfig(), prompt), NoDraft(), owner=owner)
     outcomes = [batch.add(request)]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget
@@ -16,6 +15,7 @@ from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 
 class HeadsDrafter:
@@ -57,8 +57,8 @@ class HeadsDrafter:
             parents, ranks, depths = self._parents[:size].copy(), self._ranks[:size], self._depths[:size]
         return DraftTree(context[-1], self.session.tokens[depths - 1, ranks], parents, self._sources[:size])
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        self.session.observe(accepted)
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        self.session.observe(accepted, verified)
 
 
 class StaticTree:

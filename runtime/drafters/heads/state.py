@@ -17,6 +17,7 @@ from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import BEST
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.verified import Verified
 
 PROMPT_CHUNK = 512
 """Tokens of a prompt that are read in one pass."""
@@ -38,7 +39,6 @@ class HeadsState:
         """Each head's best tokens ``[heads, best]`` after the last token read."""
         self.probs = np.empty((0, 0))
         """The probability of each of them, given that the path to it is accepted."""
-        self._target = target
         self._embed = target.model.get_input_embeddings()
         recorder = target.new_recorder()
         self._fixed = FixedPass(self.heads, self._embed, BEST, recorder) if recorder else None
@@ -60,10 +60,10 @@ class HeadsState:
         self._prompt, self._is_prompt = list(prompt), True
         self._is_calibrated = True
 
-    def observe(self, accepted: Accepted) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         """Update the calibration and queue the target's hidden states of the accepted path."""
         self._calibrate(accepted)
-        hidden = self._target.hidden
+        hidden = verified.hidden
         assert hidden is not None
         if self._is_prompt:
             self._is_prompt = False

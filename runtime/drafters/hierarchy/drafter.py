@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds
@@ -29,7 +28,7 @@ from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
 from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import RankedNodes, Rankings
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
 from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import note as note_plugin
-from hdtool.runtime.drafters.hierarchy.tree_builder import grow, observe_step, restart
+from hdtool.runtime.drafters.hierarchy.tree_builder import grow, grow_all, observe_step, restart
 from hdtool.runtime.drafters.hierarchy.workspace import WORK, Memory
 from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.kernels.compiled import Array
@@ -43,6 +42,7 @@ from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.history.token_log import BLOCK, LANE, TokenLog
 from hdtool.runtime.stores.model_store import ModelStore, model_record
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.verified import Verified
 
 TIMED_EVERY = 32
 """Reading the clock in every draft makes it a fifth slower."""
@@ -118,6 +118,8 @@ class Hierarchy(Pinned):
         self._pending: list[int] = []
         self._nodes = 0
         """Of the last tree, as far as rows of logits are those of its nodes."""
+        self._together: tuple[list[Hierarchy], Array] | None = None
+        """The drafters of the last joint draft that began with this one, and the addresses of their memory."""
         self._drafts = 0
         self._spent = self._learning_seconds = 0.0
         self._cost = SmoothedSeconds()
@@ -255,6 +257,23 @@ class Hierarchy(Pinned):
         grown = grow(self._corpus, self._at, most)
         return self.completed(context, grown, time.perf_counter() - started)
 
+    @property
+    def joint(self) -> Hashable:
+        return id(self._corpus)
+
+    def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
+        """The trees of hierarchies with one corpus, grown in one compiled call."""
+        if self._together is None or self._together[0] != drafters:
+            self._together = list(drafters), np.array([drafter.addresses for drafter in drafters])
+        most = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
+        grown, started = np.zeros(len(most), np.int64), time.perf_counter()
+        grow_all(self._corpus, self._together[1], np.array(most), grown)
+        each = (time.perf_counter() - started) / len(drafters)
+        return [
+            drafter.completed(context, nodes, each) if wanted else DraftTree.bare(context[-1])
+            for drafter, context, wanted, nodes in zip(drafters, contexts, most, grown.tolist(), strict=True)
+        ]
+
     def prepare(self, context: Sequence[int]) -> int:
         """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft.
 
@@ -302,11 +321,11 @@ class Hierarchy(Pinned):
     def reads_logits(self) -> bool:
         return self._rankings.uses_logits
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         if self._heads:
-            self._heads.observe(accepted)
+            self._heads.observe(accepted, verified)
         is_current = not self._pending  # else the rows of logits belong to an earlier context
-        rows, nodes = len(logits), self._nodes
+        rows, nodes = len(verified), self._nodes
         is_ranked = is_current and rows == nodes + 1
         self._pending += accepted.tokens
         is_drafting = self.budget.most > 0
@@ -318,7 +337,7 @@ class Hierarchy(Pinned):
         self._learn(accepted.path, nodes if is_ranked else 0)
         if uses_logits:
             # After the weights have learned, so that they do not learn from these very logits.
-            self._rankings.observe(accepted, logits, ranked)
+            self._rankings.observe(accepted, verified, ranked)
         self._learning_seconds = time.perf_counter() - started
         if self._heads and self._gate and is_drafting and is_current and rows and nodes:
             self._gate.observe(1 + float(self._probs[:nodes].sum()), time.perf_counter() - self._began)

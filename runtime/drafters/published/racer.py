@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
@@ -22,6 +21,7 @@ from hdtool.runtime.drafters.trie import Trie
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 RATES = (0.4, 0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Prior acceptance rates: of retrieved tokens, then by rank."""
@@ -82,13 +82,13 @@ class Racer:
         self.seconds[SourceName.RECYCLED] += time.perf_counter() - between
         return self._verified[1]
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         started = time.perf_counter()
         kinds, tree = self._verified
-        if len(logits) == len(tree) + 1:  # else the tree was clipped and its nodes differ
+        if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
             self._calibration.update(kinds, tree, accepted.path)
             if self._budget.most:
-                self._table.keep(tree, logits)
+                self._table.keep(tree, verified)
         self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
 
 

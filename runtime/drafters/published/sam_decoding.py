@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.drafters.published.suffix_automaton import LAST, START, TOKENS, SuffixAutomaton
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 TOKENS_AHEAD = 40
 """Tokens of a draft."""
@@ -51,12 +51,12 @@ class SamDecoding:
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
         return DraftTree(context[-1], tokens, self._parents[:kept], self._sources[:kept])
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         started = time.perf_counter()
         if self._drafted:
-            verified = min(self._drafted, len(accepted.path) + 1)
+            compared = min(self._drafted, len(accepted.path) + 1)
             fading = min(1.0, EMA_WINDOW / self._verified)
-            self._verified = self._verified * fading + verified
+            self._verified = self._verified * fading + compared
             self._accepted = self._accepted * fading + len(accepted.path)
         self._automaton.extend(accepted.tokens)
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started

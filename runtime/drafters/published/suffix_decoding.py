@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
@@ -28,6 +27,7 @@ from hdtool.runtime.drafters.published.suffix_automaton import (
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 LONGEST = 64
 """The longest match, in tokens."""
@@ -113,7 +113,7 @@ class SuffixDecoding:
         self.seconds[SourceName.HISTORY] += time.perf_counter() - between
         return tree
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         started = time.perf_counter()
         self._context.extend(accepted.tokens)
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started

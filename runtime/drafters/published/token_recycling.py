@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
@@ -19,6 +18,7 @@ from hdtool.runtime.drafters.published.top_tokens import BEST, NONE, Conversatio
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 CHILDREN = (
     (8,),
@@ -69,13 +69,13 @@ class TokenRecycling:
             self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
         return self._verified[1]
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         started = time.perf_counter()
         ranks, tree = self._verified
-        if len(logits) == len(tree) + 1:  # else the tree was clipped and its nodes differ
+        if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
             self._calibration.update(ranks, tree, accepted.path)
             if self._budget.most:
-                self._table.keep(tree, logits)
+                self._table.keep(tree, verified)
         self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
 
 

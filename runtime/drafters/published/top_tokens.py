@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hdtool.runtime.kernels.topk import for_topk, topk
+from hdtool.runtime.kernels.topk import topk
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
 
 BEST = 8
 """Tokens that are kept for each."""
@@ -26,11 +27,12 @@ class TopTokens:
     def clear(self) -> None:
         self.rows[:] = NONE
 
-    def keep(self, tree: DraftTree, logits: torch.Tensor) -> None:
+    def keep(self, tree: DraftTree, verified: Verified) -> None:
         """Keep the rankings after the root and each node of a verified tree."""
-        if len(self.rows) < logits.shape[-1]:
-            self.rows = np.full((logits.shape[-1], BEST), NONE)
-        tokens, scores = topk(for_topk(logits), BEST)
+        vocabulary = verified.logits.shape[-1]
+        if len(self.rows) < vocabulary:
+            self.rows = np.full((vocabulary, BEST), NONE)
+        tokens, scores = topk(verified.rankable(), BEST)
         known = np.isfinite(scores[:, 0])  # a recording has no rankings after rejected nodes
         read = np.array(tree.all_tokens)
         known &= (read >= 0) & (read < len(self.rows))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from hdtool.runtime.decode import Finish, Step
 from hdtool.runtime.integrations.server.engine.logprobs import TokenLogprobs
 from hdtool.runtime.integrations.server.preparation import Choice
 from hdtool.runtime.integrations.server.protocol.delta import Delta
 from hdtool.runtime.integrations.server.protocol.tool_calls import ToolCall, ToolCallReader, calls_of
+from hdtool.runtime.sequence import Finish, Step
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stop_text import begun_length, first_stop
 from hdtool.runtime.text_stream import TextStream

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.decode import Step
 from hdtool.runtime.integrations.server.answer_text import AnswerText
 from hdtool.runtime.integrations.server.engine.job import Job
-from hdtool.runtime.integrations.server.engine.loop import Engine, OverloadError
+from hdtool.runtime.integrations.server.engine.scheduler import OverloadError, Scheduler
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
 from hdtool.runtime.integrations.server.protocol.delta import Delta
 from hdtool.runtime.integrations.server.protocol.errors import OVERLOADED, SERVER, RequestError
 from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.stats import Stats
 
 
@@ -23,7 +23,7 @@ class Answers:
     """The choices of one request while they are generated."""
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, loaded: Loaded, preparer: Preparer, choices: Sequence[Choice]
+        self, engine: Scheduler, metrics: Metrics, loaded: Loaded, preparer: Preparer, choices: Sequence[Choice]
     ) -> None:
         self._engine, self._metrics, self._preparer, self._choices = engine, metrics, preparer, choices
         self._texts = [AnswerText(loaded.tokenizer, choice, loaded.stops) for choice in choices]

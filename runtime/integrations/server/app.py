@@ -25,7 +25,7 @@ from hdtool.data.errors import ContextError, HdtoolError
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server.answers import Answers
 from hdtool.runtime.integrations.server.api_keys import ApiKeys
-from hdtool.runtime.integrations.server.engine.loop import Engine
+from hdtool.runtime.integrations.server.engine.scheduler import Scheduler
 from hdtool.runtime.integrations.server.http import parsed, read_body
 from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
@@ -48,7 +48,7 @@ class Server:
     """The handlers of one server."""
 
     def __init__(
-        self, loaded: Loaded, engine: Engine, preparer: Preparer, keys: ApiKeys, config: ServerConfig, name: str
+        self, loaded: Loaded, engine: Scheduler, preparer: Preparer, keys: ApiKeys, config: ServerConfig, name: str
     ) -> None:
         """``name`` is the one under which the model is served."""
         self._loaded, self._engine, self._preparer, self._keys = loaded, engine, preparer, keys

@@ -22,7 +22,7 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Ser
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.integrations.server.api_keys import KEY_VARIABLE, ApiKeys
 from hdtool.runtime.integrations.server.app import Server
-from hdtool.runtime.integrations.server.engine.loop import Engine
+from hdtool.runtime.integrations.server.engine.scheduler import Scheduler
 from hdtool.runtime.integrations.server.engine.tenants import Tenants
 from hdtool.runtime.integrations.server.http import MIB
 from hdtool.runtime.integrations.server.preparation import Preparer
@@ -53,7 +53,7 @@ class Launch:
         refuse_settings(loaded.target.model.generation_config)
         choose_threads(loaded.target, model.threads, quick_record(loaded.target, what="threads"))
         self.tenants = Tenants(loaded, decoding, stores, keys.tenants)
-        self._engine = Engine(
+        self._engine = Scheduler(
             loaded.target,
             self.tenants,
             decoding,
@@ -116,7 +116,7 @@ class _TimedProtocol(H11Protocol):
 class _GracefulServer(uvicorn.Server):
     """Ends with exit code 0 after SIGINT and SIGTERM; answers that take too long are ended with an error."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Scheduler, seconds: float) -> None:
         super().__init__(config)
         self._engine, self._seconds = engine, seconds
 

@@ -13,9 +13,7 @@ from hdtool.data.grammar import Grammar, grammar_of
 from hdtool.data.predictions import prediction_of
 from hdtool.data.tools import tools_of
 from hdtool.data.unicode import lone_surrogate
-from hdtool.runtime.batch import Request
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import Step, room_for
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import guided
@@ -27,8 +25,10 @@ from hdtool.runtime.integrations.server.protocol.errors import RequestError
 from hdtool.runtime.integrations.server.protocol.messages import require_text_answers, template_messages
 from hdtool.runtime.integrations.server.protocol.schema import MOST_PROMPTS, Asked, ChatRequest, CompletionRequest
 from hdtool.runtime.integrations.server.protocol.tool_choice import NO_TOOLS, ToolChoice
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step, room_for
 from hdtool.runtime.text_stream import text_of
 
 MOST_GRAMMAR = 65_536

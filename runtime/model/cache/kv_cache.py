@@ -6,18 +6,22 @@ path is one gather over all layers; rejected positions are overwritten by the ne
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, cast
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from hdtool.runtime.model.cache.cache_memory import zeros
 from hdtool.runtime.model.cache.position_moves import Place, is_movable, move_positions
 
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+MOST_DUE = 16
+"""Positions that a captured step can move before it computes. Longer paths are rare and moved at once."""
 GROWTH = 64
 """Capacities are multiples of this, so that answers of similar length reuse a cache."""
 
@@ -127,8 +131,6 @@ class KVTensors:
 class StaticKVCache(Cache):
     """The ``transformers`` cache of one sequence, in preallocated tensors."""
 
-    slots = 1
-
     def __init__(self, storage: KVTensors) -> None:
         super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
         self.storage = storage
@@ -136,10 +138,35 @@ class StaticKVCache(Cache):
         """Positions of accepted tokens; later positions are not part of the context."""
         self.used = 0
         """Positions from here on were never written."""
+        self.due: tuple[int, list[int]] | None = None
+        """A move of positions that the next captured step makes: where to, and the offsets of those to move."""
+
+    @property
+    def slots(self) -> int:
+        return 1
 
     @property
     def capacity(self) -> int:
         return self.storage.capacity
+
+    @property
+    def settled(self) -> int:
+        """The number of accepted positions that hold their own token."""
+        return self.due[0] if self.due else self.length
+
+    def settle(self) -> None:
+        """Make the move that is due."""
+        if self.due:
+            self.move(*self.due)
+            self.due = None
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` positions only."""
+        if self.due:
+            if length > self.due[0]:
+                self.settle()
+            self.due = None
+        self.length = length
 
     def clear_from(self, position: int) -> None:
         """Zero what earlier passes wrote from ``position`` on.
@@ -167,11 +194,17 @@ class StaticKVCache(Cache):
         self.used = max(self.used, self.length + new)
         return self.storage, [self.length]
 
-    def commit(self, fixed: int, path: Sequence[int]) -> None:
-        """Accept the first ``fixed`` new positions, then those at ``path``, given as offsets from there."""
+    def commit(self, fixed: int, path: Sequence[int], *, later: bool = False) -> None:
+        """Accept the first ``fixed`` new positions, then those at ``path``, given as offsets from there.
+
+        With ``later``, positions that have to move are moved by the next captured step.
+        """
         start = self.length + fixed
         if must_move(path):
-            self.move(start, path)
+            if later and len(path) <= MOST_DUE:
+                self.due = start, list(path)
+            else:
+                self.move(start, path)
         self.length = start + len(path)
 
     def move(self, start: int, path: Sequence[int]) -> None:
@@ -190,8 +223,14 @@ class StaticKVCache(Cache):
             chosen = tensor.index_select(3, torch.tensor(rows, device=tensor.device))
             tensor.narrow(3, start, len(path)).copy_(chosen)
 
+    def at(self, position: int) -> list[torch.Tensor]:
+        """A copy of the keys and values of one position, ``[layers, ...]`` for each shape of layers."""
+        return [tensor.narrow(3, position, 1).clone() for tensor in self.storage.tensors]
+
     def copy_from(self, other: StaticKVCache, length: int | None = None) -> None:
         """Copy another sequence, of the same batch or of a smaller cache, or the first ``length`` tokens of it."""
+        other.settle()
+        self.due = None
         self.length = other.length if length is None else length
         for mine, theirs in zip(self.storage.tensors, other.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
@@ -251,3 +290,15 @@ class SlotKVCache(Cache):
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
         """The tensors for ``new`` positions in each slot, which the caller writes, and where they start."""
         return self._storage, self._lengths
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros; on a CPU, in pages of its own, which return to the system with the tensor.
+
+    Caches live longer than what is allocated beside them and differ in size. An allocator that mixes both keeps more
+    and more memory that nobody uses.
+    """
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size, **PRIVATE), dtype=dtype).view(shape)

@@ -30,8 +30,9 @@ from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.gguf.file_identity import Signature
-from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 
 FORMAT = 1
@@ -168,13 +169,11 @@ def _form(tensor: torch.Tensor | None, places: dict[int, int]) -> str:
 def logits_hash(target: Target) -> str:
     """A hash of the logits after a small context and a tree, which both passes of an answer compute."""
     digest = hashlib.sha256()
-    counted = target.seconds_in_model, target.passes
-    with target.changing():
-        digest.update(target.prefill(some_context(CONTEXT, target.vocabulary)).numpy().tobytes())
-        target.commit([])
-        digest.update(target.verify(TREE).numpy().tobytes())
-    target.seconds_in_model, target.passes = counted
-    target.forget()
+    cache = target.allocate()
+    with target.changing(), target.log.unchanged():
+        after = target.prefill(cache, 0, some_context(CONTEXT, target.vocabulary))
+        digest.update(after.logits.numpy().tobytes())
+        digest.update(target.verify(cache, [TREE])[0].logits.numpy().tobytes())
     return digest.hexdigest()
 
 

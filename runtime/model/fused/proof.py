@@ -12,12 +12,13 @@ from hdtool.runtime.kernels.fused.layers import compile_layers
 from hdtool.runtime.kernels.fused.passes import compile_passes
 from hdtool.runtime.model.attention_masks import FULL, Mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.fused.layer_parts import LayerParts, parts_of
 from hdtool.runtime.model.fused.layer_stack import LayerStack, StackedLayers
-from hdtool.runtime.model.fused.tree_pass import compile_tree_passes
+from hdtool.runtime.model.fused.tree_kernel import compile_tree_passes
 from hdtool.runtime.model.fused.whole_pass import whole_pass_of
 from hdtool.runtime.model.library import cache_argument
-from hdtool.runtime.model.target import Target, some_context
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 
 TOLERANCE = 1e-4
@@ -47,7 +48,7 @@ def fuse_layers(target: Target, *, proved: bool = False) -> bool:
         return False
     (layers, parts), *_ = found
     rotary = _rotary_of(target.model, layers)
-    if rotary is None or not _fit_cache(parts, target.new_cache(1).storage):
+    if rotary is None or not _fit_cache(parts, target.allocate(1, 1).storage):
         return False
     if proved:
         stack = LayerStack(parts, target.config)
@@ -59,14 +60,13 @@ def fuse_layers(target: Target, *, proved: bool = False) -> bool:
     compile_passes()
     compile_tree_passes()
     stack = LayerStack(parts, target.config)
-    with target.changing():
+    with target.changing(), target.log.unchanged():
         if not _Proof(target, stack, parts, rotary).holds():
             return False
         with stack.first_layer_alone():
             if not _is_called(target, layers, stack):
                 return False
             _use_whole_passes(target, stack)
-    target.forget()
     return True
 
 
@@ -114,7 +114,7 @@ class _Proof:
 
     def _case(self, length: int, tree: DraftTree) -> Case:
         target = self._target
-        cache = target.new_cache(length + len(tree) + 1)
+        cache = target.allocate(1, length + len(tree) + 1).slots[0].kv
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
         return cache.storage, cache, positions, target.masks.of_tree(tree, length)
@@ -123,7 +123,7 @@ class _Proof:
         target, lengths = self._target, BATCH_LENGTHS
         trees = [DraftTree.of(0, [0] * nodes, list(range(-1, nodes - 1))) for nodes in BATCH_NODES]
         rows = max(BATCH_NODES) + 1
-        storage = target.allocate(max(lengths) + rows, len(trees))
+        storage = target.allocate(len(trees), max(lengths) + rows).storage
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
         return storage, SlotKVCache(storage, lengths, rows), positions, target.masks.of_batch(trees, lengths)
 
@@ -183,12 +183,10 @@ def _put(layers: ModuleList, stack: LayerStack) -> Any:
 def _is_called(target: Target, layers: ModuleList, stack: LayerStack) -> bool:
     """Put the stack in place of the layers; undo it if the model does not call it."""
     stacked = _put(layers, stack)
-    counted = target.seconds_in_model, target.passes
-    target.prefill(some_context(3, target.vocabulary))
-    target.commit([])
+    cache = target.allocate()
+    target.prefill(cache, 0, some_context(3, target.vocabulary))
     computed = stack.passes
-    target.verify(DraftTree.bare(0))
-    target.seconds_in_model, target.passes = counted
+    target.verify(cache, [DraftTree.bare(0)])
     if stack.passes == computed + 1:
         return True
     del stacked.stack
@@ -198,21 +196,19 @@ def _is_called(target: Target, layers: ModuleList, stack: LayerStack) -> bool:
 
 def _use_whole_passes(target: Target, stack: LayerStack) -> None:
     """Compute whole passes in our own code, if they have the logits of the model."""
-    counted = target.seconds_in_model, target.passes
     expected = _logits_of_passes(target)
     target.use_whole_passes(whole_pass_of(target.model, stack))
     found = _logits_of_passes(target) if target.whole_pass else []
     if any(distance(*pair, pair[1]) > TOLERANCE for pair in zip(found, expected, strict=False)):
         target.use_whole_passes(None)
-    target.seconds_in_model, target.passes = counted
 
 
 def _logits_of_passes(target: Target) -> list[torch.Tensor]:
     """After a tree, after one of its nodes, and after the rest of a prompt."""
-    context = some_context(SHORT, target.vocabulary)
-    target.prefill(context)
-    target.commit([])
-    of_tree = target.verify(TREE).clone()
-    target.commit([0, 1])
-    bare = target.verify(DraftTree.bare(1)).clone()
-    return [of_tree, bare, target.read_piece(context, LENGTHS[1], target.new_cache(LENGTHS[1] + SHORT)).clone()]
+    cache, context = target.allocate(), some_context(SHORT, target.vocabulary)
+    target.prefill(cache, 0, context)
+    of_tree = target.verify(cache, [TREE])[0].logits.clone()
+    target.commit(cache, 0, [0, 1])
+    bare = target.verify(cache, [DraftTree.bare(1)])[0].logits.clone()
+    target.commit(cache, 0, [])
+    return [of_tree, bare, target.prefill(cache, 0, context, cache.slots[0].length).logits.clone()]

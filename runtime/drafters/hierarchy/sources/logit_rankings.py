@@ -13,7 +13,8 @@ from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import NEIGHBOU
 from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import BEST, Recycled
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
-from hdtool.runtime.kernels.topk import NO_LOGIT, for_topk, topk
+from hdtool.runtime.kernels.topk import NO_LOGIT, topk
+from hdtool.runtime.verified import Verified
 
 
 class RankedNodes(NamedTuple):
@@ -53,16 +54,16 @@ class Rankings(Pinned):
         remember(self._last, 0, tokens[0], scores[0])
         look_round(self._near, np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor, nodes: RankedNodes | None) -> None:
+    def observe(self, accepted: Accepted, verified: Verified, nodes: RankedNodes | None) -> None:
         """Read the rows of logits of the root and each node; without ``nodes``, only that of the last accepted one."""
-        if not len(logits):
+        if not len(verified):
             return
-        rankable = for_topk(logits)
+        rankable = verified.rankable()
         if self._uses_last:
             row = accepted.path[-1] + 1 if accepted.path else 0
             tokens, scores = topk(rankable[row : row + 1], MOST_CANDIDATES + 1)
             remember(self._last, accepted.tokens[-1], tokens[0], scores[0])
         if self._uses_recycled and nodes is not None:
             tokens, scores = topk(rankable, BEST)
-            self._recycled.keep(nodes.tails, tokens, scores, logits.shape[-1])
+            self._recycled.keep(nodes.tails, tokens, scores, verified.logits.shape[-1])
             look_round(self._near, nodes.depths, nodes.probs, tokens, scores, len(accepted.path))

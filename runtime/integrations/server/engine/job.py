@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hdtool.runtime.batch import Request
-from hdtool.runtime.decode import Step
 from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.loop import Request
+from hdtool.runtime.sequence import Step
 
 
 @dataclass(eq=False)

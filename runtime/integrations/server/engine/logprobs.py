@@ -8,6 +8,7 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafter import Drafter, WrappedDrafter
+from hdtool.runtime.verified import Verified
 
 
 class TokenLogprobs(NamedTuple):
@@ -29,12 +30,12 @@ class LogprobRecorder(WrappedDrafter):
         self._most, self._recorded = most, recorded
 
     @torch.inference_mode()
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         rows = [0, *(node + 1 for node in accepted.path)][: len(accepted.tokens)]
-        scores = logits[rows].float().log_softmax(-1)
+        scores = verified.logits[rows].float().log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
         best = scores.topk(min(self._most, scores.shape[1])) if self._most else None
         for place, token in enumerate(accepted.tokens):
             pairs = zip(best.indices[place].tolist(), best.values[place].tolist(), strict=True) if best else ()
             self._recorded.append(TokenLogprobs(token, chosen[place], list(pairs)))
-        super().observe(accepted, logits)
+        super().observe(accepted, verified)

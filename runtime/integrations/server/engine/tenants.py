@@ -58,7 +58,8 @@ class Tenants:
         if decoding.draft_tokens is not None or decoding.method not in OPTION_METHODS["draft_tokens"]:
             return
         numbers = {min(size, 2**power) for power in range(size.bit_length() + 1)}
-        self._together = Together(target, {rows: cost_here(target, rows) for rows in sorted(numbers)})
+        curves = {rows: cost_here(target, rows) for rows in sorted(numbers)}
+        self._together = Together(target.log, curves, only_timed_sizes=target.captures)
 
     def _budget(self) -> Budget:
         return budget_for(self._decoding, lambda: self._together, lambda: max(1, self.rows()))

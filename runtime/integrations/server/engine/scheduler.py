@@ -7,17 +7,15 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.batch import Batch, Outcome, Reading, Request
 from hdtool.runtime.config import DecodeConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.integrations.server.engine.job import Job
-from hdtool.runtime.integrations.server.engine.single_answers import SingleAnswers, SingleReading
 from hdtool.runtime.integrations.server.engine.tenants import Tenants
-from hdtool.runtime.model.cache.prefix_cache import PrefixCache
+from hdtool.runtime.loop import Loop, Outcome, Reading, Request
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.prefix_cache import PrefixCache
 
 PIECE_ALONE, PIECE_BESIDE = 512, 128
 """Tokens of a prompt that are read in one pass, without and with other answers that wait for it."""
@@ -31,7 +29,7 @@ class EngineError(Exception):
     """The engine failed; the message is for its log alone."""
 
 
-class Engine:
+class Scheduler:
     """Answers jobs in the order in which they were submitted, several at once."""
 
     def __init__(
@@ -44,25 +42,19 @@ class Engine:
         self._changed = threading.Condition()
         self._is_stopping = False
         self._drafters: dict[Job, Drafter] = {}
-        self._reading: Reading[Job] | SingleReading[Job] | None = None
-        self._new_batch()
-        tenants.rows = lambda: len(self._batch)
+        self._reading: Reading[Job] | None = None
+        self._new_loop()
+        tenants.rows = lambda: len(self._loop)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def _new_batch(self) -> None:
-        decoding = self._decoding
-        self._batch: Batch[Job] | SingleAnswers[Job]
-        if decoding.batch_size == 1:
-            self._batch = SingleAnswers[Job](
-                self._target, max_new_tokens=decoding.max_new_tokens, prefix_caching=self.prefixes is not None
-            )
-        else:
-            self._batch = Batch[Job](
-                self._target,
-                decoding.batch_size,
-                max_new_tokens=decoding.max_new_tokens,
-                prefixes=self.prefixes,
-            )
+    def _new_loop(self) -> None:
+        target, decoding = self._target, self._decoding
+        self._loop = Loop[Job](
+            target,
+            target.allocate(decoding.batch_size),
+            max_new_tokens=decoding.max_new_tokens,
+            prefixes=self.prefixes,
+        )
         self._running: dict[Job, Request[Job]] = {}
 
     @property
@@ -114,15 +106,14 @@ class Engine:
     def _advance(self) -> None:
         """One piece of a prompt, and one step of all running answers."""
         self._drop_cancelled()
-        if self._reading is None and not self._batch.is_full:
+        if self._reading is None and not self._loop.is_full:
             self._start_next()
-        if self._reading is not None and self._reading.read(PIECE_BESIDE if len(self._batch) else PIECE_ALONE):
-            reading: Any = self._reading  # of the kind that the batch has
-            self._reading = None
+        if self._reading is not None and self._reading.read(PIECE_BESIDE if len(self._loop) else PIECE_ALONE):
+            reading, self._reading = self._reading, None
             self._running[reading.request.key] = reading.request
-            self._hand_out(self._batch.join(reading))
-        if len(self._batch):
-            for outcome in self._batch.step():
+            self._hand_out(self._loop.join(reading))
+        if len(self._loop):
+            for outcome in self._loop.step():
                 self._hand_out(outcome)
 
     def _start_next(self) -> None:
@@ -133,7 +124,7 @@ class Engine:
                 continue
             drafter = self._drafters[job] = self._tenants.take(job.tenant)
             try:
-                self._reading = self._batch.start(job.request(job, drafter))
+                self._reading = self._loop.start(job.request(job, drafter))
                 return
             except HdtoolError as error:
                 self._finish(job)
@@ -141,7 +132,7 @@ class Engine:
 
     def _drop_cancelled(self) -> None:
         for job in [job for job in self._running if job.is_cancelled]:
-            self._batch.remove(self._running[job])
+            self._loop.remove(self._running[job])
             self._finish(job)
         if self._reading is not None:
             job = self._reading.request.key
@@ -166,10 +157,10 @@ class Engine:
         jobs = list(self._drafters)
         self._reading = None
         try:
-            self._batch.end()
+            self._loop.end()
         finally:
             self._drafters.clear()  # the drafters may be in any state: new ones are made
-            self._new_batch()
+            self._new_loop()
         if self._is_stopping:
             with self._changed:
                 jobs += self._waiting

@@ -1,0 +1,238 @@
+"""The decoding loop: draft, verify, accept, commit, observe, for all answers that are generated together.
+
+Requests join and leave between steps (continuous batching: Orca, OSDI 2022). A single answer is a batch of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+from hdtool.data.errors import HdtoolError, ModelError
+from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.engine import Engine
+from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.prefix_cache import PrefixCache
+from hdtool.runtime.prompt_reader import PromptReader
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import SequenceState, Step, draft_for
+from hdtool.runtime.verified import Verified
+
+ROOM = 512
+"""Positions that are provided for an answer in a batch; the cache grows if it becomes longer."""
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Request(Generic[Key]):
+    """A prompt to answer, and the options of its answer."""
+
+    key: Key
+    """Identifies the request in what the loop yields."""
+    prompt: Sequence[int]
+    sampler: Sampler
+    drafter: Drafter = field(default_factory=NoDraft)
+    """Used by this request alone until it ends."""
+    stops: Container[int] = ()
+    """Tokens that end this answer; if empty, those of the whole loop are used."""
+    prediction: Sequence[int] = ()
+    """What the answer will probably look like: it is drafted from, and never read by the model."""
+    max_new_tokens: int | None = None
+    """Most tokens of this answer; None is the limit of the whole loop."""
+    owner: str = ""
+    """Kept contexts are used again for requests of the same owner only."""
+
+
+Outcome = tuple[Request[Key], Step | HdtoolError]
+"""A step of a request, or the error that ended its answer."""
+
+
+class Reading(Generic[Key]):
+    """A request whose prompt is being read into a slot."""
+
+    def __init__(self, loop: Loop[Key], request: Request[Key], state: SequenceState, reader: PromptReader) -> None:
+        self.request, self.state, self.reader = request, state, reader
+        self.verified: Verified | None = None
+        """What follows the prompt; None until all of it is read."""
+        self._loop = loop
+
+    def read(self, most: int | None = None) -> bool:
+        """Read at most this many tokens of the prompt, or all; return whether it is complete."""
+        with self._loop:
+            self.verified = self.reader.read(most)
+        self.state.cached_tokens = self.reader.cached_tokens
+        return self.verified is not None
+
+    def end(self) -> None:
+        """End the answer before its prompt is read."""
+        self.state.end()
+        self._loop.stop_reading(self)
+
+
+class Loop(Generic[Key]):
+    """Answers that are generated together; the caller adds and removes them between steps.
+
+    As a context, it holds the engine for one step: it raises if another thread uses the engine, or if an answer that
+    began later uses the same cache.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: Cache,
+        *,
+        max_new_tokens: int,
+        stops: Container[int] = (),
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """With ``prefixes``, a prompt is read from where it differs from a context that was kept."""
+        self._engine, self._cache = engine, cache
+        self._most, self._stops = max_new_tokens, stops
+        self._prefixes = prefixes
+        self._running: list[tuple[Request[Key], SequenceState]] = []
+        """Each in the slot of its place."""
+        self._reading: Reading[Key] | None = None
+        self._verified: list[Verified] = []
+        cache.user = self
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._running) + (self._reading is not None) == len(self._cache.slots)
+
+    def __enter__(self) -> None:
+        if not self._engine.busy.acquire(blocking=False):
+            raise ModelError("two threads use one model at once: let them take turns, or load the model for each")
+        if self._cache.user is not self:
+            self._engine.busy.release()
+            raise ModelError(
+                "another conversation began on this model before this one ended: finish one before the next, "
+                "answer both by decode_batch, or load the model for each"
+            )
+
+    def __exit__(self, *raised: object) -> None:
+        self._engine.busy.release()
+
+    def start(self, request: Request[Key]) -> Reading[Key]:
+        """Start an answer: its prompt is read by the returned object, in one piece or several."""
+        assert self._reading is None and not self.is_full
+        self._engine.notice_changes()
+        state = SequenceState(
+            self._engine,
+            request.prompt,
+            request.sampler,
+            max_new_tokens=self._most if request.max_new_tokens is None else request.max_new_tokens,
+            stops=request.stops or self._stops,
+            drafter=request.drafter,
+            prediction=request.prediction,
+        )
+        room = state.room if len(self._cache.slots) == 1 else min(state.room, ROOM)
+        reader = PromptReader(self._engine, self._cache, len(self._running), request.prompt, room, request.owner)
+        reading = Reading(self, request, state, reader)
+        try:
+            state.begin()
+            with self:
+                reader.begin(self._prefixes)
+        except BaseException:
+            state.end()
+            raise
+        self._reading = reading
+        return reading
+
+    def stop_reading(self, reading: Reading[Key]) -> None:
+        if self._reading is reading:
+            self._reading = None
+
+    def join(self, reading: Reading[Key]) -> Outcome[Key]:
+        """Accept the first token of an answer whose prompt is read."""
+        assert reading.verified is not None
+        request, state, slot = reading.request, reading.state, len(self._running)
+        self._reading = None
+        with self:
+            if reading.reader.slot != slot:  # answers have ended meanwhile
+                self._overwrite(slot, by=reading.reader.slot)
+            outcome = self._accepted(slot, state, reading.verified)
+        if _has_ended(outcome):
+            state.end()
+        else:
+            self._running.append((request, state))
+        return request, outcome
+
+    def add(self, request: Request[Key]) -> Outcome[Key]:
+        """Read the whole prompt of a request and accept its first token."""
+        reading = self.start(request)
+        try:
+            reading.read()
+            return self.join(reading)
+        except BaseException:
+            reading.end()
+            raise
+
+    def step(self) -> list[Outcome[Key]]:
+        """Make one forward pass for all requests; those whose answers end leave the loop."""
+        self.launch()
+        return self.finish()
+
+    def launch(self) -> None:
+        """Draft for all answers and start the pass that verifies their trees."""
+        with self:
+            states = [state for _, state in self._running]
+            trees = draft_for(states)
+            self._verified = self._engine.verify(self._cache, trees, [state.want for state in states])
+
+    def finish(self) -> list[Outcome[Key]]:
+        """Wait for the pass, and accept what its logits confirm."""
+        with self:
+            self._engine.wait()
+            outcomes: list[Outcome[Key]] = [
+                (request, self._accepted(slot, state, self._verified[slot]))
+                for slot, (request, state) in enumerate(self._running)
+            ]
+            for slot in range(len(outcomes) - 1, -1, -1):
+                if _has_ended(outcomes[slot][1]):
+                    self._leave(slot)
+        return outcomes
+
+    def _accepted(self, slot: int, state: SequenceState, verified: Verified) -> Step | HdtoolError:
+        try:
+            accepted, verified = state.accept(verified, partial(self._engine.recompute, self._cache, slot))
+        except HdtoolError as error:  # a fault of one request does not end the others
+            return error
+        self._engine.commit(self._cache, slot, accepted.path)
+        return state.observe(accepted, verified)
+
+    def remove(self, request: Request[Key]) -> None:
+        """End the answer of a request that is running."""
+        for slot, (running, _) in enumerate(self._running):
+            if running is request:
+                self._leave(slot)
+                return
+
+    def end(self) -> None:
+        """End all answers."""
+        self._engine.wait()
+        for _, state in self._running:
+            state.end()
+        self._running.clear()
+
+    def _leave(self, slot: int) -> None:
+        """End the answer in a slot, and move the last one there."""
+        _, state = self._running[slot]
+        state.end()
+        last = self._running.pop()
+        if slot < len(self._running):
+            self._overwrite(slot, by=len(self._running))
+            self._running[slot] = last
+
+    def _overwrite(self, slot: int, *, by: int) -> None:
+        if self._prefixes:
+            self._prefixes.keep(self._cache, slot)
+        self._cache.move(by, to=slot)
+
+
+def _has_ended(outcome: Step | HdtoolError) -> bool:
+    return isinstance(outcome, HdtoolError) or outcome.finish is not None

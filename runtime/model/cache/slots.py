@@ -1,0 +1,141 @@
+"""The cache of an engine: the keys and values of several sequences, and which tokens they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache
+from hdtool.runtime.tree import DraftTree
+
+
+class Slot:
+    """One sequence of a cache.
+
+    It keeps what it holds when its answer ends, until another sequence is read into it.
+    """
+
+    def __init__(self, kv: StaticKVCache) -> None:
+        self.kv = kv
+        self.tokens: list[int] = []
+        """Those of the accepted positions."""
+        self.hidden: list[torch.Tensor] = []
+        """The hidden states of these tokens, if they are watched."""
+        self.owner = ""
+        """Whose conversation it is."""
+        self.version = 0
+        """The number of changes of the model before it was read."""
+        self.tree: DraftTree | None = None
+        """The tree that was verified last, and nothing of it accepted yet."""
+        self._hidden_of_tree: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Accepted tokens."""
+        return self.kv.length
+
+    @property
+    def valid(self) -> int:
+        """Accepted tokens whose keys and values are in place; fewer after an interrupt than were accepted."""
+        return min(len(self.tokens), self.kv.settled)
+
+    def cut(self, length: int) -> None:
+        """Discard all but the first ``length`` tokens."""
+        self.kv.cut(length)
+        del self.tokens[length:]
+        if self.hidden:
+            self.hidden = [torch.cat(self.hidden)[:length]] if length else []
+        self.tree = None
+
+    def extend(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
+        """Accept tokens that were read after the others."""
+        self.kv.length += len(tokens)
+        self.tokens += tokens
+        if hidden is not None:
+            self.hidden.append(hidden)
+
+    def expect(self, tree: DraftTree, hidden: torch.Tensor | None = None) -> None:
+        """Note the tree whose keys and values, and hidden states if watched, were computed."""
+        self.tree, self._hidden_of_tree = tree, hidden
+
+    def commit(self, path: Sequence[int], *, later: bool = False) -> None:
+        """Accept the root and the nodes of ``path``; with ``later``, the next captured step moves their positions."""
+        tree, hidden = self.tree, self._hidden_of_tree
+        if tree is None:  # the prompt was read, and nothing drafted for it
+            return
+        self.tree = self._hidden_of_tree = None
+        self.kv.commit(1, path, later=later)
+        self.tokens.append(tree.root)
+        if path:
+            self.tokens += tree.tokens[path].tolist()
+        if hidden is not None:
+            self.hidden.append(hidden[[0, *(node + 1 for node in path)]])
+
+    def all_hidden(self) -> torch.Tensor | None:
+        """The hidden states of all accepted tokens, if they are watched."""
+        if len(self.hidden) > 1:
+            self.hidden = [torch.cat(self.hidden)]
+        return self.hidden[0] if self.hidden else None
+
+    def copy_from(self, other: Slot, length: int | None = None) -> None:
+        """Take over the first ``length`` tokens of another slot, or all of them."""
+        self.kv.copy_from(other.kv, length)
+        self.tokens = other.tokens[: self.kv.length]
+        self.owner, self.version = other.owner, other.version
+        hidden = other.all_hidden()
+        self.hidden = [] if hidden is None else [hidden[: self.kv.length]]
+        self.tree = None
+
+
+class Cache:
+    """Slots for sequences that are answered together; the first ones are in use."""
+
+    def __init__(self, shapes: Sequence[LayerShape], slots: int = 1, capacity: int = 0) -> None:
+        self._shapes = shapes
+        self.number = 0
+        """Its name in the processes that share a model."""
+        self.user: object = None
+        """The loop whose answers it holds."""
+        self.slots: list[Slot] = []
+        self._allocate(slots, capacity)
+
+    @property
+    def capacity(self) -> int:
+        return self.storage.capacity
+
+    @torch.inference_mode()
+    def reserve(self, capacity: int) -> None:
+        """Provide for this many positions in each slot; what the slots hold stays."""
+        if capacity <= self.storage.capacity:
+            return
+        if not any(slot.length for slot in self.slots):
+            self._allocate(len(self.slots), 0)  # frees the memory of the old one before more is allocated
+        self._allocate(len(self.slots), capacity)
+
+    def _allocate(self, slots: int, capacity: int) -> None:
+        old = self.slots
+        self.storage = KVTensors.for_layers(self._shapes, capacity, slots)
+        # A view of the only slot would be another object, which nothing but its identity tells from the whole.
+        parts = [self.storage] if slots == 1 else [self.storage.of_slot(slot) for slot in range(slots)]
+        self.slots = [Slot(StaticKVCache(part)) for part in parts]
+        for new, before in zip(self.slots, old, strict=False):
+            new.copy_from(before)
+
+    @torch.inference_mode()
+    def move(self, slot: int, to: int) -> None:
+        self.slots[to].copy_from(self.slots[slot])
+
+    @torch.inference_mode()
+    def saved(self, slot: int) -> Slot:
+        """A copy of what a slot holds, in memory of its own."""
+        kept = self.slots[slot]
+        copy = Slot(StaticKVCache(KVTensors.for_layers(self._shapes, kept.length)))
+        copy.copy_from(kept)
+        return copy
+
+    @torch.inference_mode()
+    def load(self, slot: int, saved: Slot, length: int) -> None:
+        """Put the first ``length`` tokens of a saved slot into one of these."""
+        self.reserve(length)
+        self.slots[slot].copy_from(saved, length)

@@ -1,0 +1,91 @@
+"""Passes over a single tree by captured steps, as long as the model can be captured and computes the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from hdtool.data.errors import reason_of
+from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.checks.trees import two_steps
+from hdtool.runtime.model.families import deviation
+from hdtool.runtime.model.placement import scattered
+from hdtool.runtime.model.static_steps import StaticSteps
+from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
+
+if TYPE_CHECKING:
+    from hdtool.runtime.model.cuda_graphs import Capture
+    from hdtool.runtime.model.target import Target
+
+
+class CapturedPasses:
+    """The captured steps of a target; off where the model cannot be captured."""
+
+    def __init__(self) -> None:
+        self._steps: StaticSteps | None = None
+        self._running: DraftTree | None = None
+        """The tree of a step that was started and not waited for."""
+
+    @property
+    def are_on(self) -> bool:
+        return self._steps is not None
+
+    @torch.inference_mode()
+    def enable(self, target: Target, capture: Capture) -> None:
+        """Use captured steps from now on, if the model can be captured and gives the same logits."""
+        if reason := scattered(target.model) or target.row_by_row.reason:
+            return self._disable(reason)
+        expected = two_steps(target)
+        like = expected[0]
+        self._steps = StaticSteps(target.model, target.masks, like.shape[-1], like.dtype, capture)
+        self.watch(target)
+        # The first two are captured, and the next two replay them.
+        for found, usual in zip([*two_steps(target), *two_steps(target)], [*expected, *expected], strict=True):
+            if self._steps and (distance := deviation(found, usual, target.rounding)):
+                self._disable(f"its logits would be off by {distance}")
+
+    def watch(self, target: Target) -> None:
+        """Copy hidden states in each step, too, if the target watches them."""
+        if self._steps and target.hidden.is_watched:
+            self._steps.watch(lambda: target.hidden.rows_of(0))
+
+    def disable(self) -> None:
+        self._steps = None
+
+    def _disable(self, reason: str) -> None:
+        print(f"note: the steps of this model are not captured as CUDA graphs: {reason}", file=sys.stderr)
+        self._steps = None
+
+    def forget(self) -> None:
+        """Capture all steps again."""
+        if self._steps:
+            self._steps.forget()
+
+    def capacity_for(self, needed: int, limit: int | None) -> int:
+        """The capacity of a cache: one of few values, so that captured steps remain valid."""
+        return self._steps.capacity_for(needed, limit) if self._steps else needed
+
+    @torch.inference_mode()
+    def verify(self, cache: Cache, tree: DraftTree) -> Verified | None:
+        """Start the verification of a tree; ``wait`` waits for it. None if steps are not captured."""
+        if self._steps is None or len(cache.slots) > 1:
+            return None
+        start: Callable[[], Verified]
+        try:
+            start = self._steps.prepared(tree, cache.slots[0].kv)
+        except Exception as error:  # model code that cannot be captured raises many kinds
+            self._disable(reason_of(error))
+            return None
+        verified, self._running = start(), tree
+        return verified
+
+    def wait(self) -> tuple[float, int] | None:
+        """Wait for the step that still runs: its seconds and the nodes of its tree; None if there is none."""
+        if self._steps is None or self._running is None:
+            return None
+        nodes, self._running = len(self._running), None
+        return self._steps.wait(), nodes

@@ -1,0 +1,172 @@
+"""Passes over draft trees as one compiled call: token ids, positions and masks are made where they are read.
+
+Only the nodes of the trees and the lengths of their contexts differ from one pass to the next. Everything else is an
+address in a record that is filled when an answer begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from hdtool.runtime.kernels.argmax import INFINITY
+from hdtool.runtime.kernels.compiled import Array, compiled
+from hdtool.runtime.kernels.fused.layers import (
+    FIELDS,
+    MASK,
+    MASK_ROW,
+    MASK_SLOT,
+    NEW,
+    PASS_FIELDS,
+    SLOTS,
+    TEAM,
+)
+from hdtool.runtime.kernels.fused.passes import END_FIELDS, IDS, LOGITS, MAXIMA, OUTS, POSITIONS, compute_pass
+from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
+from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.model.attention_masks import hide_non_ancestors
+from hdtool.runtime.model.step_input import fill_tree
+from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax
+from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
+
+ROWS = LARGEST_TREE + 1
+FLOAT32_INFINITY = INFINITY[torch.float32]
+HIDDEN_VALUE = float(np.finfo(np.float32).min)
+"""Of a mask, for positions that a row does not attend to."""
+
+TREE_PASS = np.dtype(
+    [
+        ("shape", np.int64, PASS_FIELDS),
+        ("ends", np.int64, END_FIELDS),
+        ("used", np.int64),  # layers
+        ("epsilon", np.float32),
+        ("last_epsilon", np.float32),
+        ("mask_width", np.int64),
+        # Addresses of memory, for ``ROWS`` rows of each slot.
+        ("layers", np.int64),
+        ("hidden", np.int64),
+        ("scratch", np.int64),
+        ("mask", np.int64),
+        ("shown", np.int64),  # the square of the last mask of each slot: its size, and where it begins
+        ("starts", np.int64),
+        ("ids", np.int64),
+        ("positions", np.int64),
+        ("certain", np.int64),
+        ("maxima", np.int64),  # what top-k needs of each row
+        ("walked", np.int64),  # the tokens of each slot's walk by arg-max, and the nodes that drafted them
+    ],
+    align=True,
+)
+NODES, LENGTH, WALKS = 1, 2, 3
+"""Of a tree in a batch, after its root: the number of nodes, the length of its context, and whether to walk."""
+
+
+@compiled
+def compute_tree(
+    at: int, team: int, root: int, tokens: Array, parents: Array, certain: Array, length: int, walks: bool, ranks: bool
+) -> tuple[int, bool]:
+    """Compute a pass by the record at an address.
+
+    Returns the tokens of the walk by arg-max, if it ``walks``, and whether their logits are finite; -1 for a token or a
+    position that the model does not have. No logits are computed after a row with a ``certain`` token; there is an
+    entry for each row or none.
+    """
+    own, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
+    _place_tree(own, 0, root, tokens, parents, length, rows)
+    if not _compute(own, team, 1, rows, certain, ranks):
+        return -1, False
+    return _walk(own, 0, rows, certain, tokens, parents) if walks else (0, True)
+
+
+@compiled
+def compute_trees(
+    at: int,
+    team: int,
+    heads: Array,
+    tokens: Array,
+    parents: Array,
+    certain: Array,
+    rows: int,
+    ranks: bool,
+    found: Array,
+) -> bool:
+    """The same for a tree in each slot, padded to so many rows; ``found`` gets the walks of those that ``WALKS`` names.
+
+    No logits are computed after padding.
+    """
+    own, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(heads), 0, False
+    of_rows = array_at(own.certain, (slots * rows,), np.int64)
+    for slot in range(slots):
+        nodes = heads[slot, NODES]
+        drafted, above = tokens[first : first + nodes], parents[first : first + nodes]
+        _place_tree(own, slot, heads[slot, 0], drafted, above, heads[slot, LENGTH], rows)
+        for row in range(rows):
+            only = OPEN if row <= nodes else 0
+            if row <= nodes and len(certain) > 0:
+                only = certain[first + slot + row]
+            of_rows[slot * rows + row] = only
+            skips |= only != OPEN
+        first += nodes
+    if not _compute(own, team, slots, rows, of_rows if skips else of_rows[:0], ranks):
+        return False
+    first = 0
+    for slot in range(slots):
+        nodes = heads[slot, NODES]
+        found[slot] = 0
+        if heads[slot, WALKS]:
+            drafted, above = tokens[first : first + nodes], parents[first : first + nodes]
+            found[slot, 0], found[slot, 1] = _walk(
+                own, slot, rows, of_rows[slot * rows : (slot + 1) * rows], drafted, above
+            )
+        first += nodes
+    return True
+
+
+@compiled
+def _place_tree(own: Any, slot: int, root: int, tokens: Array, parents: Array, length: int, rows: int) -> None:
+    """Write the ids, the positions and the mask of a tree, padded to so many rows."""
+    first, nodes = slot * rows, len(tokens)
+    ids, positions = array_at(own.ids, first + rows, np.int64), array_at(own.positions, first + rows, np.int64)
+    fill_tree(ids[first:], positions[first:], root, tokens, parents, length)
+    for row in range(first + nodes + 1, first + rows):
+        ids[row], positions[row] = root, length
+    array_at(own.starts, slot + 1, np.int64)[slot] = length
+    if rows > 1:
+        shown = array_at(own.shown, (slot + 1, 2), np.int64)[slot]
+        mask = array_at(own.mask, (slot + 1, ROWS, own.mask_width), np.float32)[slot]
+        hide_non_ancestors(mask, shown[0], shown[1], parents, length, HIDDEN_VALUE)
+        for row in range(nodes + 1):
+            for column in range(length + nodes + 1, length + rows):
+                mask[row, column] = HIDDEN_VALUE
+        shown[0], shown[1] = rows, length
+
+
+@compiled
+def _compute(own: Any, team: int, slots: int, rows: int, certain: Array, ranks: bool) -> bool:
+    shape = own.shape
+    own.ends[MAXIMA] = own.maxima if ranks else 0
+    shape[SLOTS], shape[NEW], shape[TEAM] = slots, rows, team
+    shape[MASK], shape[MASK_SLOT], shape[MASK_ROW] = own.mask if rows > 1 else 0, ROWS * own.mask_width, own.mask_width
+    layers, starts = array_at(own.layers, (own.used, FIELDS), np.int64), array_at(own.starts, slots, np.int64)
+    epsilons = own.epsilon, own.last_epsilon
+    return compute_pass(shape, layers, starts, own.ends, *epsilons, certain, own.hidden, own.scratch)
+
+
+@compiled
+def _walk(own: Any, slot: int, rows: int, certain: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
+    outs, walked = own.ends[OUTS], array_at(own.walked, (slot + 1, 2, ROWS), np.int64)[slot]
+    logits = own.ends[LOGITS] + slot * rows * outs * ITEM_SIZE
+    return walk_argmax(logits, outs, outs, FLOAT32_INFINITY, certain, tokens, parents, len(tokens) + 1, walked)
+
+
+def compile_tree_passes() -> None:
+    """Compile them ahead, for a token that no model has."""
+    numbers, record, bare = np.zeros(4, np.int64), np.zeros(1, TREE_PASS), DraftTree.bare(-1)
+    for name in ("starts", "ids", "positions", "certain"):
+        record[name] = numbers.ctypes.data
+    record["ends"][0, IDS] = record["ends"][0, POSITIONS] = numbers.ctypes.data
+    nodes, at = (bare.tokens, bare.parents), record.ctypes.data
+    compute_tree(at, 0, bare.root, *nodes, NOTHING_CERTAIN, 0, True, False)
+    compute_trees(at, 0, np.array([[-1, 0, 0, 1]]), *nodes, NOTHING_CERTAIN, 1, False, np.zeros((1, 2), np.int64))

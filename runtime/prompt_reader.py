@@ -1,0 +1,100 @@
+"""Reads a prompt into a slot in pieces, after the longest beginning of it that was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hdtool.runtime.engine import Engine
+from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE, is_low_precision
+from hdtool.runtime.prefix_cache import PrefixCache
+from hdtool.runtime.verified import Verified
+
+PIECE = 512
+"""Tokens that are read in one pass after a kept context, which bounds the size of the mask."""
+NEVER = -1
+"""The version of a context that no prompt continues."""
+
+
+class PromptReader:
+    """The prefill of one prompt."""
+
+    def __init__(
+        self, engine: Engine, cache: Cache, first_free: int, prompt: Sequence[int], room: int, owner: str = ""
+    ) -> None:
+        """``room`` tokens may follow the prompt; slots from ``first_free`` on are not in use."""
+        self._engine, self._cache, self._prompt = engine, cache, list(prompt)
+        self._room, self._owner = room, owner
+        self.slot = self._free = first_free
+        self._may_stop = engine.reads_in_pieces(len(prompt))
+        self.cached_tokens = 0
+        """Tokens at the start of the prompt that are not read again."""
+        self._read = 0
+        self._kept: list[torch.Tensor] | None = None
+        """The keys and values of the last kept token, which is read again and compared."""
+
+    def begin(self, prefixes: PrefixCache | None) -> None:
+        """Take over what was kept of the prompt's beginning."""
+        slots, version = self._cache.slots, self._engine.changes
+        kept = in_place = None
+        if prefixes and self._may_stop:
+            asked = self._owner, version, self._prompt
+            in_place = kept = prefixes.in_place(slots[self._free :], *asked)
+            copied = prefixes.to_copy(slots[: self._free], *asked)
+            if copied and copied.shared > (in_place.shared if in_place else 0):
+                kept, in_place = copied, None
+        if in_place:
+            self.slot = slots.index(in_place.slot)
+        shared = kept.shared if kept else 0
+        if prefixes and slots[self.slot].valid > shared:
+            prefixes.keep(self._cache, self.slot)
+        if kept and not in_place:
+            self._cache.load(self.slot, kept.slot, shared)
+        slot = self._cache.slots[self.slot]
+        self._read = self.cached_tokens = max(0, shared - 1)
+        if self._read:
+            slot.cut(shared)
+            self._kept = slot.kv.at(self._read)
+        slot.cut(self._read)
+        slot.owner, slot.version = self._owner, version if self._may_stop else NEVER
+
+    @torch.inference_mode()
+    def read(self, most: int | None = None) -> Verified | None:
+        """Read at most this many tokens, or all; the logits ``[1, vocabulary]`` after the prompt at its end."""
+        if most is not None and self._may_stop:
+            return self._read_piece(most)
+        verified = None
+        while verified is None:
+            verified = self._read_piece(PIECE if self._read else len(self._prompt))
+        return verified
+
+    def _read_piece(self, most: int) -> Verified | None:
+        first, end = self._read, min(len(self._prompt), self._read + most)
+        room = len(self._prompt) - end + self._room
+        verified = self._engine.prefill(self._cache, self.slot, self._prompt[first:end], first, room=room)
+        is_same, self._kept = self._is_same_model(first), None
+        if not is_same:
+            self._read = self.cached_tokens = 0
+            return None
+        self._read = end
+        return verified if end == len(self._prompt) else None
+
+    def _is_same_model(self, position: int) -> bool:
+        """Whether the model computes for a kept token what it computed before.
+
+        Values of a weight that are written through ``data`` change a model unseen by all that torch counts of it.
+        """
+        return self._kept is None or not _differ(self._kept, self._cache.slots[self.slot].kv.at(position))
+
+
+def _differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
+    """Whether keys and values of one position, computed twice, differ by more than rounding in any layer."""
+    for old, new in zip(before, after, strict=True):
+        tolerance = LOW_PRECISION_TOLERANCE if is_low_precision(old.dtype) else HIGH_PRECISION_TOLERANCE
+        rows = old.float().flatten(1)
+        distance = (new.float().flatten(1) - rows).abs().mean(1) / rows.std(1).clamp_min(1e-12)
+        if not bool((distance <= tolerance).all()):  # NaN differs
+            return True
+    return False

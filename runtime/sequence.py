@@ -1,0 +1,179 @@
+"""One answer between two forward passes: its context, its drafter, how its tokens are chosen, and its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from hdtool.data.errors import ContextError, PromptError
+from hdtool.runtime.accept import Accepted, accept
+from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, SeededDrafter, draft_many, reads_logits
+from hdtool.runtime.engine import Engine
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified, Want
+
+
+class Finish(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """The model produced a token that ends the answer."""
+    LENGTH = "length"
+    """The answer has ``max_new_tokens`` tokens."""
+    CONTEXT = "context"
+    """The model's context is full."""
+    INTERRUPT = "interrupt"
+    """The user interrupted the answer."""
+
+
+class Step(NamedTuple):
+    """The tokens of one forward pass of the target, and how long it took."""
+
+    tokens: list[int]
+    tree: DraftTree
+    path: list[int]
+    draft_seconds: float
+    verify_seconds: float
+    """Inside the model's own forward pass."""
+    seconds: float
+    """The whole step; on a device that computes by itself, with what its consumer does meanwhile."""
+    finish: Finish | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that were in the KV cache; in the first step."""
+
+    @property
+    def sources(self) -> list[SourceName]:
+        """The source of each token; ``NONE`` for the bonus token."""
+        return [*(SourceName(source) for source in self.tree.sources[self.path].tolist()), SourceName.NONE]
+
+
+class SequenceState:
+    """The state of one answer between two forward passes of the engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        sampler: Sampler,
+        *,
+        max_new_tokens: int,
+        stops: Container[int] = (),
+        drafter: Drafter | None = None,
+        prediction: Sequence[int] = (),
+    ) -> None:
+        self.prompt = prompt
+        self._prediction = prediction
+        self.room, self._finish_at_limit = room_for(engine, prompt, max_new_tokens)
+        """Tokens that may still follow."""
+        self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
+        self.want = Want(walk=sampler.walks, rank=reads_logits(self.drafter))
+        self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
+        self._tree = DraftTree.bare(prompt[-1])
+        self.cached_tokens = 0
+        """Tokens of the prompt that were not read again."""
+        self._started = self._draft_seconds = self._seconds_in_model = 0.0
+        self._engine, self._vocabulary = engine, engine.vocabulary
+
+    @property
+    def context(self) -> list[int]:
+        """The prompt and all tokens since."""
+        return self._sampler.context
+
+    def begin(self) -> None:
+        """Start the first step, which prefills the prompt: it has no drafts and yields one token."""
+        self.start_step()
+        if isinstance(self.drafter, SeededDrafter):
+            self.drafter.set_seed(self._sampler.seed)
+        self.drafter.begin(self.prompt)
+        if len(self._prediction) and isinstance(self.drafter, HistoryDrafter):
+            self.drafter.predict(self._prediction)
+        self._draft_seconds = time.perf_counter() - self._started
+
+    def take(self, tree: DraftTree, seconds: float) -> DraftTree:
+        """Record this step's draft tree and how long drafting took; returns the part of it that is verified."""
+        if len(tree.tokens):
+            # Deeper nodes would be accepted past the end, and a tokenizer may have more ids than the model embeddings.
+            tree = tree.within(self.room - 1, self._vocabulary)
+        if self._needs_all_logits and tree.certain is not None:
+            tree = replace(tree, certain=None)
+        self._tree, self._draft_seconds = tree, seconds
+        return tree
+
+    def start_step(self) -> None:
+        self._seconds_in_model, self._started = self._engine.log.seconds, time.perf_counter()
+
+    def end(self) -> None:
+        """End the answer, complete or not."""
+        if isinstance(self.drafter, HistoryDrafter):
+            self.drafter.end()
+
+    def accept(self, verified: Verified, recompute: Callable[[int], Verified]) -> tuple[Accepted, Verified]:
+        """The accepted tokens, and the logits that decided.
+
+        ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
+        """
+        accepted = accept(self._tree, verified, self._sampler, stops=self._stops, most=self.room)
+        if accepted is None:
+            self._tree = DraftTree.bare(self._tree.root)
+            verified = recompute(self._tree.root)
+            accepted = accept(self._tree, verified, self._sampler, stops=self._stops, most=self.room)
+            assert accepted is not None
+        if self._sampler.overflowed:
+            self._engine.note_overflow()
+        return accepted, verified
+
+    def observe(self, accepted: Accepted, verified: Verified) -> Step:
+        self.drafter.observe(accepted, verified)
+        self.room -= len(accepted.tokens)
+        finish = Finish.STOP if accepted.stopped else self._finish_at_limit if not self.room else None
+        cached, self.cached_tokens = self.cached_tokens, 0
+        return Step(
+            accepted.tokens,
+            self._tree,
+            accepted.path,
+            self._draft_seconds,
+            self._engine.log.seconds - self._seconds_in_model,
+            time.perf_counter() - self._started,
+            finish,
+            cached,
+        )
+
+
+def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
+    """The trees of this step."""
+    for sequence in sequences:
+        sequence.start_step()
+    started = time.perf_counter()
+    trees = draft_many([one.drafter for one in sequences], [one.context for one in sequences])
+    each = (time.perf_counter() - started) / len(sequences)
+    return [one.take(tree, each) for one, tree in zip(sequences, trees, strict=True)]
+
+
+def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
+    """The number of tokens that may follow the prompt, and why the answer ends after them."""
+    _check_prompt(prompt, engine.vocabulary)
+    limit = engine.context_limit(len(prompt))
+    if limit is None or len(prompt) + max_new_tokens <= limit:
+        return max_new_tokens, Finish.LENGTH
+    if len(prompt) >= limit:
+        raise ContextError(
+            f"the prompt is {len(prompt):,} tokens long, but the model's context holds {limit:,}, answer included",
+            "shorten it, or take a model with a longer context",
+        )
+    return limit - len(prompt), Finish.CONTEXT
+
+
+def _check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
+    if not len(prompt):
+        raise PromptError("the prompt is empty: give at least one token")
+    outside = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise PromptError(
+            f"the prompt holds token {outside}, but the model has embeddings for tokens 0 to {vocabulary - 1} only: "
+            "remove the text of that token, or use the tokenizer that the model was trained with"
+        )

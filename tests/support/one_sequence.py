@@ -1,0 +1,40 @@
+"""One sequence on a target, step by step, for tests that look at single passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified, Want
+
+
+class OneSequence:
+    """A target with a cache for one sequence."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.cache = target, target.allocate()
+        self.verified = Verified(torch.empty(0))
+        """The outcome of the last pass."""
+
+    @property
+    def length(self) -> int:
+        """Accepted tokens."""
+        return self.cache.slots[0].length
+
+    def prefill(self, context: Sequence[int], start: int = 0, *, room: int = 64) -> torch.Tensor:
+        """Read a context after the first ``start`` tokens; the logits ``[1, vocabulary]`` after it."""
+        self.target.notice_changes()
+        self.verified = self.target.prefill(self.cache, 0, context, start, room=room)
+        return self.verified.logits
+
+    def verify(self, tree: DraftTree, want: Want = Want()) -> torch.Tensor:
+        """The logits of the root and each node; ``verified`` has what was wanted beside them."""
+        self.verified = self.target.verify(self.cache, [tree], [want])[0]
+        self.target.wait()
+        return self.verified.logits
+
+    def commit(self, path: Sequence[int] = ()) -> None:
+        self.target.commit(self.cache, 0, list(path))
