@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import PromptError
-from hdtool.data.inputs import text_in
 
 RESPONSE_FORMAT = "response_format"
 LARGEST_GRAMMAR = 1 << 20
@@ -69,6 +68,8 @@ class Grammar:
 
 def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
     """The grammar in a file."""
+    from hdtool.data.inputs import text_in
+
     text = text_in(path, "give it as UTF-8 text")
     try:
         return Grammar.json_schema(text) if kind is GrammarKind.JSON_SCHEMA else Grammar(kind, text)

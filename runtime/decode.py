@@ -55,13 +55,15 @@ def decode_batch(
     *,
     max_new_tokens: int,
     stops: Container[int] = (),
+    prefix_caching: bool = False,
 ) -> Iterator[tuple[Request[Key], Step]]:
     """Answer prompts in ``size`` batch slots; finished requests are replaced (continuous batching).
 
     ``next_request`` is called whenever a slot is free, so a request may depend on earlier answers. If it returns
-    None, it is called again after the next step.
+    None, it is called again after the next step. With ``prefix_caching``, what prompts share is read once.
     """
-    loop: Loop[Key] = Loop(engine, engine.allocate(size), max_new_tokens=max_new_tokens, stops=stops)
+    prefixes = PrefixCache() if prefix_caching else None
+    loop: Loop[Key] = Loop(engine, engine.allocate(size), max_new_tokens=max_new_tokens, stops=stops, prefixes=prefixes)
     try:
         while True:
             while not loop.is_full and (request := next_request()) is not None:

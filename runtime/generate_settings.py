@@ -159,10 +159,10 @@ def generate_options(
     return options | {name: value for name, value in chosen.items() if value is not None}
 
 
-def refused_setting(settings: GenerationConfig) -> tuple[str, str] | None:
+def refused_setting(settings: GenerationConfig, allowed: Container[str] = ()) -> tuple[str, str] | None:
     """The first setting that changes the output of ``generate`` and is not supported, and why."""
     for name, (is_refused, reason) in REFUSED.items():
-        if is_refused(getattr(settings, name, None)):
+        if name not in allowed and is_refused(getattr(settings, name, None)):
             return name, reason
     return None
 

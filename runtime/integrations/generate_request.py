@@ -38,7 +38,7 @@ class UnsupportedCallError(OptionError):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One call of ``generate``."""
+    """One row of a call of ``generate``."""
 
     prompt: list[int]
     padding: list[int]
@@ -52,7 +52,7 @@ class GenerateRequest:
     """Whether ``generate`` returns an output object instead of ids."""
 
     @classmethod
-    def of(
+    def rows_of(
         cls,
         input_ids: torch.Tensor,
         settings: GenerationConfig,
@@ -61,30 +61,44 @@ class GenerateRequest:
         *,
         model_type: str = "",
         synced_gpus: bool = False,
-    ) -> GenerateRequest:
-        """Read a call; raise with the reason if the loop does not support it."""
+    ) -> list[GenerateRequest]:
+        """Read the rows of a call; raise with the reason if the loop does not support it."""
         if synced_gpus:
             raise _refusal(
                 "synced_gpus is set", "processes that share a model by ZeRO-3 or FSDP must make equally many passes"
             )
         _refuse_settings(settings)
         _refuse_inputs(input_ids, model_arguments, model_type)
-        ids: list[int] = input_ids[0].tolist()
-        padded = _padding_of(model_arguments.get("attention_mask"), len(ids))
-        _refuse_positions(model_arguments.get("position_ids"), padded, len(ids))
+        mask, positions = (model_arguments.get(name) for name in ("attention_mask", "position_ids"))
+        length = input_ids.shape[1]
         longest = min(
             (one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=settings.max_length
         )
         details = bool(settings.return_dict_in_generate)
-        return cls(
-            prompt=ids[padded:],
-            padding=ids[:padded],
-            most=max(1, longest - len(ids)),  # generate, too, checks the length after the first token
-            draws=bool(settings.do_sample),
-            wants_scores=details and bool(settings.output_scores),
-            wants_logits=details and bool(settings.output_logits),
-            wants_details=details,
-        )
+        rows = []
+        for row, ids in enumerate(input_ids.tolist()):
+            padded = _padding_of(None if mask is None else mask[row], length)
+            _refuse_positions(_row_of(positions, row, len(input_ids)), padded, length)
+            rows.append(
+                cls(
+                    prompt=ids[padded:],
+                    padding=ids[:padded],
+                    most=max(1, longest - length),  # generate, too, checks the length after the first token
+                    draws=bool(settings.do_sample),
+                    wants_scores=details and bool(settings.output_scores),
+                    wants_logits=details and bool(settings.output_logits),
+                    wants_details=details,
+                )
+            )
+        return rows
+
+
+def predictions_of(prediction: Any, rows: int) -> list[list[int]]:
+    """The predicted output of each row, given as one for all of them or as one for each."""
+    ids = prediction.tolist() if hasattr(prediction, "tolist") else prediction
+    if isinstance(ids, (list, tuple)) and len(ids) == rows > 1 and all(isinstance(one, (list, tuple)) for one in ids):
+        return [predicted_ids(one) for one in ids]
+    return [predicted_ids(ids)] * rows
 
 
 def predicted_ids(prediction: Any) -> list[int]:
@@ -102,7 +116,7 @@ def predicted_ids(prediction: Any) -> list[int]:
 
 
 def _refuse_settings(settings: GenerationConfig) -> None:
-    if refused := refused_setting(settings):
+    if refused := refused_setting(settings, allowed=("num_return_sequences",)):
         name, reason = refused
         raise _refusal(f"{name} is {getattr(settings, name)!r}", reason)
     mode = settings.get_generation_mode()
@@ -115,8 +129,8 @@ def _refuse_settings(settings: GenerationConfig) -> None:
 def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_type: str) -> None:
     if arguments.get("inputs_embeds") is not None:
         raise _refusal("inputs_embeds are given", "it drafts from token ids: give input_ids")
-    if input_ids.shape[0] != 1:
-        raise _refusal(f"the batch holds {input_ids.shape[0]} prompts", "it answers one prompt at a time")
+    if input_ids.shape[0] == 0:
+        raise _refusal("the batch is empty", "generation needs at least one prompt")
     if input_ids.shape[1] == 0:
         raise _refusal("the prompt is empty", "generation needs at least one token")
     if is_own_cache(cache_in(arguments)):
@@ -143,11 +157,17 @@ def _is_set(name: str, value: object, model_type: str) -> bool:
     return value is not None and value is not False
 
 
+def _row_of(positions: torch.Tensor | None, row: int, rows: int) -> torch.Tensor | None:
+    """The positions of a row; models with several position axes have these in front of the rows."""
+    has_rows = positions is not None and positions.dim() > 1 and positions.shape[-2] == rows
+    return positions[..., row, :] if positions is not None and has_rows else positions
+
+
 def _padding_of(mask: torch.Tensor | None, length: int) -> int:
-    """The number of masked tokens on the left."""
+    """The number of tokens that the mask of a row hides on the left."""
     if mask is None:
         return 0
-    seen: list[bool] = mask[0].bool().tolist()
+    seen: list[bool] = mask.bool().tolist()
     padded = seen.index(True) if True in seen else length
     if len(seen) != length or padded == length or not all(seen[padded:]):
         raise _refusal("the attention mask has gaps", "only padding on the left can be left out of a prompt")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
@@ -15,25 +18,32 @@ from hdtool.data.errors import OptionError
 from hdtool.data.grammar import Grammar
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.methods import HIERARCHIES
-from hdtool.runtime.decode import decode
+from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.methods import drafters_for, history_for
 from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import guided
 from hdtool.runtime.grammar.processor import GrammarProcessor
 from hdtool.runtime.integrations.call_lock import CallLock
-from hdtool.runtime.integrations.generate_request import GenerateRequest, predicted_ids
+from hdtool.runtime.integrations.generate_request import GenerateRequest, UnsupportedCallError, predictions_of
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.library import argument_of_generate, attention_of, must_pass_in_step, use_masked_attention
+from hdtool.runtime.model.library import (
+    argument_of_generate,
+    attention_of,
+    must_pass_in_step,
+    processor_of_row,
+    use_masked_attention,
+)
 from hdtool.runtime.model.load import ends_of
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, embedded_tokens
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sampling.truncation import NOT_FINITE
-from hdtool.runtime.sequence import Finish
+from hdtool.runtime.sequence import Finish, Step
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 
@@ -47,6 +57,14 @@ if TYPE_CHECKING:
 
 Generated = GenerateDecoderOnlyOutput | torch.LongTensor
 Maker = Callable[[Target], Drafter]
+ManyMaker = Callable[[Target, int], list[Drafter]]
+ONE_STREAM = (
+    "hdtool cannot decode this call of generate: a streamer is given, but it shows one answer and the batch has more"
+)
+ONE_DRAFTER = (
+    "a batch is given to a Generator with one drafter, but each row needs its own: give the Generator a function that "
+    "makes a drafter for a target, or make it by Generator.drafting"
+)
 NESTED = (
     "a Generator is called from inside its own call of generate, as from a logits processor, a stopping criterion or a "
     "streamer: give the inner call a Generator of its own"
@@ -73,17 +91,18 @@ class Generator:
 
         With ``prefix_caching``, a prompt that begins as the last conversation did is read from where it differs.
 
-        Without a ``seed``, each sampled answer draws a seed from torch's generator, so ``torch.manual_seed`` makes a
-        program reproducible.
+        Without a ``seed``, each sampled call draws a seed from torch's generator, so ``torch.manual_seed`` makes a
+        program reproducible. The rows of a batch count on from the seed.
         """
-        self._make: Maker = drafter if callable(drafter) else lambda _: drafter or NoDraft()
+        self._make: ManyMaker = lambda target, rows: _drafters_of(drafter, target, rows)
         self._seed = seed
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._compiler: GrammarCompiler | None = None
         self._prefix_caching = prefix_caching
         self._calls = CallLock(NESTED)
         self._target: Target | None = None
-        self._drafter: Drafter = NoDraft()
+        self._drafters: dict[int, list[Drafter]] = {}
+        """Those of calls with as many rows."""
         self.stats = Stats()
         """Statistics of the last call."""
 
@@ -103,15 +122,19 @@ class Generator:
         named = StoresConfig(chosen.model_db or NONE, chosen.corpus_db or NONE)
         StoreSet.for_tokenizer(tokenizer, named, config.databases)
 
-        def make(target: Target) -> Drafter:
-            model = checkpoint_in_memory(target.model)
-            stores = StoreSet.for_tokenizer(
-                tokenizer, chosen, config.databases, model=model, identified=config.keeps_history
-            )
-            return drafter_for(config, target, stores)
+        opened: WeakKeyDictionary[Target, StoreSet] = WeakKeyDictionary()
 
-        made = cls(make, seed=seed, prefix_caching=config.prefix_caching)
-        made._tokenizer = tokenizer
+        def make(target: Target, rows: int) -> list[Drafter]:
+            if target not in opened:  # all drafters share its history
+                model = checkpoint_in_memory(target.model)
+                stores = StoreSet.for_tokenizer(
+                    tokenizer, chosen, config.databases, model=model, identified=config.keeps_history
+                )
+                opened[target] = replace(stores, history=history_for(config, target, stores))
+            return drafters_for(replace(config, batch_size=rows), target, opened[target])
+
+        made = cls(seed=seed, prefix_caching=config.prefix_caching)
+        made._make, made._tokenizer = make, tokenizer
         return made
 
     def __call__(
@@ -131,10 +154,11 @@ class Generator:
         """Called by ``generate``; ``seed``, ``prediction`` and ``grammar`` can be passed through ``generate``.
 
         A ``prediction`` is token ids that the answer will probably have: they are drafted from, and never read by the
-        model. The answer matches the ``grammar`` as a whole, unless it ends at ``max_new_tokens``.
+        model. The answer matches the ``grammar`` as a whole, unless it ends at ``max_new_tokens``. In a batch, each row
+        may have a prediction of its own, and processors and criteria are called with one row at a time.
         """
         refuse_by_configuration(model.config)
-        request = GenerateRequest.of(
+        requests = GenerateRequest.rows_of(
             input_ids,
             generation_config,
             stopping_criteria,
@@ -143,60 +167,75 @@ class Generator:
             synced_gpus=synced_gpus or _is_synced(model),
         )
         streamer = streamer or argument_of_generate("streamer")
-        guide = self._guide(model, grammar) if grammar is not None else None
-        if guide:
-            logits_processor = LogitsProcessorList([GrammarProcessor(guide), *logits_processor])
-        sampler = _Recorder(request, logits_processor, self._seed_for(request, seed), input_ids.device)
-        predicted = predicted_ids(prediction)
-        output: list[int] = []
+        if streamer is not None and len(requests) > 1:
+            raise UnsupportedCallError(ONE_STREAM)
+        first_seed, predictions = self._seed_for(requests[0], seed), predictions_of(prediction, len(requests))
+        # The loop itself ends at the length, so that an answer cut there is told from one that stopped.
+        criteria = StoppingCriteriaList(one for one in stopping_criteria if type(one) is not MaxLengthCriteria)
         with self._calls.held(), _prepared(model):
-            # The loop itself ends at the length, so that an answer cut there is told from one that stopped.
-            others = StoppingCriteriaList(one for one in stopping_criteria if type(one) is not MaxLengthCriteria)
-            stops = Stops((), others, sampler, sampler.device, lambda: sampler.scores_recorded)
-            for tokens in self._steps(model, request, sampler, stops, predicted, guide):
-                output += tokens
+            rows = []
+            for number, request in enumerate(requests):
+                guide = self._guide(model, grammar) if grammar is not None else None
+                processors = _processors_of_row(logits_processor, number, len(requests))
+                if guide:
+                    processors.insert(0, GrammarProcessor(guide))
+                sampler = _Recorder(request, processors, (first_seed + number) % 2**63, input_ids.device)
+                stops = Stops((), criteria, sampler, sampler.device, partial(_scores_of, sampler))
+                rows.append(_Row(request, sampler, stops, predictions[number], guide))
+            for row, step in self._steps(model, rows):
+                row.output += step.tokens
                 if streamer is not None:
-                    for token in tokens:
+                    for token in step.tokens:
                         streamer.put(torch.tensor([token]))
         if streamer is not None:
             streamer.end()
-        sequences = torch.cat([input_ids, input_ids.new_tensor([output])], dim=-1)
-        if not request.wants_details:
-            return cast(torch.LongTensor, sequences)
-        return GenerateDecoderOnlyOutput(
-            sequences=cast(torch.LongTensor, sequences),
-            scores=cast(Any, sampler.scores_recorded),
-            logits=cast(Any, sampler.logits_recorded),
-        )
+        return _output(input_ids, rows, _padding_token(generation_config))
 
-    def _steps(
-        self,
-        model: PreTrainedModel,
-        request: GenerateRequest,
-        sampler: _Recorder,
-        stops: Stops,
-        prediction: Sequence[int],
-        guide: Guide | None,
-    ) -> Iterator[list[int]]:
+    def _steps(self, model: PreTrainedModel, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Step]]:
+        """Answer all rows; the steps of each, in the order in which they are made."""
         target = self._target_for(model)
-        self.stats = Stats()
-        if prediction and not isinstance(self._drafter, HistoryDrafter):
-            raise OptionError(NO_PREDICTION)
-        drafter = guided(self._drafter, guide)
-        steps = decode(
-            target,
-            request.prompt,
-            sampler,
-            max_new_tokens=request.most,
-            stops=stops,
-            drafter=drafter,
-            prediction=prediction,
-            prefix_caching=self._prefix_caching,
-        )
-        for step in self.stats.counted(steps, drafter):
-            yield step.tokens
-        if self.stats.finish is Finish.CONTEXT:
+        if len(rows) not in self._drafters:
+            self._drafters[len(rows)] = self._make(target, len(rows))
+        drafters = self._drafters[len(rows)]
+        requests = []
+        for row, drafter in zip(rows, drafters, strict=True):
+            if row.prediction and not isinstance(drafter, HistoryDrafter):
+                raise OptionError(NO_PREDICTION)
+            requests.append(row.to_answer(guided(drafter, row.guide)))
+        before = [dict(request.drafter.seconds) for request in requests]
+        stats = [Stats() for _ in rows]
+        try:
+            for row, step in self._decoded(target, requests):
+                stats[rows.index(row)].add(step)
+                yield row, step
+        finally:
+            for one, earlier, request in zip(stats, before, requests, strict=True):
+                one.add_seconds(earlier, request.drafter.seconds)
+            self.stats = stats[0] if len(stats) == 1 else Stats.total(stats)
+        if any(one.finish is Finish.CONTEXT for one in stats):
             warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
+
+    def _decoded(self, target: Target, requests: Sequence[Request[_Row]]) -> Iterator[tuple[_Row, Step]]:
+        if len(requests) > 1:
+            waiting = iter(requests)
+            steps = decode_batch(
+                target, lambda: next(waiting, None), len(requests), max_new_tokens=0, prefix_caching=True
+            )
+            yield from ((request.key, step) for request, step in steps)
+            return
+        (only,) = requests
+        row = only.key
+        for step in decode(
+            target,
+            only.prompt,
+            only.sampler,
+            max_new_tokens=row.request.most,
+            stops=only.stops,
+            drafter=only.drafter,
+            prediction=only.prediction,
+            prefix_caching=self._prefix_caching,
+        ):
+            yield row, step
 
     def _guide(self, model: PreTrainedModel, grammar: Grammar) -> Guide:
         """The state of a new answer in its grammar."""
@@ -219,7 +258,7 @@ class Generator:
         if target is None or target.model is not model or (target.device, target.dtype, target.vocabulary) != now:
             self._target = target = None  # frees the old cache first
             self._target = target = Target(model)
-            self._drafter = self._make(target)
+            self._drafters.clear()
         return target
 
     def _seed_for(self, request: GenerateRequest, seed: int | None) -> int:
@@ -227,6 +266,22 @@ class Generator:
         if given is None and request.draws:
             return int(torch.randint(2**63 - 1, ()))
         return given or 0
+
+
+@dataclass(eq=False)
+class _Row:
+    """One row of a call: its prompt, how its tokens are chosen, and its output."""
+
+    request: GenerateRequest
+    sampler: _Recorder
+    stops: Stops
+    prediction: list[int]
+    guide: Guide | None
+    output: list[int] = field(default_factory=list)
+
+    def to_answer(self, drafter: Drafter) -> Request[_Row]:
+        of_row = self.request.prompt, self.sampler, drafter, self.stops, self.prediction
+        return Request(self, *of_row, max_new_tokens=self.request.most)
 
 
 class _Recorder(Sampler):
@@ -260,6 +315,66 @@ class _Recorder(Sampler):
             scores = self.processed(before, self.truncating)
             self.scores_recorded += (scores.to(torch.float32, copy=True)[None],)
         return token
+
+
+def _drafters_of(drafter: Drafter | Maker | None, target: Target, rows: int) -> list[Drafter]:
+    """As many drafters as a call has rows, made by a function or given as one."""
+    if drafter is None:
+        return [NoDraft() for _ in range(rows)]
+    if callable(drafter):
+        return [drafter(target) for _ in range(rows)]
+    if rows > 1:
+        raise OptionError(ONE_DRAFTER)
+    return [drafter]
+
+
+def _processors_of_row(processors: LogitsProcessorList, row: int, rows: int) -> LogitsProcessorList:
+    """The processors of a call as they treat one of its rows."""
+    if rows == 1:
+        return LogitsProcessorList(processors)
+    chosen = LogitsProcessorList()
+    for processor in processors:
+        alone = processor_of_row(processor, row)
+        if alone is None:
+            name = type(processor).__name__
+            raise UnsupportedCallError(
+                f"hdtool cannot decode this call of generate: {name} is used in a batch, but it has a state of all rows"
+            )
+        chosen.append(alone)
+    return chosen
+
+
+def _scores_of(sampler: _Recorder) -> Any:
+    return sampler.scores_recorded
+
+
+def _padding_token(settings: GenerationConfig) -> int:
+    """What ``generate`` writes after the end of shorter rows."""
+    ends = settings.eos_token_id
+    first = ends[0] if isinstance(ends, list) and ends else ends
+    return next((int(token) for token in (settings.pad_token_id, first) if isinstance(token, int)), 0)
+
+
+def _output(input_ids: torch.LongTensor, rows: Sequence[_Row], padding: int) -> Generated:
+    longest = max(len(row.output) for row in rows)
+    answers = [[*row.output, *[padding] * (longest - len(row.output))] for row in rows]
+    sequences = torch.cat([input_ids, input_ids.new_tensor(answers)], dim=-1)
+    if not rows[0].request.wants_details:
+        return cast(torch.LongTensor, sequences)
+    return GenerateDecoderOnlyOutput(
+        sequences=cast(torch.LongTensor, sequences),
+        scores=cast(Any, _stacked([row.sampler.scores_recorded for row in rows], longest)),
+        logits=cast(Any, _stacked([row.sampler.logits_recorded for row in rows], longest)),
+    )
+
+
+def _stacked(recorded: Sequence[tuple[torch.Tensor, ...] | None], longest: int) -> tuple[torch.Tensor, ...] | None:
+    """A tensor ``[rows, vocabulary]`` for each new token; rows that have ended are zeros."""
+    rows = [row for row in recorded if row]
+    if not rows or len(rows) < len(recorded):
+        return None if recorded[0] is None else ()
+    zeros = torch.zeros_like(rows[0][0])
+    return tuple(torch.cat([row[place] if place < len(row) else zeros for row in rows]) for place in range(longest))
 
 
 @contextmanager

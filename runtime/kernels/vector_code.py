@@ -16,6 +16,8 @@ HALF = ir.HalfType()
 SHORT = ir.IntType(16)
 OCTET = ir.IntType(8)
 INDEX = ir.IntType(64)
+ITEM_SIZE = 4
+"""Bytes of a float32."""
 CACHE_LINE = 64
 """Bytes."""
 

@@ -37,14 +37,16 @@ class CapturedPasses:
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
         """Use captured steps from now on, if the model can be captured and gives the same logits."""
-        if reason := scattered(target.model) or target.row_by_row.reason:
+        if reason := scattered(target.model) or target.stock.row_by_row.reason:
             return self._disable(reason)
-        expected = two_steps(target)
+        expected = two_steps(target, target.allocate())
         like = expected[0]
-        self._steps = StaticSteps(target.model, target.masks, like.shape[-1], like.dtype, capture)
+        self._steps = StaticSteps(target.model, target.stock.masks, like.shape[-1], like.dtype, capture)
         self.watch(target)
-        # The first two are captured, and the next two replay them.
-        for found, usual in zip([*two_steps(target), *two_steps(target)], [*expected, *expected], strict=True):
+        # The first two are captured, and the next two replay them: captured steps are those of one cache.
+        cache = target.allocate()
+        found_twice = [*two_steps(target, cache), *two_steps(target, cache)]
+        for found, usual in zip(found_twice, [*expected, *expected], strict=True):
             if self._steps and (distance := deviation(found, usual, target.rounding)):
                 self._disable(f"its logits would be off by {distance}")
 

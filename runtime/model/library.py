@@ -5,6 +5,7 @@ Everything here asks for a feature, never for a version, so that one release may
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import LogitsProcessor, PreTrainedModel
     from transformers.cache_utils import Cache
 
 CACHE_NAMES = ("cache", "past_key_values")
@@ -84,6 +85,35 @@ def is_known_type(model_type: str) -> bool:
 def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
     """The option of a pass by which the model computes only the logits after its last token, if it has one."""
     return {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
+
+
+def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | None:
+    """A processor of a batch as it treats one of its rows alone; None if it has a state of the whole batch."""
+    from transformers import (
+        ClassifierFreeGuidanceLogitsProcessor,
+        EncoderNoRepeatNGramLogitsProcessor,
+        EncoderRepetitionPenaltyLogitsProcessor,
+        PrefixConstrainedLogitsProcessor,
+        SynthIDTextWatermarkLogitsProcessor,
+        UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    )
+
+    of_whole_batch = (
+        ClassifierFreeGuidanceLogitsProcessor,
+        EncoderNoRepeatNGramLogitsProcessor,
+        EncoderRepetitionPenaltyLogitsProcessor,
+        SynthIDTextWatermarkLogitsProcessor,
+        UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    )
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, torch.Tensor):  # the padding of each row, which a repetition penalty leaves out
+        alone: Any = copy.copy(processor)
+        alone.prompt_ignore_length = ignored[row : row + 1]
+        return cast("LogitsProcessor", alone)
+    return None if isinstance(processor, of_whole_batch) else processor
 
 
 def is_stateful(model: PreTrainedModel) -> bool:

@@ -105,8 +105,8 @@ class StaticSteps:
     def _run(self, cache: StaticKVCache, used: int, size: int, extent: int, moves: bool) -> Verified:
         self._clock.start()
         self._input.send(size)
-        self._steps[size, extent, moves]()
-        cache.due = None
+        with cache.moving():
+            self._steps[size, extent, moves]()
         self._host_argmax.copy_(self._argmax, non_blocking=True)
         self._clock.stop()
         tokens, finite = self._host_argmax[:, :used].numpy()

@@ -6,16 +6,14 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import Cache as LibraryCache
 
-from hdtool.runtime.model.attention_masks import AttentionMasks, Mask, windows_of
-from hdtool.runtime.model.cache.kv_cache import LayerShape, SlotKVCache
-from hdtool.runtime.model.cache.slots import Cache, Slot
+from hdtool.runtime.model.cache.kv_cache import LayerShape
+from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.captured_passes import CapturedPasses
 from hdtool.runtime.model.checks.changes import ModelChanges
 from hdtool.runtime.model.checks.trees import prove_trees, some_context
@@ -24,19 +22,14 @@ from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse
 from hdtool.runtime.model.fused.layer_stack import check_layers_again, takes_number
 from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.model.fused.whole_pass import WholePass
-from hdtool.runtime.model.hidden_states import HiddenStates
-from hdtool.runtime.model.library import cache_name, last_logits_only, use_masked_attention
-from hdtool.runtime.model.llm_int8 import RowByRow
-from hdtool.runtime.model.pass_log import PassLog
-from hdtool.runtime.model.placement import device_of
-from hdtool.runtime.model.step_input import TreeInput
-from hdtool.runtime.tree import LARGEST_TREE, Certain, DraftTree
+from hdtool.runtime.model.library import use_masked_attention
+from hdtool.runtime.model.stock_passes import StockPasses
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NOTHING = nullcontext()
 PIECE = 128
 """Rows of a pass over a prompt in compiled layers; larger passes take longer for each row."""
 ROOM = 512
@@ -61,32 +54,23 @@ class Target:
         refuse_by_class(model)
         use_masked_attention(model)
         self.model = model.eval()
-        self.config = model.config.get_text_config(decoder=True)
-        self.device, self.dtype = device_of(model), model.dtype
+        self.stock = StockPasses(model)
+        """What computes passes that are neither captured nor compiled."""
+        self.config, self.device, self.dtype = self.stock.config, self.stock.device, self.stock.dtype
+        self.log, self.hidden = self.stock.log, self.stock.hidden
+        weakref.finalize(self, self.stock.row_by_row.release)  # the model may outlive its target
         self.vocabulary = embedded_tokens(model)
         """The number of token embeddings; larger ids have none."""
         self.processes = 1
         """Processes that share the weights (tensor parallelism)."""
-        self.log = PassLog()
         self.busy = Lock()
         """Held during a step of an answer: one thread at a time uses the model."""
-        self.windows = windows_of(self.config)
-        self.masks = AttentionMasks(self.windows, self.dtype, self.device)
-        self.last_only = last_logits_only(model)
-        """The option of a pass that computes the last logits alone."""
-        self._cache_name = cache_name(model) or ""
-        self.row_by_row = RowByRow(model)
-        weakref.finalize(self, self.row_by_row.release)  # the model may outlive its target
-        self.hidden = HiddenStates()
         self.shapes: tuple[LayerShape, ...] = tuple(shapes or ())
         """Those of the keys and values of each layer."""
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
-        self.whole_pass: WholePass | None = None
-        """What computes passes in the place of the model, where it can."""
         self._tree_passes: dict[int, TreePass] = {}
-        """What computes passes over trees, with whole passes, by the number of slots."""
-        self._tree_input = TreeInput(self.device)
+        """What computes passes over trees where whole passes are compiled, by the number of slots."""
         self._capture, self._captured = capture, CapturedPasses()
         self._overflow_noted = False
         self._changes = ModelChanges(model)
@@ -147,7 +131,7 @@ class Target:
         Not where a pass determines how its rows are computed: in LLM.int8(), and in a LongRoPE model beyond its
         original length.
         """
-        return not self.row_by_row.layers and self.context_limit(length) == self.context_limit(1)
+        return not self.stock.row_by_row.layers and self.context_limit(length) == self.context_limit(1)
 
     def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
         return Cache(self.shapes, slots, capacity)
@@ -166,7 +150,9 @@ class Target:
         Returns the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of tokens that may follow.
         """
         self.wait()
-        self._check_layers_again()
+        check_layers_again(self.model)
+        if self.stock.whole:
+            self.stock.whole.check_again()
         end = start + len(tokens)
         needed = end + room + LARGEST_TREE + 1
         if cache.capacity < needed:
@@ -176,19 +162,10 @@ class Target:
         is_compiled = takes_number(self.model, PIECE)
         piece = PIECE if is_compiled else len(tokens)
         for first in range(0, len(tokens), piece):
-            logits = self._read(tokens[first : first + piece], sequence, masked=is_compiled or start > 0)
+            logits = self.stock.read(tokens[first : first + piece], sequence, masked=is_compiled or start > 0)
         if self.captures or len(cache.slots) > 1:
             sequence.kv.clear_from(end)  # their passes read past the context
         return Verified(logits, sequence.all_hidden())
-
-    def _read(self, tokens: Sequence[int], sequence: Slot, *, masked: bool) -> torch.Tensor:
-        first = sequence.length
-        # Without a mask, the model makes its own or uses a causal kernel.
-        mask = self.masks.of_continuation(len(tokens), first) if masked else None
-        positions = range(first, first + len(tokens))
-        logits = self.forward([list(tokens)], [positions], mask, sequence.kv, **self.last_only)[0, -1:]
-        sequence.extend(tokens, self.hidden.of_slot(0, len(tokens)))
-        return logits
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
         """Verify one tree in each of the first slots, all in one pass: a row of logits for its root and each node.
@@ -212,42 +189,22 @@ class Target:
             slot.kv.settle()
         if compiled := self._compiled(cache, trees, wants):
             return compiled
-        return self._verify_by_torch(cache, trees)
+        with torch.inference_mode():
+            if len(trees) == 1:
+                return [self.stock.verify(cache.slots[0], trees[0])]
+            return self.stock.verify_together(cache, trees)
 
     def _compiled(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified] | None:
-        if not self.whole_pass:
+        if not self.stock.whole:
             return None
         slots = len(cache.slots)
         if slots not in self._tree_passes:
-            self._tree_passes[slots] = TreePass(self.whole_pass, slots)
+            self._tree_passes[slots] = TreePass(self.stock.whole, slots)
         started = time.perf_counter()
         verified = self._tree_passes[slots].verify(cache, trees, wants)
         if verified:
             self.log.add(time.perf_counter() - started, max(map(len, verified)) - 1, len(trees))
         return verified
-
-    @torch.inference_mode()
-    def _verify_by_torch(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        if len(trees) == 1:
-            return [self._verify_alone(cache.slots[0], trees[0])]
-        lengths = [slot.length for slot, _ in zip(cache.slots, trees, strict=False)]
-        mask = self.masks.of_batch(trees, lengths)
-        ids, positions = self._tree_input.of_batch(trees, lengths)
-        rows = ids.shape[1]
-        for slot, _ in zip(cache.slots, trees, strict=False):
-            slot.kv.used = max(slot.kv.used, slot.length + rows)
-        logits = self.run(ids, positions, mask, SlotKVCache(cache.storage, lengths, rows))
-        self.log.nodes, self.log.slots = rows - 1, len(trees)
-        return [
-            Verified(logits[slot, : len(tree) + 1], self.hidden.of_slot(slot, len(tree) + 1))
-            for slot, tree in enumerate(trees)
-        ]
-
-    def _verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
-        mask = self.masks.of_tree(tree, slot.length, reused=True)
-        logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv, certain=tree.certain)[0]
-        self.log.nodes = len(tree)
-        return Verified(logits, self.hidden.of_slot(0, len(tree) + 1))
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
@@ -259,7 +216,7 @@ class Target:
             verified = self.verify(cache, [tree])[0]
             self.wait()
             return verified
-        verified = self._verify_alone(sequence, tree)
+        verified = self.stock.verify(sequence, tree)
         sequence.expect(tree, verified.hidden)
         return verified
 
@@ -290,51 +247,12 @@ class Target:
 
     def use_whole_passes(self, whole: WholePass | None) -> None:
         """Compute passes without the Python code of the model from now on, or with it again."""
-        self.whole_pass = whole
+        self.stock.whole = whole
         self._tree_passes.clear()
 
-    def forward(
-        self,
-        tokens: list[list[int]],
-        positions: Sequence[Sequence[int]],
-        mask: Mask,
-        cache: LibraryCache,
-        **options: int,
-    ) -> torch.Tensor:
-        """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
-        ids = torch.tensor(tokens, device=self.device)
-        return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, None, **options)
-
-    def run(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: Mask,
-        cache: LibraryCache,
-        certain: Certain = None,
-        **options: int,
-    ) -> torch.Tensor:
-        """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``.
-
-        Where a token is ``certain`` after a row, the logits may be those of this token alone.
-        """
-        with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
-            started = time.perf_counter()
-            logits = None
-            if self.whole_pass:
-                logits = self.whole_pass.logits(ids, positions, mask, cache, certain, last_only=bool(options))
-            if logits is None:
-                given = {self._cache_name: cache, "use_cache": True, "return_dict": True, **options}
-                logits = self.model(input_ids=ids, position_ids=positions, attention_mask=mask, **given).logits
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.log.add(time.perf_counter() - started)
-        return logits
-
-    def _check_layers_again(self) -> None:
-        check_layers_again(self.model)
-        if self.whole_pass:
-            self.whole_pass.check_again()
+    @property
+    def whole_pass(self) -> WholePass | None:
+        return self.stock.whole
 
     def note_overflow(self) -> None:
         """Print once that logits were NaN or infinite."""

@@ -7,8 +7,8 @@ import torch
 
 from hdtool.runtime.kernels.argmax import argmax_of_row, bits_of, is_finite
 from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.sampling.truncation import NOT_FINITE, UNKNOWN, Draws, draw_row, winner_among_any
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree, descend
 

@@ -9,8 +9,7 @@ from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.fused.vectors import FloatCode
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
-from hdtool.runtime.kernels.vector_code import FLOAT, LANES
+from hdtool.runtime.kernels.vector_code import FLOAT, ITEM_SIZE, LANES
 
 
 @generated(types.int64, types.int64, types.int64, types.float32, types.int64)

@@ -10,9 +10,8 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import WORD
-from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, LANES, VectorCode
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, VectorCode
 
 VECTOR = ir.VectorType(FLOAT, LANES)
 WORDS = ir.VectorType(WORD, LANES)

@@ -7,7 +7,8 @@ path is one gather over all layers; rejected positions are overwritten by the ne
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -140,6 +141,8 @@ class StaticKVCache(Cache):
         """Positions from here on were never written."""
         self.due: tuple[int, list[int]] | None = None
         """A move of positions that the next captured step makes: where to, and the offsets of those to move."""
+        self._unsure: int | None = None
+        """Where positions begin that an interrupted move may have left half moved."""
 
     @property
     def slots(self) -> int:
@@ -151,14 +154,23 @@ class StaticKVCache(Cache):
 
     @property
     def settled(self) -> int:
-        """The number of accepted positions that hold their own token."""
-        return self.due[0] if self.due else self.length
+        """The number of accepted positions that hold their own token, once the move that is due is made."""
+        return self.length if self._unsure is None else self._unsure
 
     def settle(self) -> None:
         """Make the move that is due."""
-        if self.due:
-            self.move(*self.due)
-            self.due = None
+        if due := self.due:
+            with self.moving():
+                self.move(*due)
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """In this block, the move that is due is made; it cannot be made again if it is interrupted."""
+        if due := self.due:
+            self._unsure, self.due = due[0], None
+        yield
+        if due:
+            self._unsure = None
 
     def cut(self, length: int) -> None:
         """Keep the first ``length`` positions only."""
@@ -166,7 +178,7 @@ class StaticKVCache(Cache):
             if length > self.due[0]:
                 self.settle()
             self.due = None
-        self.length = length
+        self.length, self._unsure = length, None
 
     def clear_from(self, position: int) -> None:
         """Zero what earlier passes wrote from ``position`` on.
@@ -230,8 +242,8 @@ class StaticKVCache(Cache):
     def copy_from(self, other: StaticKVCache, length: int | None = None) -> None:
         """Copy another sequence, of the same batch or of a smaller cache, or the first ``length`` tokens of it."""
         other.settle()
-        self.due = None
-        self.length = other.length if length is None else length
+        self.due = self._unsure = None
+        self.length = other.settled if length is None else length
         for mine, theirs in zip(self.storage.tensors, other.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
         self.used = max(self.used, self.length)

@@ -50,10 +50,10 @@ class Slot:
 
     def extend(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
         """Accept tokens that were read after the others."""
+        if hidden is not None:  # first: an interrupt may leave hidden states too many, but never too few
+            self.hidden.append(hidden)
         self.kv.length += len(tokens)
         self.tokens += tokens
-        if hidden is not None:
-            self.hidden.append(hidden)
 
     def expect(self, tree: DraftTree, hidden: torch.Tensor | None = None) -> None:
         """Note the tree whose keys and values, and hidden states if watched, were computed."""
@@ -65,12 +65,12 @@ class Slot:
         if tree is None:  # the prompt was read, and nothing drafted for it
             return
         self.tree = self._hidden_of_tree = None
+        if hidden is not None:
+            self.hidden.append(hidden[[0, *(node + 1 for node in path)]])
         self.kv.commit(1, path, later=later)
         self.tokens.append(tree.root)
         if path:
             self.tokens += tree.tokens[path].tolist()
-        if hidden is not None:
-            self.hidden.append(hidden[[0, *(node + 1 for node in path)]])
 
     def all_hidden(self) -> torch.Tensor | None:
         """The hidden states of all accepted tokens, if they are watched."""

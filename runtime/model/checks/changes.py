@@ -38,12 +38,15 @@ class ModelChanges:
     def found(self, discard: Callable[[bool], None]) -> bool:
         """Whether the model changed since it was recorded; it must be recorded again then, or if it never was.
 
-        On a change, ``discard`` is called with whether the model has other code; if it fails, the model is still
-        another one at the next prompt.
+        ``discard`` is called with whether the model has other code, but not if its weights were merely written in
+        place; if it fails, the model is still another one at the next prompt.
         """
-        if not self._notices or (self._recorded and self._recorded.is_same()):
+        if not self._notices:
             return False
         if recorded := self._recorded:
+            if recorded.is_same():
+                self.count += recorded.was_written()
+                return recorded.was_written()
             self._memory.clear()
             has_same_code = recorded.has_code_of(self._model)
             try:

@@ -10,9 +10,9 @@ from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, reason_of
 from hdtool.runtime.model.cache.kv_cache import layer_shapes
+from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts
 from hdtool.runtime.model.families import deviation, is_low_precision, refusal, refuse_by_logits
-from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.tree import DraftTree
 
@@ -36,11 +36,11 @@ def prove_trees(target: Target) -> None:
     whole = torch.tensor([[*context, *path] for path in paths], device=target.device)
     target.rounding = None
     try:
-        options = {} if is_quantized else target.last_only
-        plain = model(input_ids=whole, use_cache=True, **cache_argument(model, used), **options).logits
+        options = {} if is_quantized else target.stock.last_only
+        plain = model(input_ids=whole, use_cache=True, **{target.stock.cache_name: used}, **options).logits
         target.shapes = tuple(layer_shapes(used))
         if is_quantized:
-            with target.row_by_row.on():
+            with target.stock.row_by_row.on():
                 refuse_dependent_rows(model, target.device)
                 target.rounding = measure_rounding(model, whole, plain)
         cache = target.allocate()
@@ -63,9 +63,9 @@ def prove_trees(target: Target) -> None:
 def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCache) -> None:
     """Check a tree after more tokens than a window has, if the model may have one beside those of the masks."""
     kind, limit = target.model.config.model_type, target.context_limit(LARGEST_LENGTH)
-    for context in long_contexts(target.model, target.windows, limit):
+    for context in long_contexts(target.model, target.stock.windows, limit):
         try:
-            of_tree, plain = context.logits(target.forward, target.masks, tokens, target.shapes, used)
+            of_tree, plain = context.logits(target.stock.forward, target.stock.masks, tokens, target.shapes, used)
         except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # model code raises many kinds
@@ -76,10 +76,9 @@ def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCac
             raise refusal(kind, reason + context.cause)
 
 
-def two_steps(target: Target) -> list[torch.Tensor]:
+def two_steps(target: Target, cache: Cache) -> list[torch.Tensor]:
     """Logits of a tree, and of the same tree after an accepted path that must be moved."""
     context, tree, _ = small_tree(target.config.vocab_size)
-    cache = target.allocate()
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
     first = target.verify(cache, [tree])[0]
     target.wait()

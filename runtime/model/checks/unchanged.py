@@ -112,6 +112,8 @@ class RecordedModel:
         self._modules = list(model.modules())
         self._weights = RecordedWeights(self._modules)
         self._code, self._settings = self._code_now(), self._settings_now()
+        self._parameters = list(model.parameters())
+        self._versions = self._versions_now()
 
     def memory(self) -> list[torch.UntypedStorage]:
         return self._weights.memory()
@@ -120,11 +122,18 @@ class RecordedModel:
         """Whether nothing changed; modules that were added or replaced are in the place of others."""
         return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
 
+    def was_written(self) -> bool:
+        """Whether weights were written where they lie, as an optimizer does: what was compiled or captured is valid."""
+        return self._versions != self._versions_now()
+
     def has_code_of(self, model: Module) -> bool:
         """Whether a model has the recorded modules, classes and hooks."""
         modules = list(model.modules())
         is_same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
         return is_same and self._code == self._code_now()
+
+    def _versions_now(self) -> list[int]:
+        return [-1 if one.is_inference() else one._version for one in self._parameters]
 
     def _code_now(self) -> list[Hashable]:
         """Ids of hooks are never used twice."""

@@ -40,7 +40,11 @@ def fuse_layers(target: Target, *, proved: bool = False) -> bool:
 
     ``proved`` layers are not compared with those of the library: an earlier process did so.
     """
-    if target.device.type != "cpu" or target.dtype != torch.float32 or [one.kind for one in target.windows] != [FULL]:
+    if (
+        target.device.type != "cpu"
+        or target.dtype != torch.float32
+        or [one.kind for one in target.stock.windows] != [FULL]
+    ):
         return False
     lists = [module for module in target.model.modules() if type(module) is ModuleList and len(module)]
     found = [(layers, parts) for layers in lists if (parts := _parts_of_all(layers))]
@@ -117,7 +121,7 @@ class _Proof:
         cache = target.allocate(1, length + len(tree) + 1).slots[0].kv
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
-        return cache.storage, cache, positions, target.masks.of_tree(tree, length)
+        return cache.storage, cache, positions, target.stock.masks.of_tree(tree, length)
 
     def _batch(self) -> Case:
         target, lengths = self._target, BATCH_LENGTHS
@@ -125,7 +129,7 @@ class _Proof:
         rows = max(BATCH_NODES) + 1
         storage = target.allocate(len(trees), max(lengths) + rows).storage
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        return storage, SlotKVCache(storage, lengths, rows), positions, target.masks.of_batch(trees, lengths)
+        return storage, SlotKVCache(storage, lengths, rows), positions, target.stock.masks.of_batch(trees, lengths)
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
         storage, cache, positions, mask = case

@@ -1,0 +1,122 @@
+"""Passes of a model of transformers over prompts and draft trees, by its own code or by whole compiled passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import Cache as LibraryCache
+
+from hdtool.runtime.model.attention_masks import AttentionMasks, Mask, windows_of
+from hdtool.runtime.model.cache.kv_cache import SlotKVCache
+from hdtool.runtime.model.cache.slots import Cache, Slot
+from hdtool.runtime.model.hidden_states import HiddenStates
+from hdtool.runtime.model.library import cache_name, last_logits_only
+from hdtool.runtime.model.llm_int8 import RowByRow
+from hdtool.runtime.model.pass_log import PassLog
+from hdtool.runtime.model.placement import device_of
+from hdtool.runtime.model.step_input import TreeInput
+from hdtool.runtime.tree import Certain, DraftTree
+from hdtool.runtime.verified import Verified
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hdtool.runtime.model.fused.whole_pass import WholePass
+
+NOTHING = nullcontext()
+
+
+class StockPasses:
+    """The passes of one model, and what they have cost."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.device, self.dtype = device_of(model), model.dtype
+        self.log = PassLog()
+        self.windows = windows_of(self.config)
+        self.masks = AttentionMasks(self.windows, self.dtype, self.device)
+        self.last_only = last_logits_only(model)
+        """The option of a pass that computes the last logits alone."""
+        self.row_by_row = RowByRow(model)
+        self.hidden = HiddenStates()
+        self.whole: WholePass | None = None
+        """What computes passes in the place of the model, where it can."""
+        self.cache_name = cache_name(model) or ""
+        """Noted at first: a `forward` that wraps the model's need not name its arguments."""
+        self._tree_input = TreeInput(self.device)
+
+    def read(self, tokens: Sequence[int], slot: Slot, *, masked: bool) -> torch.Tensor:
+        """Read tokens after those of a slot; the logits ``[1, vocabulary]`` after the last one.
+
+        Unless ``masked``, they are a whole prompt: the model makes its own mask or uses a causal kernel.
+        """
+        first = slot.length
+        mask = self.masks.of_continuation(len(tokens), first) if masked else None
+        positions = range(first, first + len(tokens))
+        logits = self.forward([list(tokens)], [positions], mask, slot.kv, **self.last_only)[0, -1:]
+        slot.extend(tokens, self.hidden.of_slot(0, len(tokens)))
+        return logits
+
+    def verify(self, slot: Slot, tree: DraftTree) -> Verified:
+        """Verify a tree in one slot."""
+        mask = self.masks.of_tree(tree, slot.length, reused=True)
+        logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv, certain=tree.certain)[0]
+        self.log.nodes = len(tree)
+        return Verified(logits, self.hidden.of_slot(0, len(tree) + 1))
+
+    def verify_together(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
+        """Verify one tree in each of the first slots, padded to the largest one."""
+        slots = cache.slots[: len(trees)]
+        lengths = [slot.length for slot in slots]
+        mask = self.masks.of_batch(trees, lengths)
+        ids, positions = self._tree_input.of_batch(trees, lengths)
+        rows = ids.shape[1]
+        for slot in slots:
+            slot.kv.used = max(slot.kv.used, slot.length + rows)
+        logits = self.run(ids, positions, mask, SlotKVCache(cache.storage, lengths, rows))
+        self.log.nodes, self.log.slots = rows - 1, len(trees)
+        used = [len(tree) + 1 for tree in trees]
+        return [Verified(logits[slot, :n], self.hidden.of_slot(slot, n)) for slot, n in enumerate(used)]
+
+    def forward(
+        self,
+        tokens: list[list[int]],
+        positions: Sequence[Sequence[int]],
+        mask: Mask,
+        cache: LibraryCache,
+        **options: int,
+    ) -> torch.Tensor:
+        """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
+        ids = torch.tensor(tokens, device=self.device)
+        return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, None, **options)
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Mask,
+        cache: LibraryCache,
+        certain: Certain = None,
+        **options: int,
+    ) -> torch.Tensor:
+        """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``.
+
+        Where a token is ``certain`` after a row, the logits may be those of this token alone.
+        """
+        with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
+            started = time.perf_counter()
+            logits = None
+            if self.whole:
+                logits = self.whole.logits(ids, positions, mask, cache, certain, last_only=bool(options))
+            if logits is None:
+                given = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
+                logits = self.model(input_ids=ids, position_ids=positions, attention_mask=mask, **given).logits
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.log.add(time.perf_counter() - started)
+        return logits
