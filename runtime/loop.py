@@ -95,7 +95,7 @@ class Loop(Generic[Key]):
         """Each in the slot of its place."""
         self._reading: Reading[Key] | None = None
         self._verified: list[Verified] = []
-        cache.user = self
+        self._has_begun = False
 
     def __len__(self) -> int:
         return len(self._running)
@@ -107,6 +107,8 @@ class Loop(Generic[Key]):
     def __enter__(self) -> None:
         if not self._engine.busy.acquire(blocking=False):
             raise ModelError("two threads use one model at once: let them take turns, or load the model for each")
+        if not self._has_begun:
+            self._has_begun, self._cache.user = True, self
         if self._cache.user is not self:
             self._engine.busy.release()
             raise ModelError(

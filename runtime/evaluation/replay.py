@@ -15,29 +15,29 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
-import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.budget.node_budget import CostBudget, FixedBudget
-from hdtool.runtime.config import FIXED_BUDGET, METHODS, DecodeConfig
+from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
+from hdtool.runtime.config import FIXED_BUDGET, METHODS, DecodeConfig, SamplingConfig
 from hdtool.runtime.config.methods import HISTORY_LETTER
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.evaluation.recorded_logits import RecordedLogits
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
+from hdtool.runtime.evaluation.recording import RecordingEngine
 from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
-from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.verified import Verified
 
 WARM_UP = 1000
 """Tokens replayed once before measuring, so that compiling and loading at first use are in no measured time."""
-NO_LOGITS = torch.empty(0)
-REACHES, CPU = [AttentionWindow(FULL)], torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def _replayed(
     warm: Sequence[RecordedTurn] = (),
 ) -> ReplayResult:
     budget = contender.budget()
-    drafter = drafter_within(lambda: budget, contender.config, with_own_history(store_set, contender.config))
-    logits = RecordedLogits((*warm, *turns)) if contender.needs_logits else None
-    observe = budget.start_step if isinstance(budget, CostBudget) else lambda context: None
+    made = drafter_within(lambda: budget, contender.config, with_own_history(store_set, contender.config))
+    drafter = _Observed(made, budget)
+    engine = RecordingEngine(RecordedLogits((*warm, *turns)) if contender.needs_logits else None)
 
     def played(some: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
         for turn in some:
-            yield _play_turn(drafter, turn, observe, logits)
+            yield _play_turn(engine, drafter, turn)
             on_turn()
 
     warmed = sum(len(turn.tokens) for turn in played(warm))
@@ -113,58 +113,56 @@ def _replayed(
     return ReplayResult(contender.name, done, seconds, contender.has_history, warmed)
 
 
-def _play_turn(
-    drafter: Drafter, turn: RecordedTurn, observe_context: Callable[[int], None], recorded: RecordedLogits | None
-) -> ReplayedTurn:
-    def verified(path: Sequence[int], nodes: int) -> Verified:
-        return Verified(recorded.after(turn.rankings, done, path, nodes) if recorded and turn.rankings else NO_LOGITS)
+class _Observed(WrappedDrafter):
+    """Tells a budget by given costs the length of the context, and measures what learning takes."""
 
-    done = 0
-    clock, truth, masks = time.perf_counter, turn.answer, AttentionMasks(REACHES, torch.float32, CPU)
-    drafter.begin(turn.prompt)
-    context = [*turn.prompt, truth[0]]
-    drafter.observe(Accepted([], truth[:1]), verified([], 0))
-    trees = [DraftTree.bare(turn.prompt[-1])]
-    paths: list[list[int]] = [[]]
-    seconds = [(0.0, 0.0)]
-    done = 1
-    while done < len(truth):
-        observe_context(len(context) - 1)
-        started = clock()
-        tree = drafter.draft(context)
-        if turn.most is not None:
-            tree = tree.clipped(turn.most - done - 1)
-        masks.of_tree(tree, len(context) - 1, reused=True)
-        (len(context) - 1 + tree.depths).tolist()
-        drafted = clock()
-        accepted = follow(tree, truth[done:])
-        known = verified(accepted.path, len(tree))
-        followed = clock()
-        drafter.observe(accepted, known)
-        seconds.append((drafted - started, clock() - followed))
-        trees.append(tree)
-        paths.append(accepted.path)
-        context += accepted.tokens
-        done += len(accepted.tokens)
-    return _replayed_turn(turn, trees, paths, seconds)
+    def __init__(self, drafter: Drafter, budget: Budget) -> None:
+        super().__init__(drafter)
+        self._start_step = budget.start_step if isinstance(budget, CostBudget) else None
+        self.learning: list[float] = []
+        """Seconds of each step of the current answer."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.learning.clear()
+        super().begin(prompt)
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        if self._start_step:
+            self._start_step(len(context) - 1)
+        return super().draft(context)
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        started = time.perf_counter()
+        super().observe(accepted, verified)
+        self.learning.append(time.perf_counter() - started)
 
 
-def follow(tree: DraftTree, truth: Sequence[int]) -> Accepted:
-    """The accepted path of a tree: the recorded tokens as far as the tree holds them, and the bonus token."""
-    path: list[int] = []
-    node = ROOT
-    for token in truth[:-1]:  # the last token can only be the bonus token
-        child = tree.child(node, token)
-        if child is None:
-            break
-        path.append(child)
-        node = child
-    return Accepted(path, list(truth[: len(path) + 1]))
+class _AtEnd:
+    """Ends an answer at its last recorded token, whichever it is."""
+
+    def __init__(self, sampler: Sampler, length: int) -> None:
+        self._context, self._length = sampler.context, length
+
+    def __contains__(self, token: object) -> bool:
+        return len(self._context) == self._length
 
 
-def _replayed_turn(
-    turn: RecordedTurn, trees: Sequence[DraftTree], paths: Sequence[list[int]], seconds: Sequence[tuple[float, float]]
-) -> ReplayedTurn:
+def _play_turn(engine: RecordingEngine, drafter: _Observed, turn: RecordedTurn) -> ReplayedTurn:
+    engine.answer(turn)
+    sampler, length = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
+    # Without a limit, the model would have drafted beyond the end of the answer.
+    most = turn.most or length + LARGEST_TREE + 1
+    stops = _AtEnd(sampler, len(turn.prompt) + length)
+    steps = list(
+        decode(engine, turn.prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter, prefix_caching=False)
+    )
+    seconds = [(step.draft_seconds + step.verify_seconds) for step in steps]
+    seconds[0] = 0.0
+    return _replayed_turn(turn, steps, list(zip(seconds, [0.0, *drafter.learning[1:]], strict=True)))
+
+
+def _replayed_turn(turn: RecordedTurn, steps: Sequence[Step], seconds: Sequence[tuple[float, float]]) -> ReplayedTurn:
+    trees, paths = [step.tree for step in steps], [step.path for step in steps]
     drafted = np.array([np.bincount(tree.sources, minlength=len(SourceName)) for tree in trees])
     origins = [[*tree.sources[path].tolist(), int(SourceName.NONE)] for tree, path in zip(trees, paths, strict=True)]
     times = np.array(seconds)

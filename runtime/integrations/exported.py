@@ -33,7 +33,7 @@ def generate(
 ) -> Any:
     """Called instead of ``model.generate``, with the same arguments; the settings are those of the exported folder.
 
-    Calls that hdtool cannot decode, such as beams and batches, are left to the library, with a warning.
+    Calls that hdtool cannot decode, such as beams, are left to the library, with a warning.
     """
     library = cast(Any, type(model)).generate
     if options.get("custom_generate") is not None or options.get("assistant_model") is not None:

@@ -219,7 +219,11 @@ class Generator:
         if len(requests) > 1:
             waiting = iter(requests)
             steps = decode_batch(
-                target, lambda: next(waiting, None), len(requests), max_new_tokens=0, prefix_caching=True
+                target,
+                lambda: next(waiting, None),
+                len(requests),
+                max_new_tokens=0,
+                prefix_caching=self._prefix_caching,
             )
             yield from ((request.key, step) for request, step in steps)
             return

@@ -241,6 +241,7 @@ class Target:
         with self.changing():
             self.hidden.watch(self.model, self.model.config.model_type, run)
             run()
+        self._changes.count += 1  # slots that were filled before have no hidden states
         if self.captures:
             self._captured.watch(self)
             self._changes.record(holds_memory=True)

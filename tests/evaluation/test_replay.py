@@ -39,7 +39,8 @@ from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.evaluation import worker_pool
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.replay import Contender, follow, play
+from hdtool.runtime.evaluation.recording import follow
+from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.evaluation.replay_results import ReplayResult
 from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.model.load import Loaded, load

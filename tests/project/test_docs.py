@@ -43,10 +43,25 @@ def test_every_option_is_explained() -> None:
             assert getattr(parameter, "help", None), f"{command.name} {parameter.opts}"
 
 
-def test_the_architecture_page_has_a_line_for_every_folder() -> None:
+def test_the_architecture_page_has_a_line_for_every_part() -> None:
     page = (DOCS / "dev" / "architecture.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([\w/]+)/` \|", page, re.MULTILINE)
-    assert sorted(listed) == sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
+    folders = {path.parent.relative_to(ROOT).parts for path in FILES}
+    parts = {"/".join(folder[: 2 if folder[0] == "runtime" else 1]) for folder in folders}
+    assert sorted(listed) == sorted(parts)
+
+
+def test_the_architecture_page_quotes_the_loop() -> None:
+    page = (DOCS / "dev" / "architecture.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = _unindented((ROOT / "runtime" / "loop.py").read_text(encoding="utf-8"))
+    assert len(quoted) == 4
+    for part in quoted:
+        assert _unindented(part) in code
+
+
+def _unindented(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines())
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
