@@ -17,7 +17,7 @@ from hdtool.runtime.kernels.fused.passes import compile_passes, embedding_of
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
 from hdtool.runtime.kernels.product_address import int8_product_of, product_of
 from hdtool.runtime.kernels.small_batch_linear import KINDS
-from hdtool.runtime.model.fused.tree_pass import compile_tree_passes
+from hdtool.runtime.model.fused.tree_kernel import compile_tree_passes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.model_store import ModelStore

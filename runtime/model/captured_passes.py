@@ -39,16 +39,17 @@ class CapturedPasses:
         """Use captured steps from now on, if the model can be captured and gives the same logits."""
         if reason := scattered(target.model) or target.stock.row_by_row.reason:
             return self._disable(reason)
-        expected = two_steps(target, target.allocate())
+        cache = target.cache  # captured steps are those of one cache
+        expected = two_steps(target, cache)
         like = expected[0]
         self._steps = StaticSteps(target.model, target.stock.masks, like.shape[-1], like.dtype, capture)
         self.watch(target)
-        # The first two are captured, and the next two replay them: captured steps are those of one cache.
-        cache = target.allocate()
+        # The first two are captured, and the next two replay them.
         found_twice = [*two_steps(target, cache), *two_steps(target, cache)]
         for found, usual in zip(found_twice, [*expected, *expected], strict=True):
             if self._steps and (distance := deviation(found, usual, target.rounding)):
                 self._disable(f"its logits would be off by {distance}")
+        cache.slots[0].cut(0)
 
     def watch(self, target: Target) -> None:
         """Copy hidden states in each step, too, if the target watches them."""

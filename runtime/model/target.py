@@ -183,7 +183,7 @@ class Target:
         return verified
 
     def _verified(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified]:
-        if captured := self._captured.verify(cache, trees[0]):
+        if self.captures and (captured := self._captured.verify(cache, trees[0])):
             return [captured]
         for slot in cache.slots:
             slot.kv.settle()

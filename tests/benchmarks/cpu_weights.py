@@ -44,6 +44,7 @@ from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
+from tests.support.one_sequence import OneSequence
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128256,
@@ -111,6 +112,8 @@ class Side:
 
     def __init__(self, loaded: Loaded, compiled: bool) -> None:
         self._loaded, self._stack = loaded, stack_of(loaded.target.model) if compiled else None
+        self._whole = loaded.target.stock.whole if compiled else None
+        self._sequence = OneSequence(loaded.target)
 
     @property
     def loaded(self) -> Loaded:
@@ -118,7 +121,14 @@ class Side:
         for module in self._loaded.target.model.modules():
             if isinstance(module, StackedLayers):
                 module.stack = self._stack
+        self._loaded.target.stock.whole = self._whole
         return self._loaded
+
+    @property
+    def sequence(self) -> OneSequence:
+        """A sequence on the model, which has this side's layers from now on."""
+        assert self.loaded
+        return self._sequence
 
 
 def sides_of(folder: str) -> dict[str, Side]:
@@ -131,16 +141,15 @@ def passes(sides: dict[str, Side], repeats: int) -> None:
     taken: dict[str, list[list[float]]] = {side: [[] for _ in ROWS] for side in sides}
     same = 0
     for side in sides.values():
-        side.loaded.target.prefill(some_context(CONTEXT, 4000))
-        side.loaded.target.commit([])
+        side.sequence.prefill(some_context(CONTEXT, 4000))
     for place, rows in enumerate(ROWS):
         tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
         for repeat in range(repeats + 1):
             logits: dict[str, list[torch.Tensor]] = {}
             for name, side in sides.items():
-                target = side.loaded.target
+                sequence = side.sequence
                 started = CLOCK()
-                found = target.verify(tree)
+                found = sequence.verify(tree)
                 if repeat:
                     taken[name][place].append(CLOCK() - started)
                 logits.setdefault(name.split(", ")[1], []).append(found.clone())

@@ -25,6 +25,7 @@ from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
+from tests.support.one_sequence import OneSequence
 
 LAYER = ((256, 256), (128, 256), (128, 256), (256, 256), (1024, 256), (1024, 256), (256, 1024))
 MODELS = {"in cache (28 MB)": LAYER * 6 + ((4096, 256),), "from memory (500 MB)": ((1024, 1024),) * 119}
@@ -69,18 +70,17 @@ def passes(threads: Sequence[int]) -> None:
         ("Llama, 10 layers of 1,024, 500 MB", LlamaForCausalLM(large).eval()),
     ):
         use_small_batch_products(model)
-        target = Target(model)
-        target.prefill(some_context(CONTEXT, model.config.vocab_size))
-        target.commit([])
+        one = OneSequence(Target(model))
+        one.prefill(some_context(CONTEXT, model.config.vocab_size))
         layers = [layer for layer in model.modules() if isinstance(layer, SmallBatchLinear)]
         for count in threads:
             torch.set_num_threads(count)
-            best = {kind: [pass_of(target, layers, kind, rows) for rows in ROWS] for kind in (Linear, SmallBatchLinear)}
+            best = {kind: [pass_of(one, layers, kind, rows) for rows in ROWS] for kind in (Linear, SmallBatchLinear)}
             for product, kind in (("torch", Linear), ("ours", SmallBatchLinear)):
                 print(f"| {name} | {count} | {product} | {' | '.join(f'{found:.2f}' for found in best[kind])} |")
 
 
-def pass_of(target: Target, layers: Sequence[Linear], kind: type[Linear], rows: int) -> float:
+def pass_of(one: OneSequence, layers: Sequence[Linear], kind: type[Linear], rows: int) -> float:
     """The best time for one pass, in milliseconds."""
     tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
     for layer in layers:
@@ -88,7 +88,7 @@ def pass_of(target: Target, layers: Sequence[Linear], kind: type[Linear], rows: 
     best = float("inf")
     for _ in range(REPEATS):
         started = time.perf_counter()
-        target.verify(tree)
+        one.verify(tree)
         best = min(best, time.perf_counter() - started)
     return best * 1e3
 

@@ -27,19 +27,19 @@ from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import load, load_tokenizer
-from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.cpu_weights import SHAPE
+from tests.support.one_sequence import OneSequence
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 ROWS_OF_MATRIX = 2
 """The field of a product: one without rows is not computed."""
 
 
-def without_products(model: str, fused: bool, context: int) -> Target:
+def without_products(model: str, fused: bool, context: int) -> OneSequence:
     target = load(ModelConfig(model, device="cpu", fused_layers=fused, products="own")).target
-    target.prefill(some_context(context, 4000), max(ROWS))
-    target.commit([])
+    one = OneSequence(target)
+    one.prefill(some_context(context, 4000))
     stack = stack_of(target.model)
     for name, layer in target.model.named_modules():
         if isinstance(layer, SmallBatchLinear) and (stack is None or not name.count(".layers.")):
@@ -49,7 +49,7 @@ def without_products(model: str, fused: bool, context: int) -> Target:
         stack._table[:, ROWS_OF_MATRIX : 7 * PRODUCT_FIELDS : PRODUCT_FIELDS] = 0
         stack._last = None
         stack._scratch = [torch.zeros(1 << 24)]  # what products would write, as numbers of usual size
-    return target
+    return one
 
 
 def random_model(folder: str) -> str:
@@ -61,14 +61,14 @@ def random_model(folder: str) -> str:
     return folder
 
 
-def milliseconds(sides: dict[str, Target], rows: int, repeats: int) -> dict[str, float]:
+def milliseconds(sides: dict[str, OneSequence], rows: int, repeats: int) -> dict[str, float]:
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
     taken: dict[str, list[float]] = {side: [] for side in sides}
     for repeat in range(repeats + 1):
-        for side, target in sides.items():
+        for side, one in sides.items():
             started = clock()
-            target.verify(tree)
+            one.verify(tree)
             if repeat:
                 taken[side].append((clock() - started) * 1e3)
     return {side: statistics.median(each) for side, each in taken.items()}

@@ -32,7 +32,7 @@ from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.config import LARGEST_BUDGET, SamplingConfig
+from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.heads.checkpoint import load_heads
 from hdtool.runtime.drafters.heads.select_heads import kind_of
@@ -42,6 +42,7 @@ from hdtool.runtime.evaluation.bench import in_turn
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.logitspec import Bench
 from tests.support.heads import random_for
+from tests.support.one_sequence import OneSequence
 
 BUDGETS = (22, 35, 45, 64)
 TEMPERATURES = (0.0, 0.7)
@@ -215,21 +216,22 @@ def garbage(bench: Bench, folders: Folders) -> None:
 def passes(bench: Bench, folders: Folders) -> None:
     """Behind the first prompt, by the time of the processor."""
     target, prompt = bench.loaded.target, bench.prompts[0]
+    one = OneSequence(target)
     sessions = {name: HeadsState(load_heads(folder, target.model), target) for name, folder in folders.items()}
     print("| pass | ms |\n|---|---|")
     for nodes in (0, 22, 64):
-        target.prefill(prompt, LARGEST_BUDGET + 1)
-        print(f"| of the target, {nodes} nodes | {median_ms(partial(target.verify, chain(prompt[-1], nodes))):.2f} |")
+        one.prefill(prompt)
+        print(f"| of the target, {nodes} nodes | {median_ms(partial(one.verify, chain(prompt[-1], nodes))):.2f} |")
     for name, session in sessions.items():
         for accepted in (1, 2, 4):
             session.begin(prompt)
-            logits = target.prefill(prompt, LARGEST_BUDGET)
-            session.observe(Accepted([], [int(logits[-1].argmax())]))
+            logits = one.prefill(prompt)
+            session.observe(Accepted([], [int(logits[-1].argmax())]), one.verified)
             session.run_heads()
-            target.verify(chain(prompt[-1], 5))
+            one.verify(chain(prompt[-1], 5))
 
             def read(session: HeadsState = session, accepted: int = accepted) -> None:
-                session.observe(Accepted(list(range(accepted - 1)), prompt[:accepted]))
+                session.observe(Accepted(list(range(accepted - 1)), prompt[:accepted]), one.verified)
                 session.run_heads()
 
             print(f"| of heads {name}, {accepted} tokens accepted | {median_ms(read):.2f} |")

@@ -26,10 +26,10 @@ from hdtool.runtime.drafters.hierarchy.tree_builder import LEAST_LEFT, LEAST_PAR
 from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.model.load import load
-from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.methods import parser_of_recordings, read_recordings
 from tests.benchmarks.recency import RANKS, SHAPE, Candidates, fit
+from tests.support.one_sequence import OneSequence
 
 MOST_PLACES = 64
 SIMILARITIES = np.array([-0.2, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
@@ -37,8 +37,10 @@ SIMILARITIES = np.array([-0.2, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 CLASSES = (len(SIMILARITIES) + 2) * SHAPE[1]
 
 
-def read_candidates(target: Target, conversations: Sequence[Sequence[RecordedTurn]], stores: StoreSet) -> Candidates:
-    rows = [row for turns in conversations for row in _rows(target, turns, stores)]
+def read_candidates(
+    model: OneSequence, conversations: Sequence[Sequence[RecordedTurn]], stores: StoreSet
+) -> Candidates:
+    rows = [row for turns in conversations for row in _rows(model, turns, stores)]
     chances, similarity, emitted = (np.concatenate([row[field] for row in rows]) for field in range(3))
     kinds = similarity * SHAPE[1] + np.array([prob_class(chance) for chance in chances])
     positions = np.repeat(np.arange(len(rows)), [len(row[0]) for row in rows])
@@ -46,14 +48,14 @@ def read_candidates(target: Target, conversations: Sequence[Sequence[RecordedTur
 
 
 def _rows(
-    target: Target, turns: Sequence[RecordedTurn], stores: StoreSet
+    model: OneSequence, turns: Sequence[RecordedTurn], stores: StoreSet
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Chances, similarity classes and which one was emitted, of the candidates at each position of a conversation."""
     drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
     work = memory_at(drafter.addresses).work[0]
     for turn in turns:
         drafter.begin(turn.prompt)
-        tokens, states = np.array([*turn.prompt, *turn.answer]), _states(target, [*turn.prompt, *turn.answer])
+        tokens, states = np.array([*turn.prompt, *turn.answer]), _states(model, [*turn.prompt, *turn.answer])
         for at, token in enumerate(turn.answer, len(turn.prompt)):
             expand(drafter.corpus, drafter.addresses, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
             candidates = work["candidates"][: int(work["size"])].copy()
@@ -62,12 +64,11 @@ def _rows(
             feed(drafter.corpus, drafter.addresses, np.array([token], np.int64))
 
 
-def _states(target: Target, tokens: list[int]) -> np.ndarray:
+def _states(model: OneSequence, tokens: list[int]) -> np.ndarray:
     """The hidden states of all tokens, of length 1 after their mean is subtracted."""
-    target.forget()
-    target.prefill(tokens)
-    assert target.hidden is not None
-    states = target.hidden.float().numpy()
+    model.prefill(tokens)
+    assert model.verified.hidden is not None
+    states = model.verified.hidden.float().numpy()
     states = states - states.mean(0)
     return np.asarray(states / np.linalg.norm(states, axis=1, keepdims=True))
 
@@ -92,7 +93,8 @@ def main() -> None:
     conversations, stores = read_recordings(options)
     target = load(ModelConfig(options.model, device="cpu", fused_layers=False)).target
     target.watch_hidden()
-    halves = [read_candidates(target, conversations[half::2], stores) for half in range(2)]
+    model = OneSequence(target)
+    halves = [read_candidates(model, conversations[half::2], stores) for half in range(2)]
     print("| gains | log loss, nats |" + "".join(f" among {most}, % |" for most in RANKS))
     print("|---|---|" + "---|" * len(RANKS))
     for name, gains in (

@@ -28,6 +28,7 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.history.history_store import HistoryStore
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, matches
+from hdtool.runtime.verified import Verified
 
 VOCABULARY, ANSWER, PIECE, TAIL = 32_000, 300, 10, 8
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -97,7 +98,7 @@ def drafts(stores: list[HistoryStore], new: list[list[int]]) -> list[Floats]:
     """Of each token of new answers, without a history and with each of the stores: microseconds of the draft and of the
     learning, and nodes of the draft.
     """
-    budget, none = FixedBudget(NODES), torch.empty(0)
+    budget, none = FixedBudget(NODES), Verified(torch.empty(0))
     drafters = [Hierarchy(budget=budget)]
     drafters += [Hierarchy(budget=budget, history=History(store=store)) for store in stores]
     taken: list[list[tuple[float, float, float]]] = [[] for _ in drafters]

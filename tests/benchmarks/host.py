@@ -32,19 +32,17 @@ from transformers.utils import logging
 from hdtool.builders.demo.real_model import stores_of_real_model
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime import answerer
+from hdtool.runtime import answerer, loop, sequence
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, SharedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.drafters.hierarchy.batch_drafting import BatchDrafting
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.fused import passes
 from hdtool.runtime.kernels.fused.passes import FIRST
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
-from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.fused import layer_stack, tree_pass
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.load import Loaded, load
@@ -60,23 +58,18 @@ SMALL = 0.05
 """Standard deviation of the rows of tokens that are never chosen, relative to that of the others."""
 LOOP = "loop"
 PARTS = ("drafter", "budget", "draft", "masks, ids", "accept", "commit", "learn", "observe", "text", "statistics", LOOP)
-MARKED: Sequence[tuple[type, str, str]] = (
-    (SequenceState, "draft", "draft"),
-    (SequenceState, "take", "draft"),
+MARKED: Sequence[tuple[object, str, str]] = (
+    (loop, "draft_for", "draft"),
+    (sequence, "draft_many", "drafter"),
     (SequenceState, "accept", "accept"),
     (SequenceState, "observe", "observe"),
-    (Hierarchy, "draft", "drafter"),
-    (BatchDrafting, "trees", "drafter"),
     (Hierarchy, "observe", "learn"),
-    (NoDraft, "draft", "drafter"),
     (NoDraft, "observe", "learn"),
     (FixedBudget, "nodes", "budget"),
     (MeasuredBudget, "nodes", "budget"),
     (SharedBudget, "nodes", "budget"),
     (Target, "verify", "masks, ids"),
-    (BatchSlots, "verify", "masks, ids"),
     (Target, "commit", "commit"),
-    (BatchSlots, "commit", "commit"),
     (TextStream, "add", "text"),
     (Stats, "add", "statistics"),
 )

@@ -35,13 +35,14 @@ from hdtool.runtime.drafters.heads.select_heads import kind_of
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.replay import follow
+from hdtool.runtime.evaluation.recording import follow
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -76,23 +77,22 @@ def read(target: Target, turn: RecordedTurn) -> Read:
     ids = torch.tensor([turn.prompt + turn.answer])
     with torch.inference_mode():
         logits = target.model(input_ids=ids, use_cache=False).logits[0]
-    return Read(turn, logits[len(turn.prompt) - 1 :].clone(), target.all_hidden[0])
+    return Read(turn, logits[len(turn.prompt) - 1 :].clone(), target.hidden.rows_of(0))
 
 
-def replayed(target: Target, drafter: Drafter, known: Read) -> list[bool]:
+def replayed(drafter: Drafter, known: Read) -> list[bool]:
     """Whether each draft of an answer has a node from a look-up or a head; one entry per step after the first."""
     turn, found = known.turn, []
     length, done = len(turn.prompt), 1
-    target.hidden = known.hidden[:length]
     drafter.begin(turn.prompt)
-    drafter.observe(Accepted([], turn.answer[:1]), known.logits[:1])
+    drafter.observe(Accepted([], turn.answer[:1]), Verified(known.logits[:1], known.hidden[:length]))
     while done < len(turn.answer):
         tree = drafter.draft([*turn.prompt, *turn.answer[:done]]).clipped(len(turn.answer) - done - 1)
         accepted = follow(tree, turn.answer[done:])
         at = length + done - 1
         rows = torch.tensor([0, *(node + 1 for node in accepted.path)])
-        target.hidden = spread(known.hidden[at : at + len(rows)], rows, len(tree))
-        drafter.observe(accepted, spread(known.logits[done : done + len(rows)], rows, len(tree)))
+        logits = spread(known.logits[done : done + len(rows)], rows, len(tree))
+        drafter.observe(accepted, Verified(logits, spread(known.hidden[at : at + len(rows)], rows, len(tree))))
         found.append(has_match(tree))
         done += len(accepted.tokens)
     return found
@@ -127,7 +127,7 @@ def table(title: str, groups: Sequence[str], numbers: dict[str, int]) -> None:
     print("|---" * (len(groups) + 2) + "|")
 
 
-def compare(target: Target, turns: Sequence[Read], cases: dict[str, Drafter]) -> None:
+def compare(turns: Sequence[Read], cases: dict[str, Drafter]) -> None:
     """Tokens per step of each drafter by task and by length of the prompt."""
     lengths = [length_group(size) for size in (0, *LENGTHS)]
     groups = [*TASKS, *lengths, "all"]
@@ -137,7 +137,7 @@ def compare(target: Target, turns: Sequence[Read], cases: dict[str, Drafter]) ->
     for name, drafter in cases.items():
         counts: dict[str, Counts] = defaultdict(Counts)
         for known in turns:
-            found = replayed(target, drafter, known)
+            found = replayed(drafter, known)
             for group in groups_of(known.turn):
                 counts[group].add(len(known.turn.answer), found)
         cells = [f"{counts[group].tokens / counts[group].steps:.3f}" for group in groups]
@@ -199,7 +199,7 @@ def main() -> None:
             config = DecodeConfig(method, draft_tokens=nodes, history="none", heads=heads, **sources)  # type: ignore[arg-type]
             cases[f"{method}, {nodes} nodes"] = drafter_for(config, target, store_set)
     target.watch_hidden()
-    compare(target, [read(target, turn) for turn in turns], cases)
+    compare([read(target, turn) for turn in turns], cases)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from hdtool.runtime.sequence import Step
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
 
 TOPS = (1, 2, 4, 8, 16, 32, 60)
 NEVER = 10**9
@@ -154,8 +155,8 @@ class Counted:
         self.found += bool(np.any(~np.broadcast_to(bare, len(tree))))
         return tree
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
-        self.drafter.observe(accepted, logits)
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        self.drafter.observe(accepted, verified)
 
 
 def settings(budgets: Sequence[int]) -> Iterator[tuple[str, str, dict[str, object]]]:
@@ -213,9 +214,9 @@ class Timed(Counted):
         self.taken[-1] += time.perf_counter() - started
         return tree
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         started = time.perf_counter()
-        self.drafter.observe(accepted, logits)
+        self.drafter.observe(accepted, verified)
         self.taken.append(time.perf_counter() - started)
 
 

@@ -53,6 +53,7 @@ from hdtool.runtime.tree import DraftTree
 from tests.benchmarks import cpu_weights
 from tests.benchmarks.cpu_weights import CONTEXT, ROWS, SHAPE, answer, resident
 from tests.support.gguf_files import write_random_gguf
+from tests.support.one_sequence import OneSequence
 from tests.support.packed_blocks import NAMES, some_matrix
 
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -124,8 +125,8 @@ def _target(model: Any, sides: dict[str, Side]) -> Target:
 def passes(target: Target, sides: dict[str, Side], repeats: int) -> None:
     print(f"| milliseconds of a pass, rows | MB | {' | '.join(map(str, ROWS))} |\n|---|---|{'---|' * len(ROWS)}")
     next(iter(sides.values())).use()
-    target.prefill(some_context(CONTEXT, 4000))
-    target.commit([])
+    one = OneSequence(target)
+    one.prefill(some_context(CONTEXT, 4000))
     medians: dict[str, list[float]] = {name: [] for name in sides}
     for rows in ROWS:
         tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
@@ -134,7 +135,7 @@ def passes(target: Target, sides: dict[str, Side], repeats: int) -> None:
             for name, side in sides.items():
                 side.use()
                 started = time.process_time()
-                target.verify(tree)
+                one.verify(tree)
                 taken[name].append((time.process_time() - started) * 1e3)
         for name, times in taken.items():
             medians[name].append(statistics.median(times[1:]))
@@ -162,26 +163,32 @@ def activations(file: str, repeats: int, threads: list[int], context: int) -> No
     """Passes and prompts with activations in float32 and in 8 bits, by the clock on the wall."""
     peer = LlamaCppPasses(file) if find_spec("llama_cpp") else None
     names = ACTIVATIONS if stays_packed(Path(file)) else ACTIVATIONS[:1]  # weights in 16 bits have no panels
-    targets = {name: load(ModelConfig(file, device="cpu", activations=name, products="own")) for name in names}
+    sequences = {
+        name: OneSequence(load(ModelConfig(file, device="cpu", activations=name, products="own")).target)
+        for name in names
+    }
     trees = {rows: DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1)) for rows in ROWS}
     contexts = {length: some_context(length, 4000) for length in PROMPTS}
     for title, runs, times in (
-        ("a pass, rows", {rows: partial(Target.verify, tree=tree) for rows, tree in trees.items()}, repeats),
-        ("a prompt, tokens", {length: partial(Target.prefill, context=some) for length, some in contexts.items()}, 3),
+        ("a pass, rows", {rows: partial(OneSequence.verify, tree=tree) for rows, tree in trees.items()}, repeats),
+        (
+            "a prompt, tokens",
+            {length: partial(OneSequence.prefill, context=some) for length, some in contexts.items()},
+            3,
+        ),
     ):
         print(f"\n| milliseconds of {title} | {' | '.join(map(str, runs))} |\n|---|{'---|' * len(runs)}")
         medians: dict[str, list[float]] = {}
         for size, run in runs.items():
             taken: dict[str, list[float]] = {}
-            for loaded in targets.values():
-                loaded.target.prefill(some_context(context, 4000), 64)
-                loaded.target.commit([])
+            for one in sequences.values():
+                one.prefill(some_context(context, 4000))
             for _ in range(times + 1):
-                for name, loaded in targets.items():
+                for name, one in sequences.items():
                     for count in threads:
                         torch.set_num_threads(count)
                         started = time.perf_counter()
-                        run(loaded.target)
+                        run(one)
                         taken.setdefault(f"{name}, threads: {count}", []).append(time.perf_counter() - started)
                 if peer:
                     started = time.perf_counter()
@@ -250,9 +257,9 @@ def loads(file: str, dtype: str) -> None:
 
 
 def _use(loaded: Loaded) -> None:
-    loaded.target.prefill(some_context(64, 4000), 64)
-    loaded.target.commit([])
-    loaded.target.verify(DraftTree.bare(1))
+    one = OneSequence(loaded.target)
+    one.prefill(some_context(64, 4000))
+    one.verify(DraftTree.bare(1))
     assert compact_places(loaded.target.model) or loaded.target.dtype == torch.float32
 
 

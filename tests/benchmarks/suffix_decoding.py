@@ -29,11 +29,12 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.replay import follow
+from hdtool.runtime.evaluation.recording import follow
 from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
 
 SETTINGS: dict[str, dict[str, float]] = {
     "default": {"max_spec_factor": 1.0, "min_token_prob": 0.1},
@@ -42,7 +43,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 WARM_UP = 5
 """Turns that are played once before, by drafters of their own."""
 DEEPEST = 64
-NO_LOGITS = torch.empty(0)
+NO_LOGITS = Verified(torch.empty(0))
 WINDOWS, CPU = [AttentionWindow(FULL)], torch.device("cpu")
 
 

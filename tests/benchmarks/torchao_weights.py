@@ -25,9 +25,9 @@ from hdtool.runtime.config.model import INT8
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load
-from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.cpu_weights import CONTEXT, ROWS, checkpoint
+from tests.support.one_sequence import OneSequence
 
 LIBRARY = "torchao"
 SIDES: dict[str, dict[str, Any]] = {
@@ -38,31 +38,30 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def target_of(folder: str, options: dict[str, Any]) -> Target:
+def sequence_of(folder: str, options: dict[str, Any]) -> OneSequence:
     config = ModelConfig(folder, device="cpu", quantization="int8", products="own", **options)
-    target = load(config).target
-    target.prefill(some_context(CONTEXT, 4000), 64)
-    target.commit([])
-    return target
+    one = OneSequence(load(config).target)
+    one.prefill(some_context(CONTEXT, 4000))
+    return one
 
 
-def times_of(targets: dict[str, Target], rows: int, repeats: int) -> dict[str, list[float]]:
+def times_of(sides: dict[str, OneSequence], rows: int, repeats: int) -> dict[str, list[float]]:
     """Milliseconds of a pass by side, without a first one."""
     tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
-    taken: dict[str, list[float]] = {name: [] for name in targets}
+    taken: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
-        for name, target in targets.items():
+        for name, one in sides.items():
             started = time.process_time()
-            target.verify(tree)
+            one.verify(tree)
             taken[name].append((time.process_time() - started) * 1e3)
     return {name: times[1:] for name, times in taken.items()}
 
 
-def passes(targets: dict[str, Target], repeats: int) -> None:
-    by_rows = [times_of(targets, rows, repeats) for rows in ROWS]
+def passes(sides: dict[str, OneSequence], repeats: int) -> None:
+    by_rows = [times_of(sides, rows, repeats) for rows in ROWS]
     for title, of_side in (("milliseconds of a pass", statistics.median), ("times as fast as torchao", None)):
         print(f"\n| {title}, rows | {' | '.join(map(str, ROWS))} |\n|---|{'---|' * len(ROWS)}")
-        for name in targets:
+        for name in sides:
             cells = [
                 f"{of_side(taken[name]):.1f}" if of_side else f"{_ratio(taken[LIBRARY], taken[name]):.2f}"
                 for taken in by_rows
@@ -85,7 +84,7 @@ def main() -> None:
     print(f"{machine(torch.device('cpu'))}; one thread", flush=True)
     with TemporaryDirectory() as folder:
         checkpoint(options.model, torch.bfloat16, Path(folder))
-        passes({name: target_of(folder, side) for name, side in SIDES.items()}, options.repeats)
+        passes({name: sequence_of(folder, side) for name, side in SIDES.items()}, options.repeats)
 
 
 if __name__ == "__main__":

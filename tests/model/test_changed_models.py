@@ -24,8 +24,10 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
+from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import answered, said
 from tests.support.families import VOCABULARY, model_of
+from tests.support.one_sequence import OneSequence
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import Replayed
 from tests.support.trees import LyingDrafter
@@ -190,27 +192,33 @@ def test_weights_that_captured_steps_read_are_not_freed_before_the_next_prompt()
     target = Target(model, lambda device: Replayed())
     answer(target, prompt, SamplingConfig())
     memory = weakref.ref(mlp_of(model).down_proj.weight.untyped_storage())
-    held = [storage.data_ptr() for storage in target._memory]
+    held = [storage.data_ptr() for storage in target._changes._memory]
     assert mlp_of(model).down_proj.weight.data_ptr() in held and memory() is not None
     with_other_data(model)
-    target.prefill(prompt)
-    assert mlp_of(model).down_proj.weight.data_ptr() in [storage.data_ptr() for storage in target._memory]
-    assert len(target._memory) == len(held)
+    target.notice_changes()
+    assert mlp_of(model).down_proj.weight.data_ptr() in [storage.data_ptr() for storage in target._changes._memory]
+    assert len(target._changes._memory) == len(held)
 
 
 def test_hidden_states_are_watched_after_a_change() -> None:
     model, prompt = own_model(), prompt_of(40)
-    target, fresh = Target(model, lambda device: Replayed()), None
+    target = Target(model, lambda device: Replayed())
     target.watch_hidden()
     answer(target, prompt, SamplingConfig())
     with_adapter(model)
     fresh = Target(model, never)
     fresh.watch_hidden()
-    for one in (target, fresh):
-        answer(one, prompt, SamplingConfig())
+    found = []
+    for each in (target, fresh):
+        one = OneSequence(each)
+        one.prefill(prompt)
+        for _ in range(2):  # the first captures, the second replays
+            one.verify(DraftTree.of(3, [5, 8], [-1, 0]))
+        assert one.verified.hidden is not None and len(one.verified.hidden) == 3
+        found.append(one.verified.hidden)
     assert target.captures
-    assert target.hidden is not None and fresh.hidden is not None
-    assert torch.allclose(target.hidden, fresh.hidden, atol=1e-4)
+    replayed, plain = found
+    assert torch.allclose(replayed, plain, atol=1e-4)
 
 
 class IgnoresMasks(LlamaAttention):
@@ -236,7 +244,7 @@ def test_a_model_that_became_one_that_cannot_be_used_is_refused(capture: str) ->
 def test_contexts_that_a_batch_keeps_are_dropped() -> None:
     model, prompt = own_model(), prompt_of(40)
     target = Target(model)
-    batch: Loop[int] = Loop(target, 2, max_new_tokens=MOST, prefixes=PrefixCache(1 << 24))
+    batch: Loop[int] = Loop(target, target.allocate(2), max_new_tokens=MOST, prefixes=PrefixCache(1 << 24))
     assert answered(batch, prompt) == (generated(model, prompt, MOST), 0)
     assert answered(batch, prompt)[1] > 0
     with_adapter(model)

@@ -127,6 +127,16 @@ def test_an_answer_cannot_continue_after_another_has_started() -> None:
     assert answer(target, prompt) == plain
 
 
+def test_an_answer_that_is_refused_during_a_step_of_another_leaves_that_one_alone() -> None:
+    target, prompt = Target(model_of("llama"), never), prompt_of(8)
+    plain = answer(target, prompt)
+    first = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MOST)
+    said = list(next(first).tokens)
+    with target.busy, pytest.raises(ModelError, match="two threads use one model"):
+        answer(target, prompt)
+    assert said + [token for step in first for token in step.tokens] == plain
+
+
 def test_two_threads_in_one_model_get_an_error_and_no_mixed_answer() -> None:
     target, prompts = Target(model_of("llama"), never), [prompt_of(8), prompt_of(31)]
     expected = [answer(target, prompt) for prompt in prompts]

@@ -27,7 +27,7 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.precision import more_precise
 from hdtool.runtime.model.target import Target
 from tests.support.families import FAMILIES
-from tests.support.fused import TREE, both, logits_of, model_of, stack, widen
+from tests.support.fused import TREE, after, both, logits_of, model_of, stack, widen
 from tests.support.oracle import assert_same_logits, prompt_of
 
 SAME = ("llama", "qwen2", "qwen3", "granite", "smollm3")
@@ -85,23 +85,22 @@ def test_weights_that_are_replaced_within_an_answer_are_not_freed(monkeypatch: p
     """The answer goes on with those that computed its keys and values; the next prompt is read with the new ones."""
     monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
     usual, fused = both()
-    before = logits_of(fused, prompt_of(20))
+    one = after(fused, prompt_of(20))
+    before = one.verify(TREE).clone()
     weight = fused.model.model.layers[0].self_attn.q_proj.weight
     memory = weakref.ref(weight.untyped_storage())
     with_another_weight(fused.model)
-    assert memory() is not None and torch.equal(fused.verify(TREE), before)
+    assert memory() is not None and torch.equal(one.verify(TREE), before)
     usual.model.model.layers[0].self_attn.q_proj.weight.data = weight.data
     assert torch.equal(logits_of(fused, prompt_of(20)), logits_of(usual, prompt_of(20)))
 
 
 def test_a_prompt_that_continues_kept_context_notices_replaced_weights() -> None:
-    usual, fused = both()
-    for target in (usual, fused):
-        target.prefill(prompt_of(30), 40, reuse=True)
-        target.commit([])
+    usual, fused = (after(target, prompt_of(30)) for target in both())
+    for one in (usual, fused):
         torch.manual_seed(5)
-        with_another_weight(target.model)
-    found, expected = (target.prefill([*prompt_of(30), 4, 5], reuse=True) for target in (fused, usual))
+        with_another_weight(one.target.model)
+    found, expected = (one.read_on([*prompt_of(30), 4, 5]) for one in (fused, usual))
     assert torch.equal(found, expected)
     assert fused.cached_tokens == usual.cached_tokens == 0
 
@@ -144,7 +143,7 @@ def test_other_passes_are_those_of_the_library() -> None:
 def takes(target: Target, block: Any) -> bool:
     """Whether a pass over one row would be computed in compiled code."""
     hidden, place = torch.rand(1, 1, 64), torch.rand(1, 1, 16)
-    given = {"attention_mask": None, "position_embeddings": (place, place), "cache": target.new_cache(4)}
+    given = {"attention_mask": None, "position_embeddings": (place, place), "cache": target.allocate(1, 4).slots[0].kv}
     stack(target).check_again()
     with torch.no_grad(), block:
         return stack(target).takes(hidden, given)
@@ -200,10 +199,9 @@ def test_several_threads_take_the_attention_of_the_library_where_it_has_much_to_
     monkeypatch.setattr(layer_stack, "MOST_WORK", 7 * 40 * 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: layer_stack.FEW_THREADS + 1)
     for length, expected in ((40, 1), (41, int(own))):
-        fused.prefill(prompt_of(length))
-        fused.commit([])
+        one = after(fused, prompt_of(length))
         before = stack(fused).passes
-        fused.verify(TREE)
+        one.verify(TREE)
         assert stack(fused).passes - before == expected
 
 
@@ -242,7 +240,7 @@ def test_loading_uses_compiled_layers_unless_told_otherwise(
         shutil.copy(demo.MODEL / name, tmp_path)
     loaded = load(ModelConfig(str(tmp_path), device="cpu", **changes))
     assert (stack_of(loaded.target.model) is not None) == expected
-    assert loaded.target.passes == 0 and loaded.target.seconds_in_model == 0
+    assert loaded.target.log.passes == 0 and loaded.target.log.seconds == 0
 
 
 def test_costs_of_passes_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +251,7 @@ def test_costs_of_passes_are_kept_apart(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_rows_that_the_cache_has_no_room_for_are_the_librarys() -> None:
     _, fused = both()
-    cache = fused.new_cache(64)
+    cache = fused.allocate(1, 64).slots[0].kv
     place = torch.rand(1, 2, 16)
     given = {"position_embeddings": (place, place), "cache": cache}
     with torch.inference_mode():

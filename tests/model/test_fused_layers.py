@@ -14,7 +14,6 @@ from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.kernels.fused import layers
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice, use_small_batch_products
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.fused import proof
 from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.target import Target
@@ -23,7 +22,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import VOCABULARY
-from tests.support.fused import KINDS, TREE, both, logits_of, model_of, stack, widen
+from tests.support.fused import KINDS, TREE, after, both, logits_of, model_of, stack, widen
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.trees import LyingDrafter, tokens_to
 
@@ -95,11 +94,10 @@ def test_a_row_has_the_same_bits_beside_any_other_rows() -> None:
         tokens = tokens_to(TREE, node)
         path = DraftTree.of(tokens[0], tokens[1:], list(range(-1, len(tokens) - 2)))
         assert torch.equal(logits_of(fused, context, path)[-1], whole[node + 1])
-        fused.prefill(context, 40)
-        fused.commit([])
+        one = after(fused, context)
         for token in tokens:
-            alone = fused.verify(DraftTree.bare(token)).clone()
-            fused.commit([])
+            alone = one.verify(DraftTree.bare(token))
+            one.commit([])
         assert torch.equal(alone[0], whole[node + 1]), "one token in each pass"
 
 
@@ -118,22 +116,21 @@ def test_several_threads_share_attention_and_give_the_same_bits(threads: int, mo
 
 def batch_logits(target: Target) -> list[torch.Tensor]:
     """Of two sequences of different lengths."""
-    slots = BatchSlots(target, 2)
+    cache = target.allocate(2)
     for slot, length in enumerate((20, 90)):
-        slots.prefill(slot, prompt_of(length), room=9)
-        slots.commit(slot, [])
-    return [logits.clone() for logits in slots.verify([TREE, DraftTree.bare(7)])]
+        target.prefill(cache, slot, prompt_of(length), room=9)
+    return [verified.logits.clone() for verified in target.verify(cache, [TREE, DraftTree.bare(7)])]
 
 
 @pytest.mark.usefixtures("own_products")
 def test_the_capacity_of_the_cache_changes_no_bit() -> None:
     _, fused = both()
     small = logits_of(fused, prompt_of(40))
-    fused.prefill(prompt_of(40), 1000)
-    fused.commit([])
+    one = after(fused, prompt_of(40), room=1000)
+    assert one.cache.capacity > 1000
     with torch.inference_mode():
-        fused._cache.storage.tensors[0][:, :, :, 47:] = float("nan")
-    assert torch.equal(fused.verify(TREE), small)
+        one.cache.storage.tensors[0][:, :, :, 47:] = float("nan")
+    assert torch.equal(one.verify(TREE), small)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -162,18 +159,19 @@ def test_every_method_gives_the_answer_of_plain_decoding(method: str) -> None:
 
 def test_an_answer_longer_than_the_cache_at_first() -> None:
     usual, fused = both()
-    slots = BatchSlots(fused, 2)
+    cache = fused.allocate(2)
     for slot, length in enumerate((3, 9)):
-        slots.prefill(slot, prompt_of(length), room=1)
-        slots.commit(slot, [])
+        fused.prefill(cache, slot, prompt_of(length), room=1)
+    at_first = cache.capacity
     contexts = [prompt_of(3), prompt_of(9)]
     for token in range(90):
-        logits = slots.verify([DraftTree.bare(token), DraftTree.bare(token)])
+        verified = fused.verify(cache, [DraftTree.bare(token), DraftTree.bare(token)])
         for slot in range(2):
-            slots.commit(slot, [])
+            fused.commit(cache, slot, [])
             contexts[slot].append(token)
+    assert cache.capacity > at_first
     for slot in range(2):
-        assert_same_logits(logits[slot][0], plain_logits(usual.model, contexts[slot]))
+        assert_same_logits(verified[slot].logits[0], plain_logits(usual.model, contexts[slot]))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -197,14 +195,12 @@ def test_answers_of_a_batch_are_those_given_alone(size: int, sampling: SamplingC
 
 
 def test_a_later_turn_continues_the_cache_of_the_first() -> None:
-    usual, fused = both()
-    for target in (usual, fused):
-        target.prefill(prompt_of(30), 40, reuse=True)
-        target.commit([])
-        target.verify(TREE)
-        target.commit([0, 1])
+    usual, fused = (after(target, prompt_of(30)) for target in both())
+    for one in (usual, fused):
+        one.verify(TREE)
+        one.commit([0, 1])
     context = [*prompt_of(30), 3, 5, 8, 60, 61]
-    found, expected = (target.prefill(context, reuse=True) for target in (fused, usual))
+    found, expected = (one.read_on(context) for one in (fused, usual))
     assert fused.cached_tokens == usual.cached_tokens == 32
     assert_same_logits(found, expected)
 

@@ -17,7 +17,6 @@ from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.int8.int8_linear import Int8Linear, has_int8_activations
 from hdtool.runtime.kernels.packed.formats import FORMATS
-from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.gguf import file_identity
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import PIECE, Target
@@ -25,6 +24,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
+from tests.support.one_sequence import OneSequence
 from tests.support.trees import LyingDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
@@ -66,9 +66,9 @@ def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:
     file = file_of(tmp_path, "Q8_0")
     found = []
     for activations in ("float32", "int8"):
-        target = target_of(file, activations)
-        target.prefill(PROMPT, 40)
-        found.append(target.verify(DraftTree.of(3, [5, 8, 13, 21], [-1, 0, 0, 2])).clone())
+        one = OneSequence(target_of(file, activations))
+        one.prefill(PROMPT)
+        found.append(one.verify(DraftTree.of(3, [5, 8, 13, 21], [-1, 0, 0, 2])).clone())
     distance = torch.linalg.vector_norm(found[1] - found[0]) / torch.linalg.vector_norm(found[0])
     assert 1e-5 < distance < 0.05
 
@@ -78,25 +78,24 @@ def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> N
     """Prompts as a whole, token by token, after a kept beginning, and in a batch."""
     target = target_of(file_of(tmp_path))
     tokens = [token % SIZE for token in range(7, 7 + 31 * length, 31)]
-    whole = target.prefill(tokens, 40).clone()
-    assert torch.equal(target.prefill(tokens, 40, reuse=True), whole)
-    target.prefill(tokens[:1], len(tokens) + 40)
-    target.commit([])
+    one = OneSequence(target)
+    whole = one.prefill(tokens).clone()
+    assert torch.equal(one.read_on(tokens), whole)
+    assert one.cached_tokens == max(0, length - 2)
+    one.prefill(tokens[:1], room=len(tokens) + 40)
     for token in tokens[1:]:
-        found = target.verify(DraftTree.bare(token))[0].clone()
-        target.commit([])
+        found = one.verify(DraftTree.bare(token))[0].clone()
+        one.commit([])
     if length > 1:
         assert torch.equal(found, whole[0])
-    slots = BatchSlots(target, 3)
+    cache = target.allocate(3)
     for slot in range(3):
-        assert torch.equal(slots.prefill(slot, tokens, 40), whole)
-        slots.commit(slot, [])
+        assert torch.equal(target.prefill(cache, slot, tokens, room=40).logits, whole)
     trees = [DraftTree.of(3, [5, 8], [-1, 0]), DraftTree.bare(3), DraftTree.of(3, list(range(9, 49)), [-1] * 40)]
-    rows = [found.clone() for found in slots.verify(trees)]
-    target.prefill(tokens, 60)
-    target.commit([])
+    rows = [verified.logits.clone() for verified in target.verify(cache, trees)]
+    one.prefill(tokens)
     for tree, found in zip(trees, rows, strict=True):
-        assert torch.equal(target.verify(tree), found)
+        assert torch.equal(one.verify(tree), found)
 
 
 def test_rows_with_gaps_between_them_are_copied(tmp_path: Path) -> None:

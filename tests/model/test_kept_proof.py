@@ -16,7 +16,7 @@ from hdtool.data import demo
 from hdtool.data.files.kept_record import checksum
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.trees import prove_trees, some_context
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.fused import kept_proof
 from hdtool.runtime.model.fused.layer_stack import stack_of
@@ -27,6 +27,7 @@ from hdtool.runtime.tree import DraftTree
 pytest.importorskip("gguf")
 
 from tests.support.gguf_files import tiny_llama, write_gguf
+from tests.support.one_sequence import OneSequence
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """Heads are as wide as vectors, so that the layers are in compiled code."""
@@ -50,19 +51,19 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
     """The targets whose trees were checked."""
     checked: list[Target] = []
 
-    def check(self: Target, really: Callable[[Target], None] = Target._check_trees) -> None:
-        checked.append(self)
-        really(self)
+    def check(target: Target, really: Callable[[Target], None] = prove_trees) -> None:
+        checked.append(target)
+        really(target)
 
-    monkeypatch.setattr(Target, "_check_trees", check)
+    monkeypatch.setattr("hdtool.runtime.model.target.prove_trees", check)
     return checked
 
 
 def logits_of(config: ModelConfig) -> torch.Tensor:
     target = load(config).target
-    prompt = target.prefill(some_context(70, target.vocabulary), 10)
-    target.commit([])
-    return torch.cat([prompt, target.verify(TREE)]).clone()
+    one = OneSequence(target)
+    prompt = one.prefill(some_context(70, target.vocabulary))
+    return torch.cat([prompt, one.verify(TREE)]).clone()
 
 
 def records() -> list[Path]:

@@ -144,13 +144,13 @@ def test_code_of_others_without_a_window_is_taken_and_exact() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_of_the_masks_alone_need_no_long_context(family: str) -> None:
     target = Target(model_of(family))
-    assert not long_contexts(target.model, target.windows, context_limit(target.config, 1))
+    assert not long_contexts(target.model, target.stock.windows, context_limit(target.config, 1))
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "llama4", "gpt_oss", "deepseek_v3"])
 def test_every_kind_of_mask_passes_after_a_long_context(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = [LongContext(338, 169, None), LongContext(510, 61, None)]
-    monkeypatch.setattr("hdtool.runtime.model.target.long_contexts", lambda *_: both)
+    monkeypatch.setattr("hdtool.runtime.model.checks.trees.long_contexts", lambda *_: both)
     Target(model_of(family))
 
 

@@ -18,9 +18,11 @@ from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, sa
 from hdtool.runtime.config import LARGEST_BUDGET, CostConfig, ModelConfig
 from hdtool.runtime.environment import device_name, fingerprint
 from hdtool.runtime.evaluation.cost_plot import draw_cost
+from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CURVE = CostCurve((0, 8, 64), ((1.0, 2.0, 3.0), (1.5, 2.5, 9.0)), (64, 512), "a device", "toy", "float32")
@@ -53,9 +55,9 @@ def test_passes_are_timed_at_the_given_context_lengths(embedded: Loaded, monkeyp
     seen = []
     verify = Target.verify
 
-    def noted(target: Target, tree: DraftTree) -> torch.Tensor:
-        seen.append((target.length + 1, len(tree)))
-        return verify(target, tree)
+    def noted(target: Target, cache: Cache, trees: list[DraftTree]) -> list[Verified]:
+        seen.append((cache.slots[0].length + 1, len(trees[0])))
+        return verify(target, cache, trees)
 
     monkeypatch.setattr(Target, "verify", noted)
     told: list[int] = []

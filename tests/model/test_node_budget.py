@@ -21,26 +21,13 @@ from hdtool.runtime.budget.node_budget import (
 )
 from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
-from hdtool.runtime.drafters.hierarchy.batch_drafting import BatchDrafting
+from hdtool.runtime.drafter import draft_many
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.model.pass_log import PassLog
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
-
-
-class Clock:
-    """A target with given times of its passes."""
-
-    def __init__(self) -> None:
-        self.passes, self.seconds_in_model, self.length = 0, 0.0, 0
-        self.captures, self.nodes_of_last_pass = False, -1
-        self.slots_of_last_pass, self.seconds_of_last_pass = 1, 0.0
-
-    def step(self, seconds: float, nodes: int = 0, slots: int = 1) -> None:
-        self.passes += 1
-        self.nodes_of_last_pass, self.slots_of_last_pass, self.seconds_of_last_pass = nodes, slots, seconds
-        self.seconds_in_model += seconds
 
 
 def confirmed(costs: MeasuredCosts) -> MeasuredCosts:
@@ -49,14 +36,14 @@ def confirmed(costs: MeasuredCosts) -> MeasuredCosts:
     return costs
 
 
-def budget_by(clock: Clock, curve: CostCurve, *, is_confirmed: bool = True, overhead: float = 0.0) -> MeasuredBudget:
-    costs = MeasuredCosts(clock, curve)  # type: ignore[arg-type]
-    return MeasuredBudget(clock, confirmed(costs) if is_confirmed else costs, overhead=overhead)  # type: ignore[arg-type]
+def budget_by(log: PassLog, curve: CostCurve, *, is_confirmed: bool = True, overhead: float = 0.0) -> MeasuredBudget:
+    costs = MeasuredCosts(log, curve)
+    return MeasuredBudget(log, confirmed(costs) if is_confirmed else costs, overhead=overhead)
 
 
-def budget_of(costs: list[float], *, is_confirmed: bool = True) -> tuple[MeasuredBudget, Clock]:
-    clock = Clock()
-    return budget_by(clock, curve_of(costs), is_confirmed=is_confirmed), clock
+def budget_of(costs: list[float], *, is_confirmed: bool = True) -> tuple[MeasuredBudget, PassLog]:
+    log = PassLog()
+    return budget_by(log, curve_of(costs), is_confirmed=is_confirmed), log
 
 
 def curve_of(*costs: list[float], contexts: tuple[int, ...] = (0,)) -> CostCurve:
@@ -81,30 +68,30 @@ def test_a_fixed_budget_is_kept(size: int) -> None:
 
 
 def test_pauses_of_drafting_grow_while_it_does_not_pay() -> None:
-    budget, clock = budget_of(STEEP)
+    budget, log = budget_of(STEEP)
     asked = []
     for step in range(400):
         if budget.most:
             asked.append(step)
             assert budget.nodes(np.array([0.1])) == 0
-        clock.step(1.0)
+        log.add(1.0, 0)
     assert 3 < len(asked) < 30
     assert max(np.diff(asked)) > 40
     while not budget.most:
-        clock.step(1.0)
+        log.add(1.0, 0)
     budget.nodes(np.full(20, 0.99))
-    clock.step(1.0)
+    log.add(1.0, 0)
     assert budget.most, "what paid once is tried again at once"
 
 
 def test_estimated_costs_follow_measured_passes() -> None:
     """At loading a pass of eight rows seemed as cheap as one; in the conversation it takes three times as long."""
-    budget, clock = budget_of(FLAT)
+    budget, log = budget_of(FLAT)
     probs = np.full(7, 0.12)
     assert budget.nodes(probs) == 7
     sent = 7
     for _ in range(200):
-        clock.step(3.0 if sent else 1.0, sent)
+        log.add(3.0 if sent else 1.0, sent)
         sent = budget.nodes(probs) if budget.most else 0
     assert sent == 0
 
@@ -113,19 +100,19 @@ def test_a_size_that_was_not_timed_costs_what_lies_between_unless_steps_are_capt
     """Captured steps of five and of eight rows cost the same, so three more nodes are verified that gain little."""
     cheap = [1.0 if rows <= 4 else 1.3 if rows <= 8 else 100.0 for rows in PASS_SIZES]
     for captures, best in ((False, 4), (True, 7)):
-        clock = Clock()
-        clock.captures = captures
-        budget = budget_by(clock, curve_of(cheap))
+        log = PassLog()
+        costs = MeasuredCosts(log, curve_of(cheap), only_timed_sizes=captures)
+        budget = MeasuredBudget(log, confirmed(costs), overhead=0.0)
         assert budget.nodes(np.array([0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1])) == best
 
 
 @pytest.mark.parametrize("verified", [-1, 15])
 def test_a_pass_counts_for_the_nodes_that_it_verified(verified: int) -> None:
     """A prompt is read in a pass of its own, and a grammar adds nodes: neither is the cost of the chosen size."""
-    budget, clock = budget_of([1.0] * 5 + [1.5] * (len(PASS_SIZES) - 5))
+    budget, log = budget_of([1.0] * 5 + [1.5] * (len(PASS_SIZES) - 5))
     assert budget.nodes(np.full(7, 0.2)) == 7
     for _ in range(20):
-        clock.step(3.0, verified)
+        log.add(3.0, verified)
         assert budget.nodes(np.full(7, 0.2)) == 7
 
 
@@ -146,9 +133,9 @@ def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(
     assert len(cost_here(target).nodes) == len(PASS_SIZES)
     curve = curve_of(FLAT, STEEP, contexts=(64, 256))
     save_at_home(target, curve)
-    before = target.passes
+    before = target.log.passes
     assert cost_here(target) == curve
-    assert target.passes == before, "nothing is measured that is known"
+    assert target.log.passes == before, "nothing is measured that is known"
     assert cost_here(target, batch=2) != curve, "in a batch passes cost something else"
     (file,) = [path for path in tmp_path.rglob("*.json") if path.parent.name != "quick"]
     file.write_text("{}")
@@ -160,34 +147,34 @@ def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(
 def test_a_quick_measurement_is_kept_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     target = Target(model_of("llama"))
-    curve, measured = cost_here(target), target.passes
-    assert cost_here(target) == curve and target.passes == measured
+    curve, measured = cost_here(target), target.log.passes
+    assert cost_here(target) == curve and target.log.passes == measured
     (file,) = tmp_path.rglob("*.json")
     os.utime(file, (1e9, 1e9))
     cost_here(target)
-    assert target.passes > measured
+    assert target.log.passes > measured
     file.write_text("{}")
-    measured = target.passes
+    measured = target.log.passes
     cost_here(target)
-    assert target.passes > measured
+    assert target.log.passes > measured
 
 
 def test_costs_follow_the_length_of_the_context() -> None:
-    clock = Clock()
-    budget = budget_by(clock, curve_of(FLAT, STEEP, contexts=(0, 1000)))
+    log = PassLog()
+    budget = budget_by(log, curve_of(FLAT, STEEP, contexts=(0, 1000)))
     assert budget.nodes(np.full(8, 0.3)) == 8
-    clock.length = 1000
+    log.context = 1000
     assert budget.nodes(np.full(8, 0.3)) == 0
 
 
-def shared(costs: list[float], slots: int, clock: Clock) -> list[SharedBudget]:
-    return together_by(clock, {slots: curve_of(costs)}, lambda: slots, slots)
+def shared(costs: list[float], slots: int, log: PassLog) -> list[SharedBudget]:
+    return together_by(log, {slots: curve_of(costs)}, lambda: slots, slots)
 
 
 def together_by(
-    clock: Clock, curves: dict[int, CostCurve], rows: Callable[[], int], slots: int, *, is_confirmed: bool = True
+    log: PassLog, curves: dict[int, CostCurve], rows: Callable[[], int], slots: int, *, is_confirmed: bool = True
 ) -> list[SharedBudget]:
-    together = Together(clock, curves)  # type: ignore[arg-type]
+    together = Together(log, curves)
     if is_confirmed:
         for size in curves:
             confirmed(together.costs(size))
@@ -198,8 +185,8 @@ def together_by(
 def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
     """Nodes are free and bring half a token; plain steps take a second, and each draft 0.4 or 0.6 of the batch's."""
     for seconds, rests in ((0.4, False), (0.6, True)):
-        clock = Clock()
-        budgets = shared([1.0] * len(NODES), slots, clock)
+        log = PassLog()
+        budgets = shared([1.0] * len(NODES), slots, log)
         awake = 0
         for _ in range(40):
             for budget in budgets:
@@ -207,7 +194,7 @@ def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
                     awake += 1
                     budget.set_draft_seconds(seconds / slots)
                     budget.nodes(np.array([0.5]))
-            clock.step(1.0)
+            log.add(1.0, 0)
         assert (awake < 20 * slots) is rests
 
 
@@ -215,7 +202,7 @@ def test_in_a_batch_one_size_is_chosen_by_all_trees() -> None:
     """Eight nodes cost half a pass more: one tree out of four that gains a token does not pay for it, three do."""
     costs = [1.0 if rows == 1 else 1.5 for rows in PASS_SIZES]
     good, poor = np.full(7, 0.15), np.full(7, 0.01)
-    first, *others = shared(costs, 4, Clock())
+    first, *others = shared(costs, 4, PassLog())
     assert first.nodes(good) == 7, "as long as nothing is known of the others"
     for other in others:
         other.nodes(poor)
@@ -231,7 +218,7 @@ def test_a_budget_counts_the_slots_in_use_and_their_costs() -> None:
     free = CostCurve(tuple(size - 1 for size in PASS_SIZES), ((1.0,) * len(PASS_SIZES),))
     dear = CostCurve(free.nodes, (tuple(1.0 if size == 1 else 2.0 for size in PASS_SIZES),))
     rows, probs = 1, np.full(7, 0.3)
-    first, *others = together_by(Clock(), {1: free, 4: dear}, lambda: rows, 4)
+    first, *others = together_by(PassLog(), {1: free, 4: dear}, lambda: rows, 4)
     for other in others:
         other.nodes(np.full(7, 0.001))  # answers that have ended since
     assert first.nodes(probs) == 7
@@ -241,12 +228,12 @@ def test_a_budget_counts_the_slots_in_use_and_their_costs() -> None:
     assert first.nodes(probs) == 0
 
 
-def verified(ask: Callable[[], int], clock: Clock, seconds: Callable[[int], float], steps: int) -> list[int]:
+def verified(ask: Callable[[], int], log: PassLog, seconds: Callable[[int], float], steps: int) -> list[int]:
     """The nodes of each step, whose passes take other times than were measured before."""
     found = []
     for _ in range(steps):
         found.append(ask())
-        clock.step(seconds(found[-1]), found[-1])
+        log.add(seconds(found[-1]), found[-1])
     return found
 
 
@@ -254,43 +241,43 @@ def test_drafts_that_only_look_dear_are_tried() -> None:
     """The machine was busy while larger passes were measured: 4 times too slow."""
     probs = np.full(3, 0.3)
     slow = [1.0, *[4.0] * (len(PASS_SIZES) - 1)]
-    alone, clock = budget_of(slow, is_confirmed=False)
-    found = verified(lambda: alone.nodes(probs) if alone.most else 0, clock, lambda nodes: 1.0, 60)
+    alone, log = budget_of(slow, is_confirmed=False)
+    found = verified(lambda: alone.nodes(probs) if alone.most else 0, log, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
-    clock = Clock()
-    (one,) = together_by(clock, {1: curve_of(slow)}, lambda: 1, 1, is_confirmed=False)
-    found = verified(lambda: one.nodes(probs) if one.most else 0, clock, lambda nodes: 1.0, 60)
+    log = PassLog()
+    (one,) = together_by(log, {1: curve_of(slow)}, lambda: 1, 1, is_confirmed=False)
+    found = verified(lambda: one.nodes(probs) if one.most else 0, log, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
 
 
 def test_a_plain_pass_that_only_looks_slow_is_tried() -> None:
     """Drafts seem to bring 1.3 tokens for the time of one, but a plain pass takes half of that time."""
-    budget, clock = budget_of(FLAT, is_confirmed=False)
+    budget, log = budget_of(FLAT, is_confirmed=False)
     probs = np.full(3, 0.1)
-    found = verified(lambda: budget.nodes(probs) if budget.most else 0, clock, lambda nodes: 1.0 if nodes else 0.5, 200)
+    found = verified(lambda: budget.nodes(probs) if budget.most else 0, log, lambda nodes: 1.0 if nodes else 0.5, 200)
     assert found[-100:].count(0) > 90
 
 
 def test_costs_that_passes_confirm_are_not_tried_again() -> None:
-    steep, clock = budget_of(STEEP, is_confirmed=False)
+    steep, log = budget_of(STEEP, is_confirmed=False)
     probs = np.full(3, 0.3)
     rises = dict(zip(NODES, STEEP, strict=True))
-    found = verified(lambda: steep.nodes(probs) if steep.most else 0, clock, rises.__getitem__, 400)
+    found = verified(lambda: steep.nodes(probs) if steep.most else 0, log, rises.__getitem__, 400)
     assert 3 <= sum(map(bool, found)) <= 9, "three for each size that may pay"
-    flat, clock = budget_of(FLAT, is_confirmed=False)
-    found = verified(lambda: flat.nodes(probs), clock, lambda nodes: 1.0, 400)
+    flat, log = budget_of(FLAT, is_confirmed=False)
+    found = verified(lambda: flat.nodes(probs), log, lambda nodes: 1.0, 400)
     assert found.count(0) == 0, "clearly faster, whatever a plain pass takes"
-    flat, clock = budget_of(FLAT, is_confirmed=False)
-    found = verified(lambda: flat.nodes(probs / 3), clock, lambda nodes: 1.0, 400)
+    flat, log = budget_of(FLAT, is_confirmed=False)
+    found = verified(lambda: flat.nodes(probs / 3), log, lambda nodes: 1.0, 400)
     assert found.count(0) == 3
 
 
 def test_a_batch_learns_from_passes_with_as_many_trees() -> None:
-    clock = Clock()
-    together = Together(clock, {1: curve_of(FLAT), 4: curve_of(FLAT)})  # type: ignore[arg-type]
+    log = PassLog()
+    together = Together(log, {1: curve_of(FLAT), 4: curve_of(FLAT)})
     for slots, learns in ((1, 1), (3, 4), (4, 4)):
         before = {size: together.costs(size)._own["corrections"][0] for size in (1, 4)}
-        clock.step(2.0, 0, slots)
+        log.add(2.0, 0, slots)
         for size, correction in before.items():
             together.costs(size).update()
             assert (together.costs(size)._own["corrections"][0] > correction) == (size == learns)
@@ -310,12 +297,12 @@ def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     """Steps of 1.5 seconds with passes of one second, and drafts of 0.2: 0.3 are left for a step without a draft."""
     now = [0.0]
     monkeypatch.setattr("hdtool.runtime.budget.node_budget.time.perf_counter", lambda: now[0])
-    clock = Clock()
-    budget = budget_by(clock, curve_of(FLAT), overhead=2.0)
+    log = PassLog()
+    budget = budget_by(log, curve_of(FLAT), overhead=2.0)
     for _ in range(60):
         budget.set_draft_seconds(0.2)
         budget.nodes(np.full(7, 0.9))
-        clock.step(1.0, nodes=7)
+        log.add(1.0, 7)
         now[0] += 1.5
     assert budget._own["overhead"] == pytest.approx(0.3, rel=0.1)
 
@@ -359,5 +346,5 @@ def test_a_draft_that_finds_nothing_counts_as_one_that_does_not_pay() -> None:
         drafter.begin([1, 2, 3])
     asked.clear()
     assert not len(drafters[0].draft([1, 2, 3]))
-    BatchDrafting().trees(drafters, [[1, 2, 3]] * 2)
+    draft_many(drafters, [[1, 2, 3]] * 2)
     assert asked == [0, 0, 0]

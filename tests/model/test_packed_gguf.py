@@ -38,6 +38,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
+from tests.support.one_sequence import OneSequence
 from tests.support.trees import LyingDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
@@ -125,9 +126,10 @@ def test_compiled_layers_multiply_by_packed_weights(tmp_path: Path) -> None:
     for target in (packed, wide):
         stack = stack_of(target.model)
         assert stack, "the layers are in compiled code"
-        target.prefill(prompt_of(30), 40)
+        one = OneSequence(target)
+        one.prefill(prompt_of(30))
         before = stack.passes
-        found.append(target.verify(tree).clone())
+        found.append(one.verify(tree).clone())
         assert stack.passes == before + 1
     assert torch.equal(*found)
 

@@ -25,7 +25,6 @@ from hdtool.runtime.evaluation.model_shapes import load_shape
 from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, use_small_batch_products
 from hdtool.runtime.model import quantization as quantizing
-from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load, load_stock
 from hdtool.runtime.model.quantized_layers import quantized_layers
@@ -34,6 +33,7 @@ from hdtool.runtime.model.tensor_parallel import ProcessGroup
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import run, said
 from tests.support.families import model_of
+from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
 from tests.support.quantized import Int8Layer, LlmInt8, OneScale, ScalePerRow, quantized
 from tests.support.rehearsed import direct
@@ -158,20 +158,19 @@ def test_a_tree_is_checked_row_by_row(capfd: pytest.CaptureFixture[str]) -> None
     target = Target(model, direct)
     assert not target.captures
     assert "not captured as CUDA graphs: its 8-bit layers look for outliers in each pass" in capfd.readouterr().err
-    target.prefill(PROMPT)
-    target.commit([])
+    one = OneSequence(target)
+    one.prefill(PROMPT)
     (few, many) = (DraftTree.of(5, list(range(9, 9 + nodes)), [-1] * nodes) for nodes in (0, 30))
-    alone = target.verify(few)[0].clone()
-    beside = target.verify(many)[0]
-    slots = BatchSlots(target, 2)
+    alone = one.verify(few)[0].clone()
+    beside = one.verify(many)[0]
+    slots = target.allocate(2)
     for slot in range(2):
-        slots.prefill(slot, PROMPT, 0)
-        slots.commit(slot, [])
-    in_slot = slots.verify([few, many])[0][0]
+        target.prefill(slots, slot, PROMPT)
+    in_slot = target.verify(slots, [few, many])[0].logits[0]
     for found in (beside, in_slot):
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
     held = len(model.model.layers[0].mlp.down_proj._forward_pre_hooks)
-    del target, slots
+    del target, one
     assert len(model.model.layers[0].mlp.down_proj._forward_pre_hooks) == held - 1, "the model is as it was"
 
 

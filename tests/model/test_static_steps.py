@@ -15,7 +15,6 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.kernels.topk import Logits, argmax, known_argmax
 from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
 from hdtool.runtime.model.static_steps import SHORTEST_EXTENT, StaticSteps, extent_for
@@ -23,8 +22,10 @@ from hdtool.runtime.model.step_input import MOVES, StepInput
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
+from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import Direct, Rehearsed, direct
 from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
@@ -39,29 +40,36 @@ def tree_of(size: int) -> DraftTree:
     )
 
 
+def steps_of(target: Target) -> StaticSteps:
+    steps = target._captured._steps
+    assert steps
+    return steps
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: str) -> None:
     model = model_of(family)
     target = Target(model, lambda device: Rehearsed())
-    assert target._steps
+    assert target.captures
+    one = OneSequence(target)
 
     @settings(max_examples=6)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         context = prompt_of(data.draw(st.integers(1, 60)))
-        target.prefill(context, room=64)
-        target.commit([])
+        one.prefill(context)
         for _ in range(3):
             tree = data.draw(trees(VOCABULARY))
-            logits = target.verify(tree)
+            logits = one.verify(tree)
             assert logits.shape == (len(tree) + 1, VOCABULARY)
             for node in range(ROOT, len(tree)):
                 assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
-            assert argmax(logits).tolist() == logits.argmax(-1).tolist()
+            assert one.verified.argmax is not None
+            assert one.verified.best().tolist() == logits.argmax(-1).tolist()
             node = data.draw(st.integers(ROOT, len(tree) - 1))
-            target.commit(path_to(tree, node))
+            one.commit(path_to(tree, node))
             context += tokens_to(tree, node)
-            assert target.length == len(context)
+            assert one.length == len(context)
 
     check()
 
@@ -71,11 +79,10 @@ def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: 
 )
 def test_sizes_next_to_the_fixed_ones(size: int) -> None:
     model = model_of("mistral")
-    target = Target(model, direct)
+    one = OneSequence(Target(model, direct))
     context, tree = prompt_of(30), tree_of(size)
-    target.prefill(context, room=64)
-    target.commit([])
-    logits = target.verify(tree)
+    one.prefill(context)
+    logits = one.verify(tree)
     for node in {ROOT, 0, size // 2, size - 1} & set(range(ROOT, size)):
         assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
 
@@ -83,17 +90,16 @@ def test_sizes_next_to_the_fixed_ones(size: int) -> None:
 @pytest.mark.parametrize("length", [MOVES - 1, MOVES, MOVES + 1, 20])
 def test_paths_longer_than_a_step_moves(length: int) -> None:
     model = model_of("llama")
-    target = Target(model, direct)
+    one = OneSequence(Target(model, direct))
     context = prompt_of(9)
     tree = DraftTree.of(5, range(3, 3 + 2 * length), [max(ROOT, node - 2) for node in range(2 * length)])
-    target.prefill(context, room=64)
-    target.commit([])
-    target.verify(tree)
+    one.prefill(context)
+    one.verify(tree)
     path = path_to(tree, 2 * length - 1)
     assert len(path) == length
-    target.commit(path)
+    one.commit(path)
     context += tokens_to(tree, path[-1])
-    assert_same_logits(target.verify(DraftTree.bare(7))[0], plain_logits(model, [*context, 7]))
+    assert_same_logits(one.verify(DraftTree.bare(7))[0], plain_logits(model, [*context, 7]))
 
 
 @given(st.lists(st.tuples(trees(VOCABULARY), st.integers(1, 300)), min_size=2, max_size=8))
@@ -152,7 +158,7 @@ def test_captured_steps_give_the_same_answers(family: str, sampling: SamplingCon
     for _ in range(2):  # the second time it knows what to draft
         steps = run(fixed, prompt, sampling, drafter=drafter)
         assert said(steps) == plain
-    assert fixed._steps, "it must not have gone back to the usual steps"
+    assert fixed.captures, "it must not have gone back to the usual steps"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -165,19 +171,18 @@ def test_a_full_context_ends_the_answer(family: str) -> None:
     steps = run(target, prompt, SamplingConfig(), 100, drafter=liar)
     assert said(steps) == plain
     assert steps[-1].finish is Finish.CONTEXT
-    assert target._cache.capacity == -(-(512 + PASS_SIZES[-1]) // 64) * 64
+    assert target.cache.capacity == -(-(512 + PASS_SIZES[-1]) // 64) * 64
 
 
 def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
     capture = Rehearsed()
     target = Target(model_of("llama"), lambda device: capture)
-    steps = target._steps
-    assert steps
+    steps = steps_of(target)
 
     def talk(length: int) -> list[int]:
         prompt = prompt_of(length)
         run(target, prompt, SamplingConfig(), 60, drafter=Hierarchy(budget=FixedBudget(20)))
-        buffers = [*target._cache.storage.tensors, steps._logits, steps._argmax, steps._host_argmax]
+        buffers = [*target.cache.storage.tensors, steps._logits, steps._argmax, steps._host_argmax]
         told = [steps._input._host, steps._input._device]
         return [tensor.data_ptr() for tensor in (*buffers, *told)]
 
@@ -196,16 +201,18 @@ def test_an_extent_is_less_than_half_too_long(rows: int) -> None:
 
 
 def test_positions_are_moved_only_where_a_path_asks_for_it() -> None:
-    target = Target(model_of("llama"), direct)
-    assert target._steps
-    target._steps._steps.clear()
-    target.prefill(prompt_of(20))
-    target.commit([])
-    for path in ([], [0, 1], [1, 4]):
-        target.verify(tree_of(6))
-        target.commit(path)
-    target.verify(tree_of(6))
-    assert {moves for *_, moves in target._steps._steps} == {False, True}
+    one = OneSequence(Target(model_of("llama"), direct))
+    steps = steps_of(one.target)._steps
+    steps.clear()
+    one.prefill(prompt_of(20))
+    for path in ([], [0, 1]):
+        one.verify(tree_of(6))
+        one.commit(path)
+    one.verify(tree_of(6))
+    assert {moves for *_, moves in steps} == {False}
+    one.commit([1, 4])
+    one.verify(tree_of(6))
+    assert {moves for *_, moves in steps} == {False, True}
 
 
 def test_a_longer_conversation_reads_more_of_the_cache() -> None:
@@ -214,22 +221,20 @@ def test_a_longer_conversation_reads_more_of_the_cache() -> None:
     assert StaticSteps.capacity_for(300, 4096) == 512
     assert StaticSteps.capacity_for(3000, 3100) == 3100 + PASS_SIZES[-1]
     assert StaticSteps.capacity_for(3000, None) == 4096
-    target = Target(model_of("llama"), direct)
-    assert target._steps
-    target._cache = target.new_cache(2048)
-    target.prefill(prompt_of(440))
-    target.commit([])
-    target.verify(tree_of(63))
-    target.commit([0])
-    assert target.length == 442
-    target.verify(tree_of(63))
-    assert {extent for _, extent, _ in target._steps._steps} == {512}
+    one = OneSequence(Target(model_of("llama"), direct))
+    steps = steps_of(one.target)._steps
+    one.cache.reserve(2048)
+    one.prefill(prompt_of(440))
+    one.verify(tree_of(63))
+    one.commit([0])
+    assert one.length == 442
+    one.verify(tree_of(63))
+    assert {extent for _, extent, _ in steps} == {512}
     long = [place % VOCABULARY for place in range(470)]
-    target.prefill(long)
-    target.commit([])
-    logits = target.verify(tree_of(63))
-    assert {extent for _, extent, _ in target._steps._steps} == {512, 768}
-    assert_same_logits(logits[1], plain_logits(target.model, [*long, 5, 2]))
+    one.prefill(long)
+    logits = one.verify(tree_of(63))
+    assert {extent for _, extent, _ in steps} == {512, 768}
+    assert_same_logits(logits[1], plain_logits(one.target.model, [*long, 5, 2]))
 
 
 class Failing(Direct):
@@ -253,7 +258,7 @@ def test_steps_that_cannot_be_captured_run_without_capture(good: int, capsys: py
     for seed in range(3):
         liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
         assert said(run(target, prompt, SamplingConfig(), drafter=liar)) == plain
-    assert target._steps is None
+    assert not target.captures
     said_aloud = capsys.readouterr().err
     assert said_aloud.count("\n") == 1
     assert "not captured as CUDA graphs: operation not permitted when stream is capturing" in said_aloud
@@ -269,20 +274,19 @@ class Stale(Direct):
 
 def test_a_capture_with_other_logits_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
     target = Target(model_of("llama"), lambda device: Stale())
-    assert target._steps is None
+    assert not target.captures
     assert "its logits would be off by" in capsys.readouterr().err
 
 
 def test_a_known_argmax_is_not_computed_again() -> None:
     rows = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
-    known = Logits.of(rows, np.array([2, 2]))
-    assert argmax(known).tolist() == [2, 2]
-    found = known_argmax(known)
+    known = Verified(rows, argmax=np.array([2, 2]), finite=np.array([1, 1]))
+    assert known.best().tolist() == [2, 2] and known.best(1).tolist() == [2]
+    found = known.known_argmax()
     assert found is not None and [part.tolist() for part in found] == [[2, 2], [1, 1]]
-    assert known_argmax(rows) is None, "on a CPU, acceptance reads the rows that it reaches"
-    assert known.data_ptr() == rows.data_ptr()
-    assert type(known[1:]) is torch.Tensor
-    assert argmax(known[1:]).tolist() == [0]
+    unknown = Verified(rows)
+    assert unknown.known_argmax() is None, "on a CPU, acceptance reads the rows that it reaches"
+    assert unknown.best().tolist() == [1, 0] and unknown.best(1).tolist() == [0]
 
 
 def resident() -> int:

@@ -16,13 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode
-from hdtool.runtime.model import families, target
+from hdtool.runtime.model import families
+from hdtool.runtime.model.checks import trees as checks
 from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import FAMILIES, IN_DOUBLE, SHAPE, VOCABULARY, model_of
+from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.trees import path_to, tokens_to, trees
 
@@ -45,15 +47,14 @@ IN_FLOAT64 = [(family, torch.float64) for family in IN_DOUBLE]
 @pytest.mark.parametrize(("family", "dtype"), IN_FLOAT32 + IN_FLOAT64)
 def test_a_tree_gets_the_logits_of_its_plain_paths(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, dtype)
-    target = Target(model)
+    one = OneSequence(Target(model))
 
     @settings(max_examples=8)
     @given(trees(VOCABULARY), st.integers(1, 60))
     def check(tree: DraftTree, length: int) -> None:
         context = [*prompt_of(length), tree.root]
-        target.prefill(context[:-1], room=1)
-        target.commit([])
-        logits = target.verify(tree)
+        one.prefill(context[:-1], room=1)
+        logits = one.verify(tree)
         assert logits.shape == (len(tree) + 1, VOCABULARY)
         for node in range(-1, len(tree)):
             expected = plain_logits(model, context[:-1] + (tokens_to(tree, node) if node >= 0 else [tree.root]))
@@ -65,42 +66,41 @@ def test_a_tree_gets_the_logits_of_its_plain_paths(family: str, dtype: torch.dty
 @pytest.mark.parametrize(("family", "dtype"), IN_FLOAT32 + IN_FLOAT64)
 def test_a_committed_path_is_the_context_of_the_next_step(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, dtype)
-    target = Target(model)
+    one = OneSequence(Target(model))
 
     @settings(max_examples=6)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         context = prompt_of(data.draw(st.integers(1, 40)))
-        target.prefill(context, room=64)
-        target.commit([])
+        one.prefill(context)
         for _ in range(2):
             tree = data.draw(trees(VOCABULARY, most=10))
-            target.verify(tree)
+            one.verify(tree)
             node = data.draw(st.integers(-1, len(tree) - 1))
             path = path_to(tree, node)
-            target.commit(path)
+            one.commit(path)
             context += tokens_to(tree, node)
-            assert target.length == len(context)
+            assert one.length == len(context)
         last = DraftTree.bare(5)
-        assert_same_logits(target.verify(last)[0], plain_logits(model, [*context, 5]))
+        assert_same_logits(one.verify(last)[0], plain_logits(model, [*context, 5]))
 
     check()
 
 
 def test_the_cache_is_one_tensor_and_serves_the_next_conversation() -> None:
-    target = Target(model_of("llama"))
-    target.prefill(prompt_of(50), room=20)
-    tensors = target._cache.storage.tensors
+    one = OneSequence(Target(model_of("llama")))
+    one.prefill(prompt_of(50), room=20)
+    tensors = one.cache.storage.tensors
     assert len(tensors) == 1
-    assert tensors[0].shape == (2 * 2, 1, 2, target._cache.capacity, 8)
-    target.prefill(prompt_of(9), room=20)
-    assert target._cache.storage.tensors[0] is tensors[0]
+    assert tensors[0].shape == (2 * 2, 1, 2, one.cache.capacity, 8)
+    one.prefill(prompt_of(9), room=20)
+    assert one.cache.storage.tensors[0] is tensors[0]
 
 
 def test_layers_of_different_shape_share_a_tensor_each() -> None:
     """DeepSeek keeps a latent vector and, apart from it, what is turned by the position."""
     target = Target(model_of("deepseek_v3"))
-    assert sorted(tensor.shape[-1] for tensor in target._cache.storage.tensors) == [8, 16]
+    assert sorted(tensor.shape[-1] for tensor in target.allocate().storage.tensors) == [8, 16]
 
 
 def tiny(name: str, **changes: Any) -> PreTrainedModel:
@@ -165,7 +165,7 @@ def test_low_precision_is_judged_by_the_rounding_of_the_model(
 ) -> None:
     """As for SmolLM2-135M in bfloat16: its tree logits are off by 0.21 sigma, and by 3.4 if it ignores the mask."""
     monkeypatch.setattr(families, "LOW_PRECISION_TOLERANCE", 1e-6)  # less than any rounding in 16 bits
-    monkeypatch.setattr(target, "measure_rounding", lambda *of: rounding)
+    monkeypatch.setattr(checks, "measure_rounding", lambda *of: rounding)
     model = copy.deepcopy(model_of("llama")).to(torch.bfloat16)  # type: ignore[arg-type]
     with pytest.raises(FamilyError, match="does not follow tree masks") if refused else nullcontext():
         Target(model)

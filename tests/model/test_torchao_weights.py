@@ -25,13 +25,13 @@ from hdtool.runtime.kernels.packed.formats import INT8
 from hdtool.runtime.kernels.packed.torchao_weights import packed_int4, packed_int8, packed_weight
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice, own_linear
 from hdtool.runtime.model import compact_layers
-from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.gguf_files import tiny_llama, vocabulary
+from tests.support.one_sequence import OneSequence
 from tests.support.trees import LyingDrafter
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of torchao
@@ -257,12 +257,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(torchao: Any, activations: 
     assert kinds == [activations == "int8"] * 14
     stack = stack_of(target.model)
     assert stack
-    target.prefill(context_of(30), 80)
-    target.commit([])
+    one = OneSequence(target)
+    one.prefill(context_of(30), room=80)
     before = stack.passes
-    alone = target.verify(DraftTree.bare(3))[0].clone()
+    alone = one.verify(DraftTree.bare(3))[0].clone()
     for nodes in (1, 2, 3, 4, 7, 8, 15, 40):
-        found = target.verify(DraftTree.of(3, list(range(5, 5 + nodes)), [-1] * nodes))
+        found = one.verify(DraftTree.of(3, list(range(5, 5 + nodes)), [-1] * nodes))
         assert torch.equal(found[0], alone), nodes
     assert stack.passes == before + 9
 
@@ -271,17 +271,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(torchao: Any, activations: 
 def test_activations_in_8_bits_have_the_same_bits_in_every_pass(torchao: Any, products: str, tmp_path: Path) -> None:
     """The output layer is not quantized."""
     target = target_of(saved(tmp_path), activations="int8", products=products)
-    slots = BatchSlots(target, 3)
+    one, slots = OneSequence(target), target.allocate(3)
     context = context_of(70)
-    whole = target.prefill(context, 60).clone()
+    whole = one.prefill(context).clone()
     for slot in range(3):
-        assert torch.equal(slots.prefill(slot, context, 60), whole)
-        slots.commit(slot, [])
+        assert torch.equal(target.prefill(slots, slot, context, room=60).logits, whole)
     trees = [DraftTree.of(3, [5, 8], [-1, 0]), DraftTree.bare(3), DraftTree.of(3, list(range(9, 49)), [-1] * 40)]
-    rows = [found.clone() for found in slots.verify(trees)]
-    target.commit([])
+    rows = [found.logits.clone() for found in target.verify(slots, trees)]
     for tree, found in zip(trees, rows, strict=True):
-        assert torch.equal(target.verify(tree), found)
+        assert torch.equal(one.verify(tree), found)
 
 
 def test_layers_that_no_product_takes_are_those_of_the_library(torchao: Any, tmp_path: Path) -> None:

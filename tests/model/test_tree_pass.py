@@ -13,32 +13,46 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.kernels.argmax import TreeLogits
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice
-from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, for_topk, topk
+from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, topk
 from hdtool.runtime.model.cache import position_moves
-from hdtool.runtime.model.cache.batch_slots import BatchSlots
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, StaticKVCache
-from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree
+from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 from tests.support.families import VOCABULARY
-from tests.support.fused import TREE, both, widen
+from tests.support.fused import TREE, after, both, widen
+from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
 from tests.support.trees import trees
 
 CONTEXT = prompt_of(40)
+WALK, RANK, BOTH = Want(walk=True), Want(rank=True), Want(walk=True, rank=True)
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[Target]:
+def one() -> Iterator[OneSequence]:
     with pytest.MonkeyPatch.context() as patches:
         widen(patches)
         patches.setattr(ProductChoice, "own", lambda choice, rows: True)
-        fused = both()[1]
-        fused.prefill(CONTEXT, 200)
-        fused.commit([])
-        yield fused
+        yield after(both()[1], CONTEXT, room=200)
+
+
+def compiled(one: OneSequence, tree: DraftTree, want: Want = LOGITS_ALONE) -> Verified:
+    """The outcome of a pass, which compiled code has computed."""
+    one.verify(tree, want)
+    assert is_compiled(one, one.verified)
+    return one.verified
+
+
+def is_compiled(one: OneSequence, verified: Verified, slots: int = 1) -> bool:
+    memory = one.target._tree_passes[slots]._logits
+    return verified.logits.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def takes(one: OneSequence, tree: DraftTree) -> bool:
+    """Whether compiled code computes a pass over a tree."""
+    return one.target._compiled(one.cache, [tree], [LOGITS_ALONE]) is not None
 
 
 def with_certain(tree: DraftTree, certain: list[int]) -> DraftTree:
@@ -46,31 +60,35 @@ def with_certain(tree: DraftTree, certain: list[int]) -> DraftTree:
 
 
 @given(tree=trees(VOCABULARY, most=24), length=st.integers(1, len(CONTEXT)))
-def test_the_logits_have_the_bits_of_the_way_through_torch(target: Target, tree: DraftTree, length: int) -> None:
-    target._cache.length = length
-    found = target.verify(tree)
-    assert isinstance(found, TreeLogits) and found.walk is None
-    assert torch.equal(found.clone(), target._verify_by_torch(tree))
+def test_the_logits_have_the_bits_of_the_way_through_torch(one: OneSequence, tree: DraftTree, length: int) -> None:
+    one.cache.slots[0].kv.length = length
+    found = compiled(one, tree)
+    assert found.walk is None
+    with torch.inference_mode():
+        by_torch = one.target.stock.verify(one.cache.slots[0], tree)
+    assert not is_compiled(one, by_torch)
+    assert torch.equal(found.logits, by_torch.logits)
 
 
 @given(tree=trees(3, most=24), most=st.integers(1, 30))
-def test_the_walk_is_that_of_acceptance(target: Target, tree: DraftTree, most: int) -> None:
-    found = target.verify(tree, walk=True)
-    assert isinstance(found, TreeLogits) and found.walk
+def test_the_walk_is_that_of_acceptance(one: OneSequence, tree: DraftTree, most: int) -> None:
+    found = compiled(one, tree, WALK)
+    assert found.walk
     samplers = Sampler(SamplingConfig(), CONTEXT), Sampler(SamplingConfig(), CONTEXT)
-    accepted = [accept(tree, one, own, most=most) for one, own in zip((found, found.clone()), samplers, strict=True)]
+    outcomes = found, Verified(found.logits)
+    accepted = [accept(tree, outcome, own, most=most) for outcome, own in zip(outcomes, samplers, strict=True)]
     assert accepted[0] == accepted[1]
     assert samplers[0].context == samplers[1].context
 
 
 @given(tree=trees(VOCABULARY, most=12), data=st.data())
-def test_after_certain_tokens_no_logits_are_computed(target: Target, tree: DraftTree, data: st.DataObject) -> None:
+def test_after_certain_tokens_no_logits_are_computed(one: OneSequence, tree: DraftTree, data: st.DataObject) -> None:
     of_row = st.sampled_from([OPEN, 3, VOCABULARY - 1])
     certain = data.draw(st.lists(of_row, min_size=len(tree) + 1, max_size=len(tree) + 1))
-    expected = target.verify(tree).clone()
-    target.verify(tree).fill_(torch.nan)
-    found = target.verify(with_certain(tree, certain), walk=True)
-    assert isinstance(found, TreeLogits) and found.walk
+    expected = one.verify(tree).clone()
+    one.verify(tree).fill_(torch.nan)
+    found = compiled(one, with_certain(tree, certain), WALK)
+    assert found.walk
     node = ROOT
     for token, child in zip(found.walk.tokens, found.walk.path, strict=True):
         row = node + 1
@@ -79,19 +97,19 @@ def test_after_certain_tokens_no_logits_are_computed(target: Target, tree: Draft
         node = child
     for row, token in enumerate(certain):
         if token == OPEN:
-            assert torch.equal(found[row].clone(), expected[row])
+            assert torch.equal(found.logits[row], expected[row])
         else:
-            assert found[row, token] == 0
+            assert found.logits[row, token] == 0
 
 
 @pytest.mark.parametrize("certain", [[OPEN] * 7, [5] * 7, [5, 8, OPEN, 3, OPEN, OPEN, 1]])
-def test_an_overflow_is_seen_where_a_token_is_certain(target: Target, certain: list[int]) -> None:
-    weights = target.model.model.layers[-1].mlp.down_proj.weight
+def test_an_overflow_is_seen_where_a_token_is_certain(one: OneSequence, certain: list[int]) -> None:
+    weights = one.target.model.model.layers[-1].mlp.down_proj.weight
     before = weights.data.clone()
     try:
         weights.data.fill_(torch.inf)
-        found = target.verify(with_certain(TREE, certain), walk=True)
-        assert isinstance(found, TreeLogits) and found.walk
+        found = compiled(one, with_certain(TREE, certain), WALK)
+        assert found.walk
         assert found.walk.tokens == [] and not found.walk.finite
         sampler = Sampler(SamplingConfig(), CONTEXT)
         assert accept(TREE, found, sampler, most=9) is None
@@ -99,22 +117,23 @@ def test_an_overflow_is_seen_where_a_token_is_certain(target: Target, certain: l
         weights.data.copy_(before)
 
 
-def test_a_pass_that_cannot_be_computed_here_is_that_of_torch(target: Target) -> None:
-    expected = target.verify(TREE).clone()
-    assert target.tree_pass
+def test_a_pass_that_cannot_be_computed_here_is_that_of_torch(one: OneSequence) -> None:
+    expected = one.verify(TREE).clone()
+    assert takes(one, TREE)
     with torch.autocast("cpu", torch.bfloat16):
-        assert target.tree_pass.logits(TREE, target._cache, walks=False, ranks=False) is None
+        assert not takes(one, TREE)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3 - min(2, threads))
-        assert torch.equal(target.verify(TREE).clone(), expected)
+        assert torch.equal(one.verify(TREE), expected)
     finally:
         torch.set_num_threads(threads)
     unknown = DraftTree.of(TREE.root, [VOCABULARY], [ROOT])
-    assert target.tree_pass.logits(unknown, target._cache, walks=False, ranks=False) is None
-    length, target._cache.length = target._cache.length, target._cache.capacity - 3
-    assert target.tree_pass.logits(TREE, target._cache, walks=False, ranks=False) is None
-    target._cache.length = length
+    assert not takes(one, unknown)
+    kv = one.cache.slots[0].kv
+    length, kv.length = kv.length, kv.capacity - 3
+    assert not takes(one, TREE)
+    kv.length = length
 
 
 @given(
@@ -149,17 +168,17 @@ def test_words_that_do_not_fit_are_moved_by_torch() -> None:
 
 
 @given(tree=trees(VOCABULARY, most=24), certain=st.booleans(), most=st.sampled_from([1, 3, 8]))
-def test_rankings_are_those_of_the_logits(target: Target, tree: DraftTree, certain: bool, most: int) -> None:
+def test_rankings_are_those_of_the_logits(one: OneSequence, tree: DraftTree, certain: bool, most: int) -> None:
     rows = [row for row in range(len(tree) + 1) if not certain or row % 3 != 1]
     if certain:
         tree = with_certain(tree, [3 if row % 3 == 1 else OPEN for row in range(len(tree) + 1)])
-    found = target.verify(tree, rank=True)
-    assert isinstance(found, TreeLogits) and found.maxima is not None
-    tokens, scores = topk(for_topk(found), most)
-    expected = topk(found.clone(), most)
+    found = compiled(one, tree, RANK)
+    assert found.maxima is not None
+    tokens, scores = topk(found.rankable(), most)
+    expected = topk(found.logits, most)
     assert tokens[rows].tolist() == expected[0][rows].tolist()
     assert scores[rows].tolist() == expected[1][rows].tolist()
-    some = topk(for_topk(found)[rows[-1] : rows[-1] + 1], most)
+    some = topk(found.rankable()[rows[-1] : rows[-1] + 1], most)
     assert some[0].tolist() == expected[0][rows[-1] :][:1].tolist()
 
 
@@ -182,27 +201,21 @@ def test_logits_that_are_folded_in_parts_have_the_same_maxima(vocabulary: int, r
     rank=st.booleans(),
 )
 def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
-    target: Target, drawn: list[tuple[DraftTree, int, bool]], certain: bool, rank: bool
+    one: OneSequence, drawn: list[tuple[DraftTree, int, bool]], certain: bool, rank: bool
 ) -> None:
-    slots = BatchSlots(target, 3)
-    drafted = []
+    target, drafted = one.target, []
+    cache = target.allocate(3)
     for slot, (tree, length, _) in enumerate(drawn):
-        slots.prefill(slot, prompt_of(length), room=20)
-        slots.commit(slot, [])
+        target.prefill(cache, slot, prompt_of(length), room=20)
         drafted.append(with_certain(tree, [OPEN, *[5] * len(tree)]) if certain and slot != 1 else tree)
-    verified = slots.verify(drafted, [walks for _, _, walks in drawn], rank=rank)
+    verified = target.verify(cache, drafted, [Want(walks, rank) for _, _, walks in drawn])
     for found, tree, (_, length, walks) in zip(verified, drafted, drawn, strict=True):
-        assert isinstance(found, TreeLogits) and len(found) == len(tree) + 1
+        assert is_compiled(one, found, slots=3) and len(found) == len(tree) + 1
         assert (found.walk is not None) == walks and (found.maxima is not None) == rank
-        target.prefill(prompt_of(length), 200)
-        target.commit([])
-        alone = target.verify(tree, walk=True, rank=True)
-        assert isinstance(alone, TreeLogits)
+        alone = compiled(after(target, prompt_of(length)), tree, BOTH)
         rows = [0] if tree.certain is not None else list(range(len(tree) + 1))
-        assert torch.equal(found.clone()[rows], alone.clone()[rows])
+        assert torch.equal(found.logits[rows], alone.logits[rows])
         assert not walks or found.walk == alone.walk
         if rank:
-            tops = [topk(for_topk(one), 4)[0][rows].tolist() for one in (found, alone)]
+            tops = [topk(outcome.rankable(), 4)[0][rows].tolist() for outcome in (found, alone)]
             assert tops[0] == tops[1]
-    target.prefill(CONTEXT, 200)
-    target.commit([])

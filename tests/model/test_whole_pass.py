@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.fused import proof, whole_pass
@@ -17,7 +18,8 @@ from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
-from tests.support.fused import KINDS, TREE, both, logits_of, model_of, stack, widen
+from tests.support.decoding import run, said
+from tests.support.fused import KINDS, TREE, after, both, logits_of, model_of, stack, widen
 from tests.support.oracle import assert_same_logits, prompt_of
 
 
@@ -26,25 +28,22 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     widen(monkeypatch)
 
 
-def without_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of the model raises from now on."""
+def without_the_model(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of a model of this class raises from now on."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the model computes a pass")
 
-    monkeypatch.setattr(Target, "_pass_of_model", refuse)
+    monkeypatch.setattr(type(target.model), "__call__", refuse)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logits_are_those_of_the_model(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, fused = both(kind, dtype)
-    for target in (usual, fused):
-        target.prefill(prompt_of(40), reuse=True)
-        target.commit([])
-    expected = [usual.verify(TREE).clone(), usual.prefill([*prompt_of(40), 3, 9], reuse=True)]
-    without_the_model(monkeypatch)
-    found = [fused.verify(TREE).clone(), fused.prefill([*prompt_of(40), 3, 9], reuse=True)]
+    usual, fused = (after(target, prompt_of(40)) for target in both(kind, dtype))
+    expected = [usual.verify(TREE).clone(), usual.prefill([3, 9], 40)]
+    without_the_model(fused.target, monkeypatch)
+    found = [fused.verify(TREE).clone(), fused.prefill([3, 9], 40)]
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
         assert_same_logits(one, other)
@@ -93,12 +92,14 @@ def test_a_model_that_was_changed_computes_its_own_passes(change: Callable[[Any]
 
 
 def test_hidden_states_that_drafters_watch_are_those_of_the_model() -> None:
-    usual, fused = both()
-    for target in (usual, fused):
+    found = []
+    for target in both():
         target.watch_hidden()
-        logits_of(target, prompt_of(20))
-    assert usual.hidden is not None and fused.hidden is not None
-    assert_same_logits(fused.hidden, usual.hidden)
+        one = after(target, prompt_of(20))
+        one.verify(TREE)
+        assert one.verified.hidden is not None
+        found.append(one.verified.hidden)
+    assert_same_logits(found[1], found[0])
 
 
 @pytest.mark.parametrize(
@@ -134,15 +135,16 @@ def test_a_context_of_the_proof_is_not_used_again() -> None:
     """The proof leaves layers out, so the keys and values of its contexts are incomplete."""
     usual, fused = both()
     context = some_context(proof.SHORT + 3, fused.vocabulary)
-    assert not fused._kept.shared_with(context, fused.context_limit(len(context)))
-    assert_same_logits(fused.prefill(context, reuse=True), usual.prefill(context))
+    found, expected = (run(target, context, SamplingConfig(), 8) for target in (fused, usual))
+    assert found[0].cached_tokens == 0
+    assert said(found) == said(expected)
 
 
 def test_passes_are_counted_once() -> None:
     target = both()[1]
-    counted = target.passes, stack(target).passes
+    counted = target.log.passes, stack(target).passes
     logits_of(target, prompt_of(20))
-    assert (target.passes - counted[0], stack(target).passes - counted[1]) == (2, 2)
+    assert (target.log.passes - counted[0], stack(target).passes - counted[1]) == (2, 2)
 
 
 def test_a_model_with_other_parts_computes_its_own_passes() -> None:
@@ -155,9 +157,8 @@ def test_a_model_with_other_parts_computes_its_own_passes() -> None:
 
 def test_tokens_without_an_embedding_are_refused_by_the_model() -> None:
     target = both()[1]
-    target.prefill(prompt_of(20))
-    target.commit([])
+    one = after(target, prompt_of(20))
     counted = stack(target).passes
     with pytest.raises(IndexError):
-        target.verify(DraftTree.of(1, [target.vocabulary], [-1]))
+        one.verify(DraftTree.of(1, [target.vocabulary], [-1]))
     assert stack(target).passes == counted

@@ -16,6 +16,7 @@ from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
+from tests.support.one_sequence import OneSequence
 
 KINDS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: families._of("Llama"),
@@ -67,6 +68,11 @@ def stack(target: Target) -> LayerStack:
 
 
 def logits_of(target: Target, context: list[int], tree: DraftTree = TREE) -> torch.Tensor:
-    target.prefill(context)
-    target.commit([])
-    return target.verify(tree).clone()
+    return after(target, context).verify(tree).clone()
+
+
+def after(target: Target, context: list[int], *, room: int = 64) -> OneSequence:
+    """A sequence of its own that holds a context."""
+    one = OneSequence(target)
+    one.prefill(context, room=room)
+    return one

@@ -48,9 +48,8 @@ def random_heads(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, 
 def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float = 0.3) -> SavedHeads:
     """Random heads of a target, and a static tree for them."""
     target.watch_hidden()
-    assert target.hidden is not None
     every = replace(config, draft_vocabulary=None)
-    like = new_heads(target.model, target.hidden.shape[-1], target.config.vocab_size, every)
+    like = new_heads(target.model, target.hidden.rows_of(0).shape[-1], target.config.vocab_size, every)
     paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2]]
     judged = EvalResult(
         tree=[path for path in paths if len(path) <= config.heads], gains=[0.9**n for n in range(len(paths))]

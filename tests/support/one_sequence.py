@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.prefix_cache import PrefixCache
+from hdtool.runtime.prompt_reader import PromptReader
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified, Want
+from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 
 class OneSequence:
@@ -18,6 +20,8 @@ class OneSequence:
         self.target, self.cache = target, target.allocate()
         self.verified = Verified(torch.empty(0))
         """The outcome of the last pass."""
+        self.cached_tokens = 0
+        """Tokens that `read_on` did not read again."""
 
     @property
     def length(self) -> int:
@@ -30,7 +34,17 @@ class OneSequence:
         self.verified = self.target.prefill(self.cache, 0, context, start, room=room)
         return self.verified.logits
 
-    def verify(self, tree: DraftTree, want: Want = Want()) -> torch.Tensor:
+    def read_on(self, prompt: Sequence[int], *, room: int = 64) -> torch.Tensor:
+        """Read a prompt from where it differs from the context; the logits ``[1, vocabulary]`` after it."""
+        self.target.notice_changes()
+        reader = PromptReader(self.target, self.cache, 0, prompt, room)
+        reader.begin(PrefixCache())
+        verified, self.cached_tokens = reader.read(), reader.cached_tokens
+        assert verified
+        self.verified = verified
+        return verified.logits
+
+    def verify(self, tree: DraftTree, want: Want = LOGITS_ALONE) -> torch.Tensor:
         """The logits of the root and each node; ``verified`` has what was wanted beside them."""
         self.verified = self.target.verify(self.cache, [tree], [want])[0]
         self.target.wait()

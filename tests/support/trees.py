@@ -6,12 +6,12 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 
 
 @st.composite
@@ -67,7 +67,7 @@ class LyingDrafter:
         self.drafted += len(tokens)
         return DraftTree.of(context[-1], tokens, parents)
 
-    def observe(self, accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
         self.accepted += len(accepted.path)
 
 
