@@ -122,7 +122,8 @@ class Loop(Generic[Key]):
     def start(self, request: Request[Key]) -> Reading[Key]:
         """Start an answer: its prompt is read by the returned object, in one piece or several."""
         assert self._reading is None and not self.is_full
-        self._engine.notice_changes()
+        with self:
+            self._engine.notice_changes()
         state = SequenceState(
             self._engine,
             request.prompt,

@@ -28,6 +28,7 @@ from hdtool.runtime.model import hidden_states as hidden
 from hdtool.runtime.model.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.heads import SHAPE, VARIANTS, random_for, random_heads, slowly
+from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Rehearsed
 
@@ -108,15 +109,17 @@ def test_the_hidden_states_are_those_that_the_output_layer_reads(family: str) ->
     """The logits are the output layer's product, up to what the family scales, caps or adds after it."""
     model = model_of(family)
     target = Target(model)
+    one = OneSequence(target)
     for _ in range(2):
         target.watch_hidden()
     read: list[torch.Tensor] = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0]))
     try:
         for length in (1, 7, 40):
-            target.prefill(prompt_of(length))
-            assert target.hidden is not None and len(target.hidden) == length
-            torch.testing.assert_close(target.hidden[-1:], read[-1][0, -1:])
+            one.prefill(prompt_of(length))
+            hidden = one.verified.hidden
+            assert hidden is not None and len(hidden) == length
+            torch.testing.assert_close(hidden[-1:], read[-1][0, -1:])
     finally:
         handle.remove()
 
@@ -126,8 +129,9 @@ def test_a_model_without_visible_hidden_states_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(hidden, "hidden_in", lambda returned: None)
     with pytest.raises(FamilyError, match="does not return the hidden states"):
         target.watch_hidden()
-    target.prefill(prompt_of(5))
-    assert target.hidden is None
+    one = OneSequence(target)
+    one.prefill(prompt_of(5))
+    assert one.verified.hidden is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma2"])
@@ -136,9 +140,10 @@ def test_new_heads_give_the_targets_logits(family: str, rank: int) -> None:
     model = model_of(family)
     target = Target(model)
     target.watch_hidden()
-    target.prefill(prompt_of(30))
-    assert target.hidden is not None
-    states = target.hidden.clone()
+    one = OneSequence(target)
+    one.prefill(prompt_of(30))
+    assert one.verified.hidden is not None
+    states = one.verified.hidden.clone()
     heads = new_heads(model, states.shape[-1], VOCABULARY, HeadsConfig(rank=rank, sampled_token=False))
     with torch.inference_mode():
         rows = rows_for(heads, 30)

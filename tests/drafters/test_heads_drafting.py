@@ -14,10 +14,11 @@ from hdtool.data.errors import HeadsError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import NODES
-from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
 from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.decode import decode, decode_batch
+from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
@@ -35,6 +36,7 @@ from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, model_of
 from tests.support.heads import VARIANTS, random_for, slowly
+from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Rehearsed, direct
 
@@ -42,19 +44,21 @@ from tests.support.rehearsed import Rehearsed, direct
 class Checked(HeadsDrafter):
     """Compares all that the heads say with what the slow reference makes of the whole conversation."""
 
-    looked = 0
-    reference: Target | None = None
+    def __init__(self, saved: SavedHeads, target: Target, budget: Budget) -> None:
+        super().__init__(saved, target, budget)
+        self.looked = 0
+        self._model = target.model
+        self.reference: OneSequence | None = None
 
     def draft(self, context):  # type: ignore[no-untyped-def]
         tree = super().draft(context)
-        model = self.session._target.model
         if not self.reference:
-            self.reference = Target(model)
-            self.reference.watch_hidden()
+            self.reference = OneSequence(Target(self._model))
+            self.reference.target.watch_hidden()
         self.reference.prefill(context[:-1])
-        assert self.reference.hidden is not None
-        embedded = model.get_input_embeddings()(torch.tensor(context[1:])).detach()
-        expected = slowly(self.session.heads, self.reference.hidden, embedded, last=True)[-1]
+        assert self.reference.verified.hidden is not None
+        embedded = self._model.get_input_embeddings()(torch.tensor(context[1:])).detach()
+        expected = slowly(self.session.heads, self.reference.verified.hidden, embedded, last=True)[-1]
         best = np.sort(expected, axis=1)[:, ::-1]
         ids = self.session.heads.token_ids
         indices = {int(token): index for index, token in enumerate(ids)} if ids is not None else None
@@ -142,7 +146,7 @@ class Priced(MeasuredBudget):
     """Every pass of the target costs a second, and every draft ten."""
 
     def __init__(self, target: Target) -> None:
-        super().__init__(target, Unlearning(target, CostCurve(NODES, ((1e3,) * len(NODES),), (0,))))
+        super().__init__(target.log, Unlearning(target.log, CostCurve(NODES, ((1e3,) * len(NODES),), (0,))))
 
     def set_draft_seconds(self, seconds: float) -> None:
         super().set_draft_seconds(10.0)
@@ -213,9 +217,10 @@ def test_heads_observe_an_answer_of_one_token() -> None:
     for most in (1, 2):
         steps = list(decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most, drafter=drafter))
         assert len(said(steps)) == most
-    target.prefill(prompt)
+    one = OneSequence(target)
+    one.prefill(prompt)
     drafter.begin(prompt)
-    drafter.observe(Accepted([], [5]), torch.zeros(1, 97))
+    drafter.observe(Accepted([], [5]), one.verified)
     assert len(drafter.draft([*prompt, 5])) > 0
 
 
@@ -243,9 +248,10 @@ def heads_alone() -> tuple[Hierarchy, HeadsState, list[int]]:
     session = HeadsState(random_for(target, HeadsConfig(rank=8)), target)
     drafter = Hierarchy(context=False, budget=FixedBudget(30), heads=session)
     prompt = prompt_of(12)
-    target.prefill(prompt)
+    one = OneSequence(target)
+    one.prefill(prompt)
     drafter.begin(prompt)
-    drafter.observe(Accepted([], [5]), torch.zeros(1, 97))
+    drafter.observe(Accepted([], [5]), one.verified)
     return drafter, session, [*prompt, 5]
 
 
