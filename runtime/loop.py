@@ -104,9 +104,12 @@ class Loop(Generic[Key]):
     def is_full(self) -> bool:
         return len(self._running) + (self._reading is not None) == len(self._cache.slots)
 
-    def __enter__(self) -> None:
+    def _lock(self) -> None:
         if not self._engine.busy.acquire(blocking=False):
             raise ModelError("two threads use one model at once: let them take turns, or load the model for each")
+
+    def __enter__(self) -> None:
+        self._lock()
         if not self._has_begun:
             self._has_begun, self._cache.user = True, self
         if self._cache.user is not self:
@@ -122,8 +125,11 @@ class Loop(Generic[Key]):
     def start(self, request: Request[Key]) -> Reading[Key]:
         """Start an answer: its prompt is read by the returned object, in one piece or several."""
         assert self._reading is None and not self.is_full
-        with self:
+        self._lock()
+        try:
             self._engine.notice_changes()
+        finally:
+            self._engine.busy.release()
         state = SequenceState(
             self._engine,
             request.prompt,

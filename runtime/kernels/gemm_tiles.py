@@ -20,8 +20,7 @@ from hdtool.runtime.kernels.memory.raw_memory import BYTES
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.packed.registers import Blocks, Expand
 from hdtool.runtime.kernels.tile_choice import Tile, cases
-from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, LANES, SHORT, VectorCode
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE as ITEM_SIZE
+from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, ITEM_SIZE, LANES, SHORT, VectorCode
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.int16(0), np.uint16(0)
 """Arguments whose type states the format of a matrix. Compiled code has no type for 16-bit floats: integers of 16 bits

@@ -13,16 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.runtime.kernels.gemm_tiles import (
-    ITEM_SIZE,
-    MOST_OUTS,
-    SUMS,
-    copy_vectors,
-    partial_tile,
-    unpack_row,
-)
+from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, SUMS, copy_vectors, partial_tile, unpack_row
 from hdtool.runtime.kernels.memory.raw_memory import clear_numbers, copy_numbers
-from hdtool.runtime.kernels.vector_code import CACHE_LINE, LANES
+from hdtool.runtime.kernels.vector_code import CACHE_LINE, ITEM_SIZE, LANES
 
 GROUP, SMALL_GROUP = SUMS // 2, SUMS // 4
 """Input rows of a tile, and of that of the last rows if they are no more."""

@@ -13,13 +13,13 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE, block_numbers
+from hdtool.runtime.kernels.gemm_tiles import block_numbers
 from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS
 from hdtool.runtime.kernels.int8.panel_tiles import panel_bytes
 from hdtool.runtime.kernels.int8.product import multiply_int8
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.small_batch_gemm import multiply
-from hdtool.runtime.kernels.vector_code import INDEX
+from hdtool.runtime.kernels.vector_code import INDEX, ITEM_SIZE
 
 ARGUMENTS = 9
 """Of a product: the matrix, its rows and columns; the inputs and their rows; outputs; bias, or 0; and the first matrix

@@ -14,7 +14,6 @@ from numba import njit
 
 from hdtool.runtime.kernels.gemm_tiles import (
     FEW_ROWS,
-    ITEM_SIZE,
     MOST_OUTS,
     MOST_ROWS,
     block_numbers,
@@ -24,7 +23,7 @@ from hdtool.runtime.kernels.gemm_tiles import (
 )
 from hdtool.runtime.kernels.many_rows_gemm import interleave, line_after, multiply_many
 from hdtool.runtime.kernels.tile_choice import by_rows
-from hdtool.runtime.kernels.vector_code import LANES
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 COLUMN_MULTIPLE = 64
 """The number of columns must be a multiple of this."""

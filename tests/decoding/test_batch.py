@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode_batch
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.drafter import NoDraft, WrappedDrafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.loop import Request
-from hdtool.runtime.model.cache.batch_slots import BatchSlots
+from hdtool.runtime.loop import ROOM, Loop, Request
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import DraftTree
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, answered, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.trees import path_to, tokens_to, trees
 
+GREEDY = SamplingConfig()
 LENGTHS = (1, 40, 7, 90, 23, 7, 61)
 
 
@@ -73,40 +74,37 @@ def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> No
     @settings(max_examples=6)
     @given(st.lists(st.tuples(trees(VOCABULARY, most=8), st.integers(1, 60)), min_size=1, max_size=4), st.data())
     def check(drawn: list[tuple[DraftTree, int]], data: st.DataObject) -> None:
-        slots = BatchSlots(target, 4)
+        cache = target.allocate(4)
         contexts = [prompt_of(length) for _, length in drawn]
         for slot, context in enumerate(contexts):
-            slots.prefill(slot, context, room=20)
-            slots.commit(slot, [])
+            target.prefill(cache, slot, context, room=20)
         for _ in range(2):
-            logits = slots.verify([tree for tree, _ in drawn])
+            verified = target.verify(cache, [tree for tree, _ in drawn])
             for slot, (tree, _) in enumerate(drawn):
-                assert logits[slot].shape == (len(tree) + 1, VOCABULARY)
+                assert verified[slot].logits.shape == (len(tree) + 1, VOCABULARY)
                 node = data.draw(st.integers(-1, len(tree) - 1))
                 path = contexts[slot] + tokens_to(tree, node)
-                assert_same_logits(logits[slot][node + 1], plain_logits(model, path))
-                slots.commit(slot, path_to(tree, node))
+                assert_same_logits(verified[slot].logits[node + 1], plain_logits(model, path))
+                target.commit(cache, slot, path_to(tree, node))
                 contexts[slot] = path
         if len(drawn) > 1:
-            slots.move(len(drawn) - 1, to=0)
+            cache.move(len(drawn) - 1, to=0)
             contexts[0] = contexts.pop()
-        last = slots.verify([DraftTree.bare(5) for _ in contexts])
+        last = target.verify(cache, [DraftTree.bare(5) for _ in contexts])
         for found, context in zip(last, contexts, strict=True):
-            assert_same_logits(found[0], plain_logits(model, [*context, 5]))
+            assert_same_logits(found.logits[0], plain_logits(model, [*context, 5]))
 
     check()
 
 
 def test_the_cache_grows_for_a_longer_request_in_a_running_batch() -> None:
     target = Target(model_of("llama"))
-    slots = BatchSlots(target, 2)
+    cache = target.allocate(2)
     short, long = prompt_of(3), prompt_of(200)
-    slots.prefill(0, short, room=4)
-    slots.commit(0, [])
-    slots.prefill(1, long, room=4)
-    slots.commit(1, [])
-    for logits, context in zip(slots.verify([DraftTree.bare(5)] * 2), (short, long), strict=True):
-        assert_same_logits(logits[0], plain_logits(target.model, [*context, 5]))
+    target.prefill(cache, 0, short, room=4)
+    target.prefill(cache, 1, long, room=4)
+    for found, context in zip(target.verify(cache, [DraftTree.bare(5)] * 2), (short, long), strict=True):
+        assert_same_logits(found.logits[0], plain_logits(target.model, [*context, 5]))
 
 
 def test_the_next_request_is_taken_only_when_a_slot_is_free() -> None:
@@ -125,3 +123,46 @@ def test_the_next_request_is_taken_only_when_a_slot_is_free() -> None:
         asked, done = events[: place + 1].count("asked"), events[: place + 1].count("done")
         assert asked - done <= 2, event
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_an_answer_longer_than_the_room_of_its_slot() -> None:
+    target = Target(model_of("llama"))
+    prompt = prompt_of(5)
+    batch = Loop[int](target, target.allocate(2), max_new_tokens=ROOM + 200)
+    assert answered(batch, prompt)[0] == said(run(target, prompt, GREEDY, ROOM + 200))
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_request_that_is_removed_leaves_the_others() -> None:
+    target = Target(model_of("llama"))
+    batch = Loop[int](target, target.allocate(3), max_new_tokens=30)
+    requests = [Request(n, prompt_of(5 + n), Sampler(GREEDY, prompt_of(5 + n)), NoDraft()) for n in range(3)]
+    tokens: dict[int, list[int]] = {}
+    outcomes = [batch.add(request) for request in requests]
+    for turn in range(31):
+        for request, step in outcomes:
+            assert isinstance(step, Step)
+            tokens.setdefault(request.key, []).extend(step.tokens)
+        if turn == 6:
+            batch.remove(requests[0])
+        outcomes = batch.step() if len(batch) else []
+    assert len(tokens[0]) < 30
+    for number in (1, 2):
+        assert tokens[number] == said(run(target, prompt_of(5 + number), GREEDY, 30))
+
+
+def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter() -> None:
+    class Counting(WrappedDrafter):
+        ends = 0
+
+        def end(self) -> None:
+            self.ends += 1
+
+    target = Target(model_of("llama"))
+    drafter, prompt = Counting(NoDraft()), prompt_of(40)
+    batch = Loop[int](target, target.allocate(2), max_new_tokens=5)
+    reading = batch.start(Request(0, prompt, Sampler(GREEDY, prompt), drafter))
+    assert not reading.read(8)
+    reading.end()
+    assert drafter.ends == 1 and len(batch) == 0
+    assert answered(batch, prompt)[0] == said(run(Target(model_of("llama")), prompt, GREEDY, 5))

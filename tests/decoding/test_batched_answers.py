@@ -215,18 +215,18 @@ SLOW = """
 import sys, time
 from hdtool.cli.app import main
 from hdtool.runtime.drafters import methods
-from hdtool.runtime.model.cache.batch_slots import BatchSlots
+from hdtool.runtime.loop import Loop
 from hdtool.runtime.budget.cost_curve import CostCurve
 methods.cost_here = lambda target, batch: CostCurve.parse("0:1,64:2")
-verify = BatchSlots.verify
+step = Loop.step
 said = []
 
-def slowly(self, *given, **named):
+def slowly(self):
     if not said:
         said.append(print("begun", file=sys.stderr, flush=True))
     time.sleep(0.05)
-    return verify(self, *given, **named)
+    return step(self)
 
-BatchSlots.verify = slowly
+Loop.step = slowly
 main()
 """

@@ -45,11 +45,13 @@ from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.engine.logprobs import LogprobRecorder, TokenLogprobs
 from hdtool.runtime.model.fused import tree_pass
+from hdtool.runtime.model.fused.tree_kernel import compute_tree
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.json_schemas import JSON_SCHEMAS
 
 MOST = 120
@@ -203,7 +205,7 @@ class TestCertainTokens:
     def skipped(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Rows of each pass whose logits are not computed."""
         rows: list[int] = []
-        whole = tree_pass.compute_tree
+        whole = compute_tree
 
         def counted(*given: Any) -> tuple[int, bool]:
             rows.append(int((given[5] != OPEN).sum()))  # the only token that may follow each row
@@ -287,7 +289,7 @@ class TestCertainTokens:
         tree = replace(DraftTree.of(1, [first], [-1]), certain=np.array([first, first]))
         logits = torch.full((2, compiler.vocabulary), -torch.inf)
         logits[0, first], logits[1, first] = 0.0, torch.nan
-        accepted = accept(tree, logits, sampler, most=9)
+        accepted = accept(tree, Verified(logits), sampler, most=9)
         assert accepted is not None
         assert (accepted.path, accepted.tokens) == ([], [first])
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
-import torch
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified, Want
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
@@ -31,13 +32,13 @@ class Noted(Target):
 
     notes: list[str]
 
-    def verify(self, tree: DraftTree, *, wait: bool = True, walk: bool = False, rank: bool = False) -> torch.Tensor:
-        logits = super().verify(tree, wait=wait, walk=walk, rank=rank)
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+        verified = super().verify(cache, trees, wants)
         self.notes.append("started")
-        return logits
+        return verified
 
-    def commit(self, path: list[int]) -> None:  # type: ignore[override]
-        super().commit(path)
+    def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
+        super().commit(cache, slot, path)
         self.notes.append("committed")
 
 

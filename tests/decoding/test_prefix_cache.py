@@ -1,26 +1,76 @@
-"""Contexts that are kept, and prompts that are read in pieces after them."""
+"""Prompts that begin as an earlier conversation did: answers as from an empty KV cache, with fewer tokens read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
+from hdtool.runtime import prompt_reader
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.drafter import NoDraft, WrappedDrafter
-from hdtool.runtime.loop import Loop, Request
-from hdtool.runtime.model.cache.batch_slots import ROOM
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.loop import Loop, Outcome, Request
+from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import LEAST, PrefixCache
+from hdtool.runtime.prefix_cache import LEAST, PrefixCache, common
 from hdtool.runtime.prompt_reader import PromptReader
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
+from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.decoding import answered, run, said
-from tests.support.families import FAMILIES, model_of
-from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
+from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of
+from tests.support.one_sequence import OneSequence
+from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
+from tests.support.rehearsed import Direct, Rehearsed
+from tests.support.trees import LyingDrafter
 
 GREEDY = SamplingConfig()
+MOST = 12
+CAPTURES: dict[str, CaptureMaker] = {"passes": never, "captured": lambda device: Rehearsed()}
+
+
+def answer(
+    target: Target, prompt: Sequence[int], drafter: Drafter | None = None, *, seed: int = 0, cached: bool = True
+) -> list[Step]:
+    sampler = Sampler(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
+    return list(
+        decode(target, prompt, sampler, max_new_tokens=MOST, drafter=drafter, prefix_caching=cached),
+    )
+
+
+def read(
+    target: Target,
+    cache: Cache,
+    prompt: Sequence[int],
+    *,
+    slot: int = 0,
+    most: int | None = None,
+    prefixes: PrefixCache | None = None,
+) -> tuple[Verified, int]:
+    """What follows a prompt, and the number of its tokens that were not read."""
+    reader = PromptReader(target, cache, slot, prompt, room=64)
+    reader.begin(prefixes or PrefixCache())
+    while (verified := reader.read(most)) is None:
+        pass
+    return verified, reader.cached_tokens
+
+
+TURN = st.tuples(
+    st.integers(0, 90),  # tokens of the last conversation that the prompt begins with
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40),
+    st.integers(0, 2),  # seed
+    st.booleans(),  # whether the answer is given up after its first step
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -28,95 +78,319 @@ def test_a_prompt_read_in_pieces_has_the_logits_of_one_read_at_once(family: str)
     target = Target(model_of(family))
 
     @settings(max_examples=8)
-    @given(st.integers(1, 90), st.integers(1, 40), st.integers(0, 90))
-    def check(length: int, most: int, shared: int) -> None:
-        prompt = prompt_of(length)
-        first = PromptReader(target, prompt)
-        while (logits := first.read(most)) is None:
-            pass
-        assert_same_logits(logits[0], plain_logits(target.model, prompt))
-        other = [*prompt[:shared], *prompt_of(23)]
-        second = PromptReader(target, other, (first.cache, min(shared, length)))
-        logits = second.read()
-        assert logits is not None
-        assert_same_logits(logits[0], plain_logits(target.model, other))
-        assert second.cached_tokens in (0, min(shared, length))
+    @given(st.integers(1, 90), st.integers(1, 40), st.integers(0, 90), st.booleans())
+    def check(length: int, most: int, known: int, is_running: bool) -> None:
+        cache, prompt = target.allocate(2), prompt_of(length)
+        verified, cached = read(target, cache, prompt, most=most)
+        assert_same_logits(verified.logits[0], plain_logits(target.model, prompt))
+        assert cached == 0
+        other = [*prompt[:known], *prompt_of(23)]
+        verified, cached = read(target, cache, other, slot=int(is_running))
+        assert_same_logits(verified.logits[0], plain_logits(target.model, other))
+        shared = common(prompt, other[:-1])
+        assert cached == (shared - 1 if shared >= (LEAST if is_running else 2) else 0)
+        if is_running:  # what is copied from stays
+            last = target.verify(cache, [DraftTree.bare(3), DraftTree.bare(4)])
+            for found, context in zip(last, ([*prompt, 3], [*other, 4]), strict=True):
+                assert_same_logits(found.logits[0], plain_logits(target.model, context))
 
     check()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_the_next_turn_of_a_conversation_is_answered_as_without_a_cache(family: str) -> None:
+def test_each_owner_has_contexts_of_its_own_in_slots_and_in_copies(family: str) -> None:
     target = Target(model_of(family))
-    batch = Loop[int](target, 2, max_new_tokens=20, prefixes=PrefixCache(2**30))
+    batch = Loop[int](target, target.allocate(2), max_new_tokens=20, prefixes=PrefixCache(2**30))
     prompt = prompt_of(40)
     answer, cached = answered(batch, prompt)
     assert (answer, cached) == (said(run(target, prompt, GREEDY, 20)), 0)
     later = [*prompt, *answer, *prompt_of(9)]
     again, cached = answered(batch, later)
     assert again == said(run(target, later, GREEDY, 20))
-    assert cached == len(prompt) + len(answer) - 1
-    assert answered(batch, later, owner="another")[1] == 0
+    assert cached == len(prompt) + len(answer) - 2  # the last token was never read, the one before is read again
+    assert answered(batch, later, owner="another") == (again, 0)
     branch = [*prompt[:30], *prompt_of(12)]
-    assert answered(batch, branch)[0] == said(run(target, branch, GREEDY, 20))
+    assert answered(batch, branch) == (said(run(target, branch, GREEDY, 20)), 29)
+    assert answered(batch, later, owner="another")[1] == len(later) - 2
+    assert answered(batch, later, owner="a third")[1] == 0
 
 
 def test_contexts_are_dropped_in_the_order_of_their_use() -> None:
     target = Target(model_of("llama"))
-    size = target.new_cache(64).storage.bytes
-    kept = PrefixCache(2 * size)
+    cache = target.allocate()
+
+    def keep(kept: PrefixCache, prompt: Sequence[int]) -> None:
+        target.prefill(cache, 0, prompt)
+        kept.keep(cache, 0)
+
+    def has(prompt: Sequence[int], owner: str = "", version: int = 0) -> bool:
+        return kept.to_copy((), owner, version, prompt) is not None
+
     prompts = [[number] * 40 for number in range(3)]
+    target.prefill(cache, 0, prompts[0])
+    size = cache.saved(0).kv.storage.bytes
+    kept = PrefixCache(2 * size)
     for prompt in prompts[:2]:
-        kept.keep("", prompt, target.new_cache(40))
-    assert kept.longest("", prompts[0]) is not None
-    kept.keep("", prompts[2], target.new_cache(40))
+        keep(kept, prompt)
+    assert has(prompts[0]) and not has(prompts[0], owner="another")
+    keep(kept, prompts[2])
     assert kept.bytes == 2 * size
-    found = [kept.longest("", prompt) is not None for prompt in prompts]
-    assert found == [True, False, True]
-    kept.keep("", [*prompts[2], 1], target.new_cache(41))
-    assert kept.bytes == 2 * size, "a context that begins another one is not kept beside it"
-    kept.keep("", prompt_of(LEAST - 1), target.new_cache(40))
-    assert kept.longest("", prompt_of(LEAST - 1)) is None
-    PrefixCache(size - 1).keep("", prompts[0], target.new_cache(40))
+    assert [has(prompt) for prompt in prompts] == [True, False, True]
+    keep(kept, [*prompts[2], 1])
+    assert kept.bytes == 2 * size and has(prompts[0]), "a context that begins another one is not kept beside it"
+    keep(kept, prompt_of(LEAST - 1))
+    assert not has(prompt_of(LEAST - 1)) and kept.bytes == 2 * size
+    small = PrefixCache(size - 1)
+    keep(small, prompts[0])
+    assert small.bytes == 0
+    assert not has(prompts[0], version=1) and kept.bytes == 0, "nothing is kept of a model that has changed since"
 
 
-def test_an_answer_longer_than_the_room_of_its_slot() -> None:
+SHARED_TURN = st.tuples(
+    st.integers(0, 2),  # the conversation
+    st.integers(0, 90),  # tokens of it that the prompt begins with
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+    st.sampled_from(["", "another"]),
+)
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4"])
+def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache(family: str, capture: str) -> None:
+    model = model_of(family)
+    target, fresh = Target(model, CAPTURES[capture]), Target(model, never)
+
+    @settings(max_examples=8)
+    @given(st.integers(1, 3), st.sampled_from([0, 2**16, 2**30]), st.lists(SHARED_TURN, min_size=3, max_size=7))
+    def check(slots: int, most_bytes: int, turns: list[tuple[int, int, list[int], str]]) -> None:
+        loop = Loop[int](target, target.allocate(slots), max_new_tokens=MOST, prefixes=PrefixCache(most_bytes))
+        before = [prompt_of(40 + number) for number in range(3)]
+        found: dict[int, list[int]] = {}
+
+        def note(outcomes: list[Outcome[int]]) -> None:
+            for request, step in outcomes:
+                assert isinstance(step, Step)
+                found.setdefault(request.key, []).extend(step.tokens)
+
+        expected: list[list[int]] = []
+        for number, (conversation, known, new, owner) in enumerate(turns):
+            prompt = [*before[conversation][:known], *new]
+            expected.append(said(answer(fresh, prompt, cached=False)))
+            before[conversation] = [*prompt, *expected[-1]]
+            drafter = LyingDrafter(len(prompt), expected[-1], VOCABULARY, number)
+            while loop.is_full:
+                note(loop.step())
+            note([loop.add(Request(number, prompt, Sampler(GREEDY, prompt), drafter, owner=owner))])
+        while len(loop):
+            note(loop.step())
+        assert [found[number] for number in range(len(turns))] == expected
+
+    check()
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(family: str, capture: str) -> None:
+    model = model_of(family)
+    kept, fresh = Target(model, CAPTURES[capture]), Target(model, never)
+
+    @settings(max_examples=5, deadline=None)
+    @given(turns=st.lists(TURN, min_size=2, max_size=4))
+    def check(turns: list[tuple[int, list[int], int, bool]]) -> None:
+        before: list[int] = []
+        for known, new, seed, given_up in turns:
+            prompt = [*before[:known], *new]
+            expected = said(answer(fresh, prompt, seed=seed, cached=False))
+            drafter = LyingDrafter(len(prompt), expected, VOCABULARY, seed)
+            sampler = Sampler(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
+            found: list[int] = []
+            for step in decode(kept, prompt, sampler, max_new_tokens=MOST, drafter=drafter):
+                found += step.tokens
+                if given_up and len(found) > 1:
+                    break
+            assert found == expected[: len(found)]
+            assert given_up or len(found) == MOST
+            before = [*prompt, *found]
+
+    check()
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "deepseek_v3"])
+def test_a_prompt_in_pieces_after_an_accepted_path_has_the_logits_of_the_model(
+    family: str, capture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_reader, "PIECE", 7)
+    model = model_of(family)
+    one = OneSequence(Target(model, CAPTURES[capture]))
+    context = prompt_of(50)
+    one.prefill(context)
+    one.verify(DraftTree.of(5, [8, 9, 10, 11], [ROOT, ROOT, 1, 2]))
+    one.commit([1, 2, 3])  # these positions have to move
+    longer = [*context, 5, 9, 10, 11, *prompt_of(40)]
+    verified, cached = read(one.target, one.cache, longer)
+    assert_same_logits(verified.logits[0], plain_logits(model, longer))
+    assert cached == len(context) + 4 - 1
+    assert_same_logits(one.verify(DraftTree.bare(3))[0], plain_logits(model, [*longer, 3]))
+
+
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_an_interrupt_while_a_captured_step_moves_a_path_keeps_what_is_in_place(has_moved: bool) -> None:
+    """The positions of an accepted path are moved by the next step: if that is interrupted, they may not hold it."""
+    interrupted = False
+
+    class Interrupting(Direct):
+        def record(self, run: Run) -> Run:
+            run()
+
+            def replay() -> None:
+                if has_moved or not interrupted:
+                    run()
+                if interrupted:
+                    raise KeyboardInterrupt
+
+            return replay
+
+    model = model_of("llama")
+    one = OneSequence(Target(model, lambda device: Interrupting()))
+    context, tree = prompt_of(50), DraftTree.of(5, [8, 9, 10, 11], [ROOT, ROOT, 1, 2])
+
+    def accept_a_path() -> None:
+        one.prefill(context)
+        one.verify(tree)
+        one.commit([1, 2, 3])
+
+    accept_a_path()
+    one.verify(tree)  # captures the step that moves
+    accept_a_path()
+    interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        one.verify(tree)
+    interrupted = False
+    longer = [*context, 5, 9, 10, 11, *prompt_of(20)]
+    prefixes = PrefixCache(2**30)
+    prefixes.keep(one.cache, 0)
+    for cache in (one.cache, one.target.allocate()):
+        verified, cached = read(one.target, cache, longer, prefixes=prefixes)
+        assert_same_logits(verified.logits[0], plain_logits(model, longer))
+        assert 0 < cached <= len(context)
+
+
+def test_only_what_follows_the_common_beginning_is_read_and_the_switch_reads_all() -> None:
     target = Target(model_of("llama"))
-    prompt = prompt_of(5)
-    batch = Loop[int](target, 2, max_new_tokens=ROOM + 200)
-    assert answered(batch, prompt)[0] == said(run(target, prompt, GREEDY, ROOM + 200))
-    assert not torch.is_inference_mode_enabled()
+    prompt = prompt_of(60)
+    first = answer(target, prompt)
+    longer = [*prompt, *said(first), *prompt_of(9)]
+    assert [step.cached_tokens for step in first] == [0] * len(first)
+    # The last answered token was never read, and the one before it is read again.
+    assert answer(target, longer)[0].cached_tokens == len(prompt) + MOST - 2
+    assert answer(target, [*prompt[:30], 1, 2])[0].cached_tokens == 29
+    assert answer(target, longer, cached=False)[0].cached_tokens == 0
+    assert answer(target, longer)[0].cached_tokens == len(longer) - 2
+    assert answer(target, prompt_of(61))[0].cached_tokens == 0
 
 
-def test_a_request_that_is_removed_leaves_the_others() -> None:
-    target = Target(model_of("llama"))
-    batch = Loop[int](target, 3, max_new_tokens=30)
-    requests = [Request(n, prompt_of(5 + n), Sampler(GREEDY, prompt_of(5 + n)), NoDraft()) for n in range(3)]
-    tokens: dict[int, list[int]] = {}
-    outcomes = [batch.add(request) for request in requests]
-    for turn in range(31):
-        for request, step in outcomes:
-            assert isinstance(step, Step)
-            tokens.setdefault(request.key, []).extend(step.tokens)
-        if turn == 6:
-            batch.remove(requests[0])
-        outcomes = batch.step() if len(batch) else []
-    assert len(tokens[0]) < 30
-    for number in (1, 2):
-        assert tokens[number] == said(run(target, prompt_of(5 + number), GREEDY, 30))
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("passes", range(4))
+def test_after_an_interrupt_inside_a_pass_answers_are_right(capture: str, passes: int) -> None:
+    model = model_of("qwen2")
+    left: list[int] = []
+    """Passes until the interrupt; empty where there is none."""
+
+    def interrupt(module: torch.nn.Module, *_: Any) -> None:
+        if left:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+
+    # In the last layer, when the layers before it have written their keys and values. A hook that came or went between
+    # two answers would be another model.
+    hook = model.model.layers[-1].register_forward_hook(interrupt)
+    try:
+        target, fresh = Target(model, CAPTURES[capture]), Target(model, never)
+        prompt = prompt_of(40)
+        expected = said(answer(fresh, prompt, cached=False))
+        answer(target, prompt)
+        longer = [*prompt, *expected[:5], *prompt_of(30)]
+        wanted = said(answer(fresh, longer, cached=False))
+        left.append(passes)
+        with pytest.raises(KeyboardInterrupt):
+            answer(target, longer, LyingDrafter(len(longer), wanted, VOCABULARY, seed=passes))
+        left.clear()
+        again = answer(target, [*longer, *wanted[:3]])
+        assert said(again) == said(answer(fresh, [*longer, *wanted[:3]], cached=False))
+        assert again[0].cached_tokens > 0
+    finally:
+        hook.remove()
 
 
-def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter() -> None:
-    class Counting(WrappedDrafter):
-        ends = 0
+def by_optimizer(model: torch.nn.Module) -> None:
+    """A step so small that no rounding error would show it."""
+    weight = next(model.model.layers.parameters())  # type: ignore[union-attr]
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1e-9).step()
 
-        def end(self) -> None:
-            self.ends += 1
 
-    drafter, prompt = Counting(NoDraft()), prompt_of(40)
-    batch = Loop[int](Target(model_of("llama")), 2, max_new_tokens=5)
-    reading = batch.start(Request(0, prompt, Sampler(GREEDY, prompt), drafter))
-    assert not reading.read(8)
-    reading.end()
-    assert drafter.ends == 1 and len(batch) == 0
-    assert answered(batch, prompt)[0] == said(run(Target(model_of("llama")), prompt, GREEDY, 5))
+def by_data(model: torch.nn.Module) -> None:
+    next(model.model.layers.parameters()).data.mul_(1.5)  # type: ignore[union-attr]
+
+
+def by_replacement(model: torch.nn.Module) -> None:
+    layer: Any = model.model.layers[0].mlp  # type: ignore[union-attr, index]
+    layer.gate_proj.weight = torch.nn.Parameter(layer.gate_proj.weight.detach() * 2)
+
+
+@pytest.mark.parametrize("change", [by_optimizer, by_data, by_replacement])
+def test_a_model_that_changed_reads_the_prompt_again(change: Callable[[torch.nn.Module], None]) -> None:
+    torch.manual_seed(3)
+    model = FAMILIES["llama"]()
+    target = Target(model)
+    prompt = prompt_of(50)
+    answer(target, prompt)
+    change(model)
+    found = answer(target, prompt)
+    assert found[0].cached_tokens == 0
+    assert said(found) == said(answer(Target(model), prompt))
+    assert answer(target, prompt)[0].cached_tokens == len(prompt) - 2
+
+
+def test_watched_hidden_states_are_those_of_the_whole_prompt() -> None:
+    model = model_of("qwen3")
+    kept, fresh = Target(model), Target(model)
+    for target in (kept, fresh):
+        target.watch_hidden()
+    prompt = prompt_of(40)
+    drafter = LyingDrafter(len(prompt), said(answer(fresh, prompt, cached=False)), VOCABULARY, seed=5)
+    longer = [*prompt, *said(answer(kept, prompt, drafter)), *prompt_of(20)]
+    (found, cached), (expected, _) = (read(target, target.cache, longer) for target in (kept, fresh))
+    assert cached > len(prompt)
+    assert found.hidden is not None and expected.hidden is not None
+    assert len(found.hidden) == len(longer)
+    assert torch.allclose(found.hidden, expected.hidden, atol=1e-4)
+
+
+def test_a_longrope_model_beyond_its_original_length_reads_prompts_as_a_whole() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    shape = {**SHAPE, "max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(transformers.Phi3Config(**shape, rope_parameters=rope))
+    target = Target(model)
+    for length in (30, 50, 80, 100, 40):
+        prompt = prompt_of(100)[:length]
+        found = answer(target, prompt)
+        assert said(found) == generated(model, prompt, MOST)
+        assert (found[0].cached_tokens > 0) is (length == 50)
+
+
+def test_a_generator_reads_the_second_turn_from_where_it_differs() -> None:
+    model: Any = model_of("llama")
+    kept, off = Generator(), Generator(prefix_caching=False)
+    prompt = prompt_of(60)
+    for generator, expected in ((kept, 60 - 2), (off, 0)):
+        for _ in range(2):
+            output = model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=MOST, custom_generate=generator
+            )
+            assert output[0, 60:].tolist() == generated(model, prompt, MOST)
+        assert generator.stats.cached_tokens == expected

@@ -14,15 +14,15 @@ from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.drafters.hierarchy import batch_drafting
-from hdtool.runtime.drafters.hierarchy.batch_drafting import BatchDrafting
+from hdtool.runtime.drafter import Drafter, NoDraft, draft_many
+from hdtool.runtime.drafters.hierarchy import drafter as hierarchy
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree_builder import grow_all
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
 
 PROMPTS = [[1, 2, 3, 4, 1, 2], [5, 6, 5, 7, 5], [8, 9, 8, 9, 8], [4, 3, 2, 4, 3]]
 
@@ -52,15 +52,15 @@ def in_lists(trees: Sequence[DraftTree]) -> list[tuple[int, list[int], list[int]
 @pytest.mark.parametrize("budgets", [(8, 8, 8, 8), (0, 3, 64, 1)])
 def test_trees_are_those_of_each_alone(corpus: CorpusIndex, budgets: tuple[int, ...], has_corpus: bool) -> None:
     together, alone = (drafters_with([corpus if has_corpus else None] * 4, budgets) for _ in range(2))
-    drafting, contexts = BatchDrafting(), [list(prompt) for prompt in PROMPTS]
+    contexts = [list(prompt) for prompt in PROMPTS]
     for _ in range(6):
-        found = drafting.trees(together, contexts)
+        found = draft_many(together, contexts)
         expected = [drafter.draft(context) for drafter, context in zip(alone, contexts, strict=True)]
         assert in_lists(found) == in_lists(expected)
         for place, tree in enumerate(found):
             accepted = Accepted([0], [int(tree.tokens[0]), 2]) if len(tree) else Accepted([], [3])
             for drafters in (together, alone):
-                drafters[place].observe(accepted, torch.empty(len(tree) + 1, 0))
+                drafters[place].observe(accepted, Verified(torch.empty(len(tree) + 1, 0)))
             contexts[place] += accepted.tokens
 
 
@@ -73,7 +73,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(most))
         grow_all(corpus, at, most, grown)
 
-    monkeypatch.setattr(batch_drafting, "grow_all", noted)
+    monkeypatch.setattr(hierarchy, "grow_all", noted)
     return found
 
 
@@ -81,7 +81,7 @@ def test_those_of_other_kinds_or_with_another_corpus_draft_alone(corpus: CorpusI
     drafters = drafters_with([corpus, None, corpus, corpus], (8, 8, 8, 8))
     drafters[2] = PromptLookup()
     drafters[2].begin(PROMPTS[2])
-    found = BatchDrafting().trees(drafters, PROMPTS)
+    found = draft_many(drafters, PROMPTS)
     assert sizes == [2]
     alone = drafters_with([corpus, None, corpus, corpus], (8, 8, 8, 8))
     expected = [drafter.draft(prompt) for drafter, prompt in zip(alone, PROMPTS, strict=True)]
@@ -91,9 +91,9 @@ def test_those_of_other_kinds_or_with_another_corpus_draft_alone(corpus: CorpusI
 
 
 def test_drafters_without_an_index_draft_together(sizes: list[int]) -> None:
-    BatchDrafting().trees(drafters_with([None] * 4, (8, 8, 8, 8)), PROMPTS)
+    draft_many(drafters_with([None] * 4, (8, 8, 8, 8)), PROMPTS)
     assert sizes == [4]
 
 
 def test_a_batch_of_plain_requests_has_bare_trees() -> None:
-    assert [len(tree) for tree in BatchDrafting().trees([NoDraft(), NoDraft()], PROMPTS[:2])] == [0, 0]
+    assert [len(tree) for tree in draft_many([NoDraft(), NoDraft()], PROMPTS[:2])] == [0, 0]

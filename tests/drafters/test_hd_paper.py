@@ -20,6 +20,7 @@ from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie, sequences_of
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
 Sequences = list[list[int]]
@@ -233,9 +234,9 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
         PaperConfig(**wrong)
 
 
-def saying(tokens: Sequence[int]) -> torch.Tensor:
+def saying(tokens: Sequence[int]) -> Verified:
     """Logits with these tokens as their arg-max, one for each row."""
-    return torch.nn.functional.one_hot(torch.tensor(tokens), 200).float()
+    return Verified(torch.nn.functional.one_hot(torch.tensor(tokens), 200).float())
 
 
 def test_the_lookahead_branch_feeds_the_table() -> None:
@@ -272,7 +273,7 @@ def test_only_the_tree_that_was_drafted_is_learned_from() -> None:
     drafter.observe(Accepted([], [2]), saying([2] * (len(clipped) + 1)))
     assert window.nodes()[0].tolist() == start
     tree = drafter.draft([*prompt, 2])
-    drafter.observe(Accepted([], [3]), torch.empty(len(tree) + 1, 0))
+    drafter.observe(Accepted([], [3]), Verified(torch.empty(len(tree) + 1, 0)))
     assert window.nodes()[0].tolist() == start
     tree = drafter.draft([*prompt, 2, 3])
     drafter.observe(Accepted([], [3]), saying([9] * (len(tree) + 1)))

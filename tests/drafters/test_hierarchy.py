@@ -24,7 +24,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import TIMED_EVERY, Hierarchy
-from hdtool.runtime.evaluation.replay import follow
+from hdtool.runtime.evaluation.recording import follow
 from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
@@ -32,6 +32,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
@@ -39,7 +40,7 @@ from tests.support.reference_hierarchy import Node, SlowHierarchy
 from tests.support.trees import check_integrity, path_to
 
 Documents = list[list[int]]
-NO_LOGITS = torch.empty(0)
+NO_LOGITS = Verified(torch.empty(0))
 
 
 def stores_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: int) -> tuple[ModelStore, CorpusIndex]:
@@ -114,7 +115,7 @@ def check_answer(
         assert [[*text[:at], *way] for way in ways] == [twin.context for twin in expected]
         accepted = follow(tree, text[at : at + 3])
         logits = told_logits(seed + at, len(tree) + 1, vocabulary, text[at : at + 4])
-        hierarchy.observe(accepted, logits)
+        hierarchy.observe(accepted, Verified(logits))
         for token in accepted.tokens:
             slow.hear(token)
         slow.listen([Node(text[:at]), *expected], accepted, logits)
@@ -297,7 +298,7 @@ def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
     logits[0, [7, 300]] = 5.0
     logits[1, :] = torch.nan
     verified = int(np.flatnonzero(tree.tokens == 1)[0]) + 1  # of several the likeliest
-    hierarchy.observe(Accepted([], [400]), logits)
+    hierarchy.observe(Accepted([], [400]), Verified(logits))
     assert len(hierarchy.draft([400])) == 0
     hierarchy.observe(Accepted([], [1]), NO_LOGITS)
     after = hierarchy.draft([1])
@@ -321,7 +322,8 @@ def test_what_was_thought_at_the_same_place_counts_behind_another_token() -> Non
         tree = hierarchy.draft([1])
         assert tree.tokens.tolist()[0] == 2
         logits = one_hot([3, thought, *[9] * (len(tree) - 1)])
-        hierarchy.observe(Accepted([], [3]), logits)  # not the 2 that was drafted, behind which 6 was expected
+        # Not the 2 that was drafted, behind which 6 was expected.
+        hierarchy.observe(Accepted([], [3]), Verified(logits))
         tree = hierarchy.draft([3])
         below.append(tree.tokens[tree.parents == -1].tolist())
     assert below == [[5, 6], [6, 5]]
@@ -338,9 +340,9 @@ def test_agreement_comes_to_be_worth_what_it_brings() -> None:
             tree = hierarchy.draft([root])
             logits = one_hot([3, 6, *[9] * (len(tree) - 1)])
             logits[2:] = -torch.inf
-            hierarchy.observe(Accepted([], [3]), logits)
+            hierarchy.observe(Accepted([], [3]), Verified(logits))
             tree = hierarchy.draft([3])
-            hierarchy.observe(follow(tree, [truth, 9]), torch.full((len(tree) + 1, 20), -torch.inf))
+            hierarchy.observe(follow(tree, [truth, 9]), Verified(torch.full((len(tree) + 1, 20), -torch.inf)))
         return float(hierarchy.gains[0])
 
     before = float(Hierarchy(recycled=True).gains[0])
@@ -353,7 +355,7 @@ def test_the_last_logit_gives_what_stood_beside_the_root() -> None:
     assert len(hierarchy.draft([2])) == 0
     logits = torch.full((1, 100), -torch.inf)
     logits[0, [4, 5, 6]] = torch.tensor([3.0, 2.0, 1.0])
-    hierarchy.observe(Accepted([], [5]), logits)
+    hierarchy.observe(Accepted([], [5]), Verified(logits))
     tree = hierarchy.draft([5])
     assert tree.tokens.tolist() == [4, 6] and set(tree.sources.tolist()) == {SourceName.LAST}
     assert hierarchy.probs[0] > hierarchy.probs[1]
@@ -368,7 +370,7 @@ def test_candidates_come_to_be_worth_what_they_bring() -> None:
     logits[0, [1, 2, 3]] = torch.tensor([2.0, 1.5, 0.0])
     before = hierarchy.rates.copy()
     for turn in range(200):
-        hierarchy.observe(Accepted([], [1]), logits)
+        hierarchy.observe(Accepted([], [1]), Verified(logits))
         hierarchy.observe(Accepted([], [2 if turn % 2 else 50]), NO_LOGITS)
     second = 1  # a quarter or more, less than a half
     assert 0.4 < hierarchy.rates[second] < 0.6, "right every other time"
@@ -381,7 +383,7 @@ def test_recycling_survives_a_clipped_tree() -> None:
     tree = hierarchy.draft([2])
     clipped = tree.clipped(1)
     assert 0 < len(clipped) < len(tree)
-    hierarchy.observe(Accepted([], [9]), torch.zeros(len(clipped) + 1, 20))
+    hierarchy.observe(Accepted([], [9]), Verified(torch.zeros(len(clipped) + 1, 20)))
     hierarchy.begin([5, 3])
     assert len(hierarchy.draft([3])) == 0, "rows that nobody can tell apart are left alone"
 

@@ -13,20 +13,21 @@ from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafters_for
-from hdtool.runtime.evaluation.replay import follow
+from hdtool.runtime.evaluation.recording import follow
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.verified import Verified
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, model_of
 from tests.support.oracle import prompt_of
 from tests.support.trees import check_integrity
 
 GREEDY = SamplingConfig()
-NO_LOGITS = torch.empty(0)
+NO_LOGITS = Verified(torch.empty(0))
 
 
 def drafting(history: History, nodes: int = 24) -> Hierarchy:

@@ -18,12 +18,13 @@ from hdtool.runtime.config import DecodeConfig, ReplayConfig
 from hdtool.runtime.drafters.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.drafters.node_calibration import PRIOR_WEIGHT, NodeCalibration
 from hdtool.runtime.drafters.trie import NO_TOKEN
-from hdtool.runtime.kernels.topk import Logits, for_topk, topk
+from hdtool.runtime.kernels.topk import for_topk, topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.trees import check_integrity, path_to, trees
 
-NO_LOGITS = torch.empty(0)
+NO_LOGITS = Verified(torch.empty(0))
 
 
 def slow_look_up(words: list[int], tail: list[int], wanted: int) -> list[int]:
@@ -67,7 +68,7 @@ def logits_of(likely: list[int], vocabulary: int = 200) -> torch.Tensor:
 
 def drafted(drafter: LogitSpec, context: list[int], likely: list[int]) -> DraftTree:
     drafter.begin(context[:-1])
-    drafter.observe(Accepted([], context[-1:]), logits_of(likely))
+    drafter.observe(Accepted([], context[-1:]), Verified(logits_of(likely)))
     tree = drafter.draft(context)
     check_integrity(tree)
     return tree
@@ -105,7 +106,7 @@ def test_without_logits_it_looks_up_the_root_alone() -> None:
     drafter = LogitSpec()
     drafter.begin([1, 2, 3, 1])
     assert drafter.draft([1, 2, 3, 1]).tokens.tolist() == [2, 3, 1]
-    drafter.observe(Accepted([], [2]), logits_of([2, 9]))
+    drafter.observe(Accepted([], [2]), Verified(logits_of([2, 9])))
     drafter.observe(Accepted([], [3]), NO_LOGITS)
     assert drafter.draft([1, 2, 3, 1, 2, 3]).tokens.tolist() == [1, 2, 3]
 
@@ -115,7 +116,7 @@ def test_the_row_of_the_last_accepted_node_counts() -> None:
     drafter.begin([1, 2, 3, 1])
     drafter.draft([1, 2, 3, 1])
     rows = torch.cat([logits_of([2, 30]), logits_of([3, 40]), logits_of([9, 50]), logits_of([60])])
-    drafter.observe(Accepted([0, 1], [2, 3, 9]), rows)
+    drafter.observe(Accepted([0, 1], [2, 3, 9]), Verified(rows))
     assert drafter.draft([1, 2, 3, 1, 2, 3, 9]).tokens.tolist() == [50]
 
 
@@ -166,7 +167,7 @@ def test_nodes_that_are_never_accepted_are_no_longer_drafted() -> None:
     for step in range(60):
         tree = drafter.draft([*context, 1, 2, 3])
         sizes.append(len(tree))
-        drafter.observe(Accepted([], [100 + step]), torch.cat([logits_of([9, 8])] * (len(tree) + 1)))
+        drafter.observe(Accepted([], [100 + step]), Verified(torch.cat([logits_of([9, 8])] * (len(tree) + 1))))
         context += [1, 2, 3, 100 + step]
     assert sizes[0] > 0 and sizes[-1] == 0
 
@@ -226,8 +227,8 @@ def test_topk_takes_logits_with_gradients() -> None:
     plain = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
     with torch.inference_mode():
         inferred = plain.clone()
-    for logits in (plain.clone().requires_grad_(), Logits.of(plain, np.array([1, 0])), inferred):
-        for rows in (logits, for_topk(logits)):
+    for logits in (plain.clone().requires_grad_(), inferred):
+        for rows in (logits, for_topk(logits), Verified(logits, argmax=np.array([1, 0])).rankable()):
             assert topk(rows, 2)[0].tolist() == [[1, 2], [0, 2]]
             assert topk(rows[1:], 2)[0].tolist() == [[0, 2]]
 

@@ -16,7 +16,9 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.families import model_of
+from tests.support.one_sequence import OneSequence
 from tests.support.oracle import plain_logits, prompt_of
 from tests.support.trees import check_integrity, tokens_to
 
@@ -47,15 +49,15 @@ class Window:
 def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
     """The branch verified with the target's masks has the logits of the plain model at each node."""
     model = model_of(family, torch.float64)
-    target = Target(model)
+    one = OneSequence(Target(model))
     prompt = prompt_of(25)
     sampler = Sampler(SamplingConfig(), prompt)
     branch = Lookahead(WIDTH, LENGTH)
     branch.begin(prompt)
     window = Window(branch.nodes()[0].tolist())
     assert set(window.rows[0]) <= set(prompt)
-    accepted = accept(DraftTree.bare(prompt[-1]), target.prefill(prompt, 80), sampler, most=80)
-    target.commit([])
+    one.prefill(prompt, room=80)
+    accepted = accept(DraftTree.bare(prompt[-1]), one.verified, sampler, most=80)
     for _ in range(12):
         context = list(sampler.context)
         root = context[-1]
@@ -63,10 +65,10 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
         tree = DraftTree.of(root, tokens.tolist(), parents.tolist(), SourceName.LOOKAHEAD)
         check_integrity(tree)
         assert tree.tokens.tolist() == [token for row in window.rows for token in row]
-        logits = target.verify(tree)
-        accepted = accept(tree, logits, sampler, most=80)
+        logits = one.verify(tree)
+        accepted = accept(tree, one.verified, sampler, most=80)
         assert accepted
-        target.commit(accepted.path)
+        one.commit(accepted.path)
 
         columns = [window.column(column, root) for column in range(len(window.rows[0]) + 1)]
         said = [int(plain_logits(model, context[:-1] + path).argmax()) for path in columns]
@@ -131,7 +133,7 @@ def test_argmax_is_the_choice_of_greedy_sampling(dtype: torch.dtype) -> None:
     assert [int(argmax(row)) for row in logits] == expected
     assert argmax(logits[:0]).tolist() == []
     for kind in (logits, logits.clone().requires_grad_(), logits.T.clone().T):
-        steps = (accept(DraftTree.bare(1), row[None], Sampler(SamplingConfig(), [1]), most=1) for row in kind)
+        steps = (accept(DraftTree.bare(1), Verified(row[None]), Sampler(SamplingConfig(), [1]), most=1) for row in kind)
         assert [step.tokens for step in steps if step] == [[token] for token in expected]
 
 

@@ -30,6 +30,7 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.verified import Verified
 
 def ready():
     return {(f, signature) for f in gc.get_objects() if isinstance(f, CPUDispatcher) for signature in f.signatures}
@@ -39,14 +40,14 @@ store_set = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX
 for method in sys.argv[1:]:
     drafter = drafter_for(DecodeConfig(method, draft_tokens=40), target, store_set)
     words = [place % 7 for place in range(40)]
-    target.prefill(words)
+    target.prefill(target.cache, 0, words)
     sampler = Sampler(SamplingConfig(1.0), words)
     before = ready()
     drafter.begin(words)
     drafted = size = 0
     for _ in range(9):
         words.append(words[-7])
-        drafter.observe(Accepted([], words[-1:]), torch.zeros(1 + size, 4096))
+        drafter.observe(Accepted([], words[-1:]), Verified(torch.zeros(1 + size, 4096)))
         tree = drafter.draft(words)
         size = len(tree)
         drafted += size

@@ -28,11 +28,12 @@ from hdtool.runtime.source_names import PLUGINS, Source, SourceName, register, r
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
+from hdtool.runtime.verified import Verified
 from tests.support.decoding import run, said
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 
-NO_LOGITS = torch.empty(0)
+NO_LOGITS = Verified(torch.empty(0))
 
 
 def counting(context: Sequence[int]) -> Mapping[int, float]:

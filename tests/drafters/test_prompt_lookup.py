@@ -18,6 +18,7 @@ from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.verified import Verified
 from tests.benchmarks.prompt_lookup import accept_lengths
 from tests.support.trees import check_integrity
 
@@ -55,7 +56,7 @@ def test_a_context_may_grow_and_a_new_one_begin(steps: list[list[int]]) -> None:
         for fresh in steps[first + 1 :]:
             context += fresh
             trees.append((drafter.draft(context), library(context, 10, 3)))
-            drafter.observe(Accepted([], fresh), torch.empty(1, 0))
+            drafter.observe(Accepted([], fresh), Verified(torch.empty(1, 0)))
         # Compared at the end: a tree must not change when the context grows.
         for tree, expected in trees:
             assert tree.tokens.tolist() == expected

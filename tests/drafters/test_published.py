@@ -26,10 +26,11 @@ from hdtool.runtime.drafters.published.token_recycling import CHILDREN, TokenRec
 from hdtool.runtime.drafters.published.top_tokens import BEST
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.trees import check_integrity
 
 VOCABULARY = 12
-NO_LOGITS = torch.empty(0)
+NO_LOGITS = Verified(torch.empty(0))
 words = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 Paths = dict[tuple[int, ...], float]
 
@@ -132,12 +133,12 @@ def test_suffix_remembers_answers_and_not_prompts() -> None:
         assert not len(drafter.draft([9, 1, 2]))
 
 
-def logits_of(rows: dict[int, list[int]], size: int) -> torch.Tensor:
+def logits_of(rows: dict[int, list[int]], size: int) -> Verified:
     """Logits whose best tokens are given by row; the others are unknown, as in a recording."""
     logits = torch.full((size, VOCABULARY), -torch.inf)
     for row, tokens in rows.items():
         logits[row, tokens] = torch.arange(len(tokens), 0, -1, dtype=torch.float32)
-    return logits
+    return Verified(logits)
 
 
 @pytest.mark.parametrize("drafter", [TokenRecycling(), Racer()])

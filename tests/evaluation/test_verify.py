@@ -29,6 +29,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import plain_logits, prompt_of
 from tests.support.trees import LyingDrafter
@@ -108,9 +109,9 @@ def test_generate_has_no_say_where_tokens_are_drawn(small: Loaded) -> None:
 # What is wrong is found ------------------------------------------------------------------------
 
 
-def credulous(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, *, stops: object = (), most: int) -> Accepted:
+def credulous(tree: DraftTree, verified: Verified, sampler: Sampler, *, stops: object = (), most: int) -> Accepted:
     """An acceptance that believes any first child."""
-    choose = sampler.chooser(logits)
+    choose = sampler.chooser(verified.logits)
     first = tree.parents.tolist().index(ROOT) if len(tree) and most > 1 else None
     tokens = [choose(0)] if first is None else [int(tree.tokens[first]), choose(first + 1)]
     sampler.context += tokens
@@ -121,7 +122,7 @@ def credulous(tree: DraftTree, logits: torch.Tensor, sampler: Sampler, *, stops:
 def test_an_acceptance_that_takes_wrong_tokens_is_found(
     small: Loaded, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.runtime.decode.accept", credulous)
+    monkeypatch.setattr("hdtool.runtime.sequence.accept", credulous)
     check, (explanation,) = verified(small, sampling)
     difference = explanation.difference
     assert not check.equals(Oracle.PLAIN)
@@ -140,7 +141,7 @@ def test_an_acceptance_that_takes_wrong_tokens_is_found(
 
 
 def test_a_cache_that_keeps_wrong_rows_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    def commit(self: StaticKVCache, fixed: int, path: Sequence[int]) -> None:
+    def commit(self: StaticKVCache, fixed: int, path: Sequence[int], *, later: bool = False) -> None:
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
 
     monkeypatch.setattr(StaticKVCache, "commit", commit)

@@ -20,7 +20,8 @@ IDS = torch.tensor([PROMPT])
 
 def read(model_type: str = "llama", **arguments: Any) -> GenerateRequest:
     settings = GenerationConfig(max_length=20)
-    return GenerateRequest.of(IDS, settings, StoppingCriteriaList(), arguments, model_type=model_type)
+    (row,) = GenerateRequest.rows_of(IDS, settings, StoppingCriteriaList(), arguments, model_type=model_type)
+    return row
 
 
 def positions(axes: int, start: int = 0, last: int | None = None) -> torch.Tensor:

@@ -132,6 +132,6 @@ def test_an_own_processor_is_called_with_one_row_at_a_time() -> None:
         shapes.add((ids.shape[0], scores.shape[0]))
         return scores
 
-    own: Any = LogitsProcessorList([noted])  # type: ignore[list-item]
+    own: Any = LogitsProcessorList([noted])
     model.generate(**batch(), do_sample=False, logits_processor=own, custom_generate=Generator(hierarchy))
     assert shapes == {(1, 1)}

@@ -547,12 +547,9 @@ def test_it_drafts_by_any_method_from_the_stores_of_that_method(tmp_path: Path) 
 # What it refuses -------------------------------------------------------------------------------
 
 
-TWO = torch.tensor([PROMPT, PROMPT])
 GAP = torch.tensor([[1] * 5 + [0] + [1] * (len(PROMPT) - 6)])
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 2}, "num_beams is 2"),
-    ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences is 3"),
-    ({"inputs": TWO, "attention_mask": torch.ones_like(TWO)}, "the batch holds 2 prompts"),
     ({"attention_mask": GAP}, "the attention mask has gaps"),
     ({"attention_mask": torch.tensor([[1] * (len(PROMPT) - 1) + [0]])}, "the attention mask has gaps"),
     ({"position_ids": torch.arange(3, 3 + len(PROMPT))[None]}, "position_ids are not 0, 1, 2"),

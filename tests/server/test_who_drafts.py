@@ -24,11 +24,12 @@ from hdtool.runtime.integrations.server.engine.tenants import Tenants
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.verified import Verified
 
 NOWHERE = StoresConfig(model_db="none", corpus_db="none")
 SECRET = [1001, 1002, 1003, 1004, 1005, 1006]
 """Tokens in an order that no store has."""
-NO_LOGITS = torch.empty(0)
+NO_LOGITS = Verified(torch.empty(0))
 
 
 @pytest.fixture(autouse=True)

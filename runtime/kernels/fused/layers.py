@@ -21,10 +21,10 @@ from hdtool.runtime.kernels.fused.elementwise import (
     norm_rows,
     rotate_head,
 )
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.product_address import ARGUMENTS
 from hdtool.runtime.kernels.team import LEAST_NUMBERS, WORD_SIZE, compute_together, multiply_together, parts_of
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
 """The products of a layer."""

@@ -27,11 +27,12 @@ from hdtool.runtime.kernels.fused.layers import (
     compute_layers,
     scratch_numbers,
 )
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE, block_numbers, unpack_row
+from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.product_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.team import multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, COSINES, SINES, KNOWN = range(8)
 """Addresses of the token ids and positions; of ``embedding_of`` a format, and of the matrix of embeddings, with its

@@ -24,8 +24,8 @@ from hdtool.runtime.kernels.fused.layers import (
     TEAM,
 )
 from hdtool.runtime.kernels.fused.passes import END_FIELDS, IDS, LOGITS, MAXIMA, OUTS, POSITIONS, compute_pass
-from hdtool.runtime.kernels.gemm_tiles import ITEM_SIZE
 from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.model.attention_masks import hide_non_ancestors
 from hdtool.runtime.model.step_input import fill_tree
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax
