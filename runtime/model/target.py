@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -19,9 +18,7 @@ from hdtool.runtime.model.checks.changes import ModelChanges
 from hdtool.runtime.model.checks.trees import prove_trees, some_context
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration
-from hdtool.runtime.model.fused.layer_stack import check_layers_again, takes_number
-from hdtool.runtime.model.fused.tree_pass import TreePass
-from hdtool.runtime.model.fused.whole_pass import WholePass
+from hdtool.runtime.model.fused.compiled_passes import CompiledPasses
 from hdtool.runtime.model.library import use_masked_attention
 from hdtool.runtime.model.stock_passes import StockPasses
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -30,18 +27,14 @@ from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PIECE = 128
-"""Rows of a pass over a prompt in compiled layers; larger passes take longer for each row."""
+    from hdtool.runtime.model.fused.whole_pass import WholePass
+
 ROOM = 512
 """Positions by which a cache grows at least when an answer fills it."""
 
 
 class Target:
-    """A model that verifies draft trees, with the four operations of an engine.
-
-    The root of a tree, the last emitted token, is part of the verification: its logits come first, those of the
-    nodes follow in their order.
-    """
+    """A model that verifies draft trees, with the four operations of an engine."""
 
     def __init__(
         self, model: PreTrainedModel, capture: CaptureMaker = by_device, shapes: Sequence[LayerShape] | None = None
@@ -69,9 +62,8 @@ class Target:
         """Those of the keys and values of each layer."""
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
-        self._tree_passes: dict[int, TreePass] = {}
-        """What computes passes over trees where whole passes are compiled, by the number of slots."""
         self._capture, self._captured = capture, CapturedPasses()
+        self._compiled = CompiledPasses(self.stock)
         self._overflow_noted = False
         self._changes = ModelChanges(model)
         self._own_cache: Cache | None = None
@@ -150,19 +142,17 @@ class Target:
         Returns the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of tokens that may follow.
         """
         self.wait()
-        check_layers_again(self.model)
-        if self.stock.whole:
-            self.stock.whole.check_again()
+        self._compiled.check_again()
         end = start + len(tokens)
         needed = end + room + LARGEST_TREE + 1
         if cache.capacity < needed:
             cache.reserve(self._captured.capacity_for(needed, self.context_limit(end)))
         sequence = cache.slots[slot]
         sequence.cut(start)
-        is_compiled = takes_number(self.model, PIECE)
-        piece = PIECE if is_compiled else len(tokens)
-        for first in range(0, len(tokens), piece):
-            logits = self.stock.read(tokens[first : first + piece], sequence, masked=is_compiled or start > 0)
+        piece = self._compiled.piece_of_prompt()
+        masked, size = start > 0 or piece is not None, piece or len(tokens)
+        for first in range(0, len(tokens), size):
+            logits = self.stock.read(tokens[first : first + size], sequence, masked=masked)
         if self.captures or len(cache.slots) > 1:
             sequence.kv.clear_from(end)  # their passes read past the context
         return Verified(logits, sequence.all_hidden())
@@ -187,24 +177,12 @@ class Target:
             return [captured]
         for slot in cache.slots:
             slot.kv.settle()
-        if compiled := self._compiled(cache, trees, wants):
+        if compiled := self._compiled.verify(cache, trees, wants):
             return compiled
         with torch.inference_mode():
             if len(trees) == 1:
                 return [self.stock.verify(cache.slots[0], trees[0])]
             return self.stock.verify_together(cache, trees)
-
-    def _compiled(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified] | None:
-        if not self.stock.whole:
-            return None
-        slots = len(cache.slots)
-        if slots not in self._tree_passes:
-            self._tree_passes[slots] = TreePass(self.stock.whole, slots)
-        started = time.perf_counter()
-        verified = self._tree_passes[slots].verify(cache, trees, wants)
-        if verified:
-            self.log.add(time.perf_counter() - started, max(map(len, verified)) - 1, len(trees))
-        return verified
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
@@ -248,8 +226,7 @@ class Target:
 
     def use_whole_passes(self, whole: WholePass | None) -> None:
         """Compute passes without the Python code of the model from now on, or with it again."""
-        self.stock.whole = whole
-        self._tree_passes.clear()
+        self._compiled.use(whole)
 
     @property
     def whole_pass(self) -> WholePass | None:

@@ -17,9 +17,10 @@ from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.int8.int8_linear import Int8Linear, has_int8_activations
 from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.model.fused.compiled_passes import PIECE
 from hdtool.runtime.model.gguf import file_identity
 from hdtool.runtime.model.load import load
-from hdtool.runtime.model.target import PIECE, Target
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said

@@ -46,13 +46,13 @@ def compiled(one: OneSequence, tree: DraftTree, want: Want = LOGITS_ALONE) -> Ve
 
 
 def is_compiled(one: OneSequence, verified: Verified, slots: int = 1) -> bool:
-    memory = one.target._tree_passes[slots]._logits
+    memory = one.target._compiled._by_slots[slots]._logits
     return verified.logits.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
 def takes(one: OneSequence, tree: DraftTree) -> bool:
     """Whether compiled code computes a pass over a tree."""
-    return one.target._compiled(one.cache, [tree], [LOGITS_ALONE]) is not None
+    return one.target._compiled.verify(one.cache, [tree], [LOGITS_ALONE]) is not None
 
 
 def with_certain(tree: DraftTree, certain: list[int]) -> DraftTree:
