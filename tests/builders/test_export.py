@@ -79,9 +79,6 @@ def test_other_calls_are_left_to_the_library(model: Any, inputs: dict[str, Any],
     with pytest.warns(UserWarning, match="num_beams is 2.*answered without drafts"):
         found = model.generate(**beams)
     assert torch.equal(found, plain(model, **beams))
-    two = inputs["input_ids"].repeat(2, 1)
-    with pytest.warns(UserWarning, match="2 prompts"):
-        assert len(model.generate(two, max_new_tokens=4, do_sample=False)) == 2
     streamer = TextIteratorStreamer(AutoTokenizer.from_pretrained(folder))
     with pytest.raises(UnsupportedCallError):
         model.generate(

@@ -54,14 +54,15 @@ def test_the_architecture_page_has_a_line_for_every_part() -> None:
 def test_the_architecture_page_quotes_the_loop() -> None:
     page = (DOCS / "dev" / "architecture.md").read_text(encoding="utf-8")
     quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    code = _unindented((ROOT / "runtime" / "loop.py").read_text(encoding="utf-8"))
+    code = _without_space((ROOT / "runtime" / "loop.py").read_text(encoding="utf-8"))
     assert len(quoted) == 4
     for part in quoted:
-        assert _unindented(part) in code
+        assert _without_space(part) in code
 
 
-def _unindented(text: str) -> str:
-    return "\n".join(line.strip() for line in text.strip().splitlines())
+def _without_space(text: str) -> str:
+    """The formatter breaks lines of a page at other places, since they are not indented."""
+    return "".join(text.split())
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
