@@ -183,27 +183,34 @@ class Loop(Generic[Key]):
 
     def step(self) -> list[Outcome[Key]]:
         """Make one forward pass for all requests; those whose answers end leave the loop."""
-        self.launch()
-        return self.finish()
+        with self:
+            self._launch()
+            return self._finish()
 
     def launch(self) -> None:
         """Draft for all answers and start the pass that verifies their trees."""
         with self:
-            states = [state for _, state in self._running]
-            trees = draft_for(states)
-            self._verified = self._engine.verify(self._cache, trees, [state.want for state in states])
+            self._launch()
 
     def finish(self) -> list[Outcome[Key]]:
-        """Wait for the pass, and accept what its logits confirm."""
+        """Wait for the pass that was launched, and accept what its logits confirm."""
         with self:
-            self._engine.wait()
-            outcomes: list[Outcome[Key]] = [
-                (request, self._accepted(slot, state, self._verified[slot]))
-                for slot, (request, state) in enumerate(self._running)
-            ]
-            for slot in range(len(outcomes) - 1, -1, -1):
-                if _has_ended(outcomes[slot][1]):
-                    self._leave(slot)
+            return self._finish()
+
+    def _launch(self) -> None:
+        states = [state for _, state in self._running]
+        trees = draft_for(states)
+        self._verified = self._engine.verify(self._cache, trees, [state.want for state in states])
+
+    def _finish(self) -> list[Outcome[Key]]:
+        self._engine.wait()
+        outcomes: list[Outcome[Key]] = [
+            (request, self._accepted(slot, state, self._verified[slot]))
+            for slot, (request, state) in enumerate(self._running)
+        ]
+        for slot in range(len(outcomes) - 1, -1, -1):
+            if _has_ended(outcomes[slot][1]):
+                self._leave(slot)
         return outcomes
 
     def _accepted(self, slot: int, state: SequenceState, verified: Verified) -> Step | HdtoolError:

@@ -65,7 +65,7 @@ class RecordingEngine:
         self._masks.of_tree(tree, length, reused=True)
         (length + tree.depths).tolist()
         self.log.add(time.perf_counter() - started, len(tree))
-        slot.expect(tree)
+        slot.tree = tree
         done = length + 1 - len(self._turn.prompt)
         path, tokens, _ = follow(tree, self._turn.answer[done:])
         return [self._verified(path, tokens, done, len(tree))]

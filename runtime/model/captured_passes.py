@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,13 +26,9 @@ class CapturedPasses:
     """The captured steps of a target; off where the model cannot be captured."""
 
     def __init__(self) -> None:
-        self._steps: StaticSteps | None = None
+        self.steps: StaticSteps | None = None
         self._running: DraftTree | None = None
         """The tree of a step that was started and not waited for."""
-
-    @property
-    def are_on(self) -> bool:
-        return self._steps is not None
 
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
@@ -42,53 +38,54 @@ class CapturedPasses:
         cache = target.cache  # captured steps are those of one cache
         expected = two_steps(target, cache)
         like = expected[0]
-        self._steps = StaticSteps(target.model, target.stock.masks, like.shape[-1], like.dtype, capture)
+        self.steps = StaticSteps(target.model, target.stock.masks, like.shape[-1], like.dtype, capture)
         self.watch(target)
         # The first two are captured, and the next two replay them.
         found_twice = [*two_steps(target, cache), *two_steps(target, cache)]
         for found, usual in zip(found_twice, [*expected, *expected], strict=True):
-            if self._steps and (distance := deviation(found, usual, target.rounding)):
+            if self.steps and (distance := deviation(found, usual, target.rounding)):
                 self._disable(f"its logits would be off by {distance}")
         cache.slots[0].cut(0)
 
     def watch(self, target: Target) -> None:
         """Copy hidden states in each step, too, if the target watches them."""
-        if self._steps and target.hidden.is_watched:
-            self._steps.watch(lambda: target.hidden.rows_of(0))
+        if self.steps and target.hidden.is_watched:
+            self.steps.watch(lambda: target.hidden.rows_of(0))
 
     def disable(self) -> None:
-        self._steps = None
+        self.steps = None
 
     def _disable(self, reason: str) -> None:
         print(f"note: the steps of this model are not captured as CUDA graphs: {reason}", file=sys.stderr)
-        self._steps = None
+        self.steps = None
 
     def forget(self) -> None:
         """Capture all steps again."""
-        if self._steps:
-            self._steps.forget()
+        if self.steps:
+            self.steps.forget()
 
     def capacity_for(self, needed: int, limit: int | None) -> int:
         """The capacity of a cache: one of few values, so that captured steps remain valid."""
-        return self._steps.capacity_for(needed, limit) if self._steps else needed
+        return self.steps.capacity_for(needed, limit) if self.steps else needed
 
     @torch.inference_mode()
-    def verify(self, cache: Cache, tree: DraftTree) -> Verified | None:
-        """Start the verification of a tree; ``wait`` waits for it. None if steps are not captured."""
-        if self._steps is None or len(cache.slots) > 1:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified] | None:
+        """Start the verification of a tree; ``wait`` waits for it. None for a pass that is not captured."""
+        if self.steps is None or len(cache.slots) > 1:
             return None
+        (tree,) = trees
         start: Callable[[], Verified]
         try:
-            start = self._steps.prepared(tree, cache.slots[0].kv)
+            start = self.steps.prepared(tree, cache.slots[0].kv)
         except Exception as error:  # model code that cannot be captured raises many kinds
             self._disable(reason_of(error))
             return None
         verified, self._running = start(), tree
-        return verified
+        return [verified]
 
     def wait(self) -> tuple[float, int] | None:
         """Wait for the step that still runs: its seconds and the nodes of its tree; None if there is none."""
-        if self._steps is None or self._running is None:
+        if self.steps is None or self._running is None:
             return None
         nodes, self._running = len(self._running), None
-        return self._steps.wait(), nodes
+        return self.steps.wait(), nodes

@@ -62,15 +62,22 @@ class StockPasses:
         slot.extend(tokens, self.hidden.of_slot(0, len(tokens)))
         return logits
 
-    def verify(self, slot: Slot, tree: DraftTree) -> Verified:
+    @torch.inference_mode()
+    def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
+        """Verify one tree in each of the first slots."""
+        if len(trees) == 1:
+            return [self.verify_alone(cache.slots[0], trees[0])]
+        return self._verify_together(cache, trees)
+
+    def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
         """Verify a tree in one slot."""
         mask = self.masks.of_tree(tree, slot.length, reused=True)
         logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv, certain=tree.certain)[0]
         self.log.nodes = len(tree)
         return Verified(logits, self.hidden.of_slot(0, len(tree) + 1))
 
-    def verify_together(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify one tree in each of the first slots, padded to the largest one."""
+    def _verify_together(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
+        """Verify all trees in one pass, padded to the largest one."""
         slots = cache.slots[: len(trees)]
         lengths = [slot.length for slot in slots]
         mask = self.masks.of_batch(trees, lengths)

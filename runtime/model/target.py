@@ -22,7 +22,7 @@ from hdtool.runtime.model.fused.compiled_passes import CompiledPasses
 from hdtool.runtime.model.library import use_masked_attention
 from hdtool.runtime.model.stock_passes import StockPasses
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
+from hdtool.runtime.verified import Verified, Want
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,7 +108,7 @@ class Target:
     @property
     def captures(self) -> bool:
         """Whether steps have fixed shapes and are captured."""
-        return self._captured.are_on
+        return self._captured.steps is not None
 
     def new_recorder(self) -> Capture | None:
         """A Capture for passes of other modules, if the steps of the model are captured."""
@@ -162,27 +162,22 @@ class Target:
 
         They are valid until the next call. A captured step may still run when this returns: ``wait`` waits for it.
         """
-        wants = wants or [LOGITS_ALONE] * len(trees)
-        longest = max(slot.length for slot, _ in zip(cache.slots, trees, strict=False))
-        if longest + LARGEST_TREE >= cache.capacity:
+        used = cache.slots[: len(trees)]
+        longest = used[0].kv.length if len(trees) == 1 else max(slot.kv.length for slot in used)
+        if longest + LARGEST_TREE >= cache.storage.capacity:
             cache.reserve(longest + max(ROOM, longest // 2) + LARGEST_TREE + 1)
+            used = cache.slots[: len(trees)]
         self.log.context = longest
-        verified = self._verified(cache, trees, wants)
-        for slot, tree, found in zip(cache.slots, trees, verified, strict=False):
-            slot.expect(tree, found.hidden)
+        verified = self._captured.verify(cache, trees) if self._captured.steps else None
+        if verified is None:
+            for slot in used:
+                if slot.kv.due:
+                    slot.kv.settle()
+            verified = self._compiled.verify(cache, trees, wants) if self.stock.whole else None
+        verified = verified or self.stock.verify(cache, trees)
+        for slot, tree, found in zip(used, trees, verified, strict=True):
+            slot.tree, slot.hidden_of_tree = tree, found.hidden
         return verified
-
-    def _verified(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified]:
-        if self.captures and (captured := self._captured.verify(cache, trees[0])):
-            return [captured]
-        for slot in cache.slots:
-            slot.kv.settle()
-        if compiled := self._compiled.verify(cache, trees, wants):
-            return compiled
-        with torch.inference_mode():
-            if len(trees) == 1:
-                return [self.stock.verify(cache.slots[0], trees[0])]
-            return self.stock.verify_together(cache, trees)
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
@@ -194,13 +189,13 @@ class Target:
             verified = self.verify(cache, [tree])[0]
             self.wait()
             return verified
-        verified = self.stock.verify(sequence, tree)
-        sequence.expect(tree, verified.hidden)
+        verified = self.stock.verify_alone(sequence, tree)
+        sequence.tree, sequence.hidden_of_tree = tree, verified.hidden
         return verified
 
     def wait(self) -> None:
         """Wait for the captured step that still runs, if there is one."""
-        if waited := self._captured.wait():
+        if self._captured.steps and (waited := self._captured.wait()):
             self.log.add(*waited)
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:

@@ -41,7 +41,7 @@ def tree_of(size: int) -> DraftTree:
 
 
 def steps_of(target: Target) -> StaticSteps:
-    steps = target._captured._steps
+    steps = target._captured.steps
     assert steps
     return steps
 

@@ -28,7 +28,7 @@ class Slot:
         """The number of changes of the model before it was read."""
         self.tree: DraftTree | None = None
         """The tree that was verified last, and nothing of it accepted yet."""
-        self._hidden_of_tree: torch.Tensor | None = None
+        self.hidden_of_tree: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -55,16 +55,12 @@ class Slot:
         self.kv.length += len(tokens)
         self.tokens += tokens
 
-    def expect(self, tree: DraftTree, hidden: torch.Tensor | None = None) -> None:
-        """Note the tree whose keys and values, and hidden states if watched, were computed."""
-        self.tree, self._hidden_of_tree = tree, hidden
-
     def commit(self, path: Sequence[int], *, later: bool = False) -> None:
         """Accept the root and the nodes of ``path``; with ``later``, the next captured step moves their positions."""
-        tree, hidden = self.tree, self._hidden_of_tree
+        tree, hidden = self.tree, self.hidden_of_tree
         if tree is None:  # the prompt was read, and nothing drafted for it
             return
-        self.tree = self._hidden_of_tree = None
+        self.tree = self.hidden_of_tree = None
         if hidden is not None:
             self.hidden.append(hidden[[0, *(node + 1 for node in path)]])
         self.kv.commit(1, path, later=later)

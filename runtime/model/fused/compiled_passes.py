@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hdtool.runtime.model.fused.layer_stack import check_layers_again, takes_number
 from hdtool.runtime.model.fused.tree_pass import TreePass
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified, Want
+from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.cache.slots import Cache
@@ -45,13 +45,17 @@ class CompiledPasses:
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified] | None:
         """Verify a tree in each of the first slots; None for a pass that is not computed here."""
-        if not self._stock.whole:
-            return None
-        slots = len(cache.slots)
-        if slots not in self._by_slots:
-            self._by_slots[slots] = TreePass(self._stock.whole, slots)
+        slots, count = len(cache.slots), len(trees)
+        passes = self._by_slots.get(slots)
+        if passes is None:
+            assert self._stock.whole
+            passes = self._by_slots[slots] = TreePass(self._stock.whole, slots)
         started = time.perf_counter()
-        verified = self._by_slots[slots].verify(cache, trees, wants)
+        if count == 1:
+            verified = passes.verify_one(cache, trees[0], wants[0] if wants else LOGITS_ALONE)
+        else:
+            verified = passes.verify(cache, trees, wants or [LOGITS_ALONE] * count)
         if verified:
-            self._stock.log.add(time.perf_counter() - started, max(map(len, verified)) - 1, len(trees))
+            most = len(trees[0].tokens) if count == 1 else max(len(tree.tokens) for tree in trees)
+            self._stock.log.add(time.perf_counter() - started, most, count)
         return verified

@@ -64,8 +64,6 @@ class TreePass:
 
         After a row with a certain token, the logits are those of this token alone.
         """
-        if len(trees) == 1:
-            return self._verify_one(cache, trees[0], wants[0])
         lengths = [slot.kv.length for slot, _ in zip(cache.slots, trees, strict=False)]
         rows = max(len(tree.tokens) for tree in trees) + 1
         if not self._takes(cache.storage, len(trees) * rows, max(lengths) + rows):
@@ -95,7 +93,8 @@ class TreePass:
             verified.append(Verified(self._view(first, used), walk=walk, maxima=maxima))
         return verified
 
-    def _verify_one(self, cache: Cache, tree: DraftTree, want: Want) -> list[Verified] | None:
+    def verify_one(self, cache: Cache, tree: DraftTree, want: Want) -> list[Verified] | None:
+        """Verify a tree in the first slot."""
         kv, rows = cache.slots[0].kv, len(tree.tokens) + 1
         length = kv.length
         end = length + rows
