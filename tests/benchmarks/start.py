@@ -3,7 +3,8 @@
 Each contender is a process of its own that generates one token; they take turns, and the median of the rounds counts.
 The bare import is what any program needs that loads a model with transformers. The first round of each contender is
 not counted, as it fills caches. Seconds of the CPU are those of all threads, and the peak of memory holds the pages of
-mapped files that were read. ``--first`` adds a start with an empty home folder for each model, once.
+mapped files that were read. ``--first`` adds a start with an empty home folder for each model, once. ``--also`` names
+the Python of another installation of hdtool, such as an earlier version, which starts with the same models.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hdtool.runtime.environment import machine
 
 BARE = "import torch; from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer"
 PROMPT = "hi"
+PROGRAMS = ("hdtool", "other hdtool", "llama.cpp")
 KIB = 1024 if sys.platform == "linux" else 1
 """The unit of ``ru_maxrss`` in bytes."""
 RUNNER = (
@@ -45,9 +47,9 @@ class Start:
     bytes: int
 
 
-def hdtool_generate(model: str) -> list[str]:
+def hdtool_generate(model: str, python: str = sys.executable) -> list[str]:
     asked = ["generate", "--model", model, "--prompt", PROMPT, "--max-new-tokens", "1"]
-    return [sys.executable, "-m", "hdtool.cli", *asked]
+    return [python, "-m", "hdtool.cli", *asked]
 
 
 def llama_cpp(binary: str, file: Path) -> list[str]:
@@ -55,10 +57,14 @@ def llama_cpp(binary: str, file: Path) -> list[str]:
 
 
 def started(command: Sequence[str], environment: Mapping[str, str]) -> Start:
-    """Run a command in a fresh process."""
+    """Run a command in a fresh process, outside of the working copy, whose modules another installation would take."""
     began = time.perf_counter()
     run = subprocess.run(
-        [sys.executable, "-c", RUNNER, *command], capture_output=True, text=True, env={**os.environ, **environment}
+        [sys.executable, "-c", RUNNER, *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        cwd=environment["HDTOOL_HOME"],
     )
     seconds = time.perf_counter() - began
     if run.returncode:
@@ -80,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, help="a GGUF file to start with, too")
     parser.add_argument("--llama-cpp", help="llama-completion or llama-cli of llama.cpp, for the same files")
+    parser.add_argument("--also", help="the Python of another installation of hdtool")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--first", action="store_true", help="show the first starts, with an empty home folder, too")
     options = parser.parse_args()
@@ -87,21 +94,23 @@ def main() -> None:
     if smollm2 := demo.smollm2_file():
         files[SMOLLM2] = smollm2
     if options.gguf:
-        files[str(options.gguf)] = options.gguf
+        files[str(options.gguf.resolve())] = options.gguf.resolve()
     commands = {"import of torch and transformers": [sys.executable, "-c", BARE]}
     sizes: dict[str, int] = {}
     for model, file in files.items():
         short = file.name if file else model
         commands[f"hdtool, {short}"] = hdtool_generate(model)
+        if options.also:
+            commands[f"other hdtool, {short}"] = hdtool_generate(model, options.also)
         if file and options.llama_cpp:
             commands[f"llama.cpp, {short}"] = llama_cpp(options.llama_cpp, file)
         if file:
-            sizes |= {f"{program}, {short}": file.stat().st_size for program in ("hdtool", "llama.cpp")}
+            sizes |= {f"{program}, {short}": file.stat().st_size for program in PROGRAMS}
     print(f"{machine()}; load average {os.getloadavg()[0]:.1f}; {options.rounds} rounds\n")
     print("| contender | seconds | range | to the import | CPU seconds | peak, MB | to the file |")
     print("|---|---|---|---|---|---|---|")
     with TemporaryDirectory(prefix="hdtool-start-") as home:
-        environment = {"HDTOOL_HOME": home}
+        environment = {"HDTOOL_HOME": home, "PYTHONPATH": ""}
         first = {name: started(command, environment) for name, command in commands.items()}
         rounds = [
             {name: started(command, environment) for name, command in commands.items()} for _ in range(options.rounds)
