@@ -50,7 +50,6 @@ RARELY_USED = {
     "order",
     "prefix_cache_mib",
     "prefix_caching",
-    "products",
     "repetition_penalty",
     "revision",
     "shutdown_seconds",

@@ -38,12 +38,6 @@ def cost_at_home(fingerprint: str, device: str, dtype: str, threads: int) -> Pat
     return home() / "costs" / fingerprint / f"{words}-{dtype}-{threads}.json"
 
 
-def product_choice_at_home(words: Iterable[str]) -> Path:
-    """The file of one measured choice between two matrix products, named by everything that it depends on."""
-    name = "-".join(re.sub(r"\W+", "_", word) for word in words)
-    return home() / "costs" / "products" / f"{name}.json"
-
-
 def quick_costs_at_home() -> Path:
     """The folder of quick measurements, which are made again after a while."""
     return home() / "costs" / "quick"

@@ -15,9 +15,6 @@ ATTENTIONS = ("sdpa", "eager")
 """Implementations of attention that take the masks of draft trees."""
 QUANTIZATIONS = ("int8", "nf4")
 """Weight-only quantizations on loading; activations are not quantized."""
-MEASURED, OWN, TORCH = "measured", "own", "torch"
-PRODUCTS = (MEASURED, OWN, TORCH)
-"""The product of linear layers on a CPU."""
 INT8 = "int8"
 ACTIVATIONS = ("float32", INT8)
 """How the inputs of products with packed weights are computed with."""
@@ -54,12 +51,6 @@ class ModelConfig(Settings):
     )
     trust_remote_code: bool = setting(False, "Run code that comes with the model.")
     threads: int | None = setting(None, "CPU threads of torch. Default: the fastest number, as measured.", least=1)
-    products: str = setting(
-        MEASURED,
-        f"Matrix products of linear layers on a CPU: {', '.join(PRODUCTS)}, which are torch's and hdtool's. measured: "
-        "the faster one for each layer, as measured once. Fix one where two machines must compute alike.",
-        choices=PRODUCTS,
-    )
     activations: str = setting(
         "float32",
         "Inputs of products with packed weights, of a GGUF file or of torchao, on a CPU: float32, as "

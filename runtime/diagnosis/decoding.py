@@ -11,7 +11,6 @@ from hdtool.data.errors import reason_of
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.config.model import OWN
 from hdtool.runtime.diagnosis.finding import MEND, Finding
 
 PROMPT = "def read(path):"
@@ -39,7 +38,7 @@ def decoded(method: str) -> tuple[list[int], int]:
     decoding = DecodeConfig(method, draft_tokens=NODES, max_new_tokens=TOKENS)
     stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
     answerer = Answerer(
-        ModelConfig(dtype="float32", products=OWN, threads=torch.get_num_threads()),
+        ModelConfig(dtype="float32", threads=torch.get_num_threads()),
         decoding,
         SamplingConfig(),
         store_set=stores,

@@ -1,11 +1,8 @@
-"""Linear layers on a CPU that use our small-batch product for the few rows of a step where it is faster."""
+"""Linear layers on a CPU that use our own matmul where the rule says so."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container, Sequence
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Container
 from typing import Any, cast
 
 import torch
@@ -13,74 +10,29 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from hdtool.data.stores.home import product_choice_at_home
-from hdtool.runtime.kernels.compact_weight import Stored, in_float32, is_compact
-from hdtool.runtime.kernels.cpu_name import processor_name
+from hdtool.runtime.kernels.compact_weight import Stored, is_compact
 from hdtool.runtime.kernels.expanded_linear import BlockwiseLinear
-from hdtool.runtime.kernels.gemm_choice import saved_choice
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
+from hdtool.runtime.kernels.matmul_rule import uses_own_matmul
 from hdtool.runtime.kernels.memory.output_memory import OutputMemory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.product_address import product_of
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.team import multiply_together, team_of
 
-TIMED_ROWS = (1, 4, 16, 64, 256)
-"""Numbers of rows at which both products are timed; others use the next larger one, or the last."""
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-REPEATS = 3
-CLEARLY_SLOWER = 1.25
-"""Our own product is left where it takes so many times as long as that of torch. Its rows have the same bits for any
-number of rows, so nearly equal times do not decide against it."""
-CALL_SECONDS = 5e-6
-"""Python's way to our own product may be longer than the one to torch's by this much. Compiled layers do not go it, and
-leave a whole pass to Python if a single product of it, as small as that of the keys, is not our own."""
-PRODUCT = "product 7"
-"""The version of our own product, to which saved measurements belong."""
-TIMED_LAYERS = 4
-"""Layers of a shape that are timed in turn: a single one would stay in the cache."""
-TIMED_NUMBERS = 1 << 19
-"""The number of weights of each layer that are timed."""
 
 
 class ProductChoice:
-    """The product for layers of one shape: our own unless that of torch is clearly faster.
+    """Which matmul multiplies by matrices with so many columns."""
 
-    It is measured once on a machine for each number of threads. Weights in 16 bits are measured in float32: the
-    products round differently, and an answer does not depend on how these weights are kept. Packed weights are measured
-    as they are, since torch multiplies them only after they are unpacked.
-    """
-
-    def __init__(self, weights: list[torch.Tensor], fixed: bool | None = None) -> None:
-        """``fixed`` states the product for all numbers of rows; None measures it."""
-        self._weights, self._fixed = weights, fixed
-        self._own: dict[int, tuple[bool, ...]] = {}
+    def __init__(self, columns: int, fixed: bool | None = None) -> None:
+        """``fixed`` states for all numbers of rows whether it is our own; None leaves it to the rule."""
+        self._columns, self._fixed = columns, fixed
 
     def own(self, rows: int) -> bool:
-        """Whether our own product is the faster one for this number of rows."""
-        if self._fixed is not None:
-            return self._fixed
-        threads = torch.get_num_threads()
-        if threads not in self._own:
-            tried = saved_choice(_choice_file(_shape_in_words(self._weights[0]), threads), TIMED_ROWS, self._measured)
-            nearest = (min(most for most in TIMED_ROWS if rows <= most) for rows in range(TIMED_ROWS[-1] + 1))
-            self._own.setdefault(threads, tuple(tried[most] for most in nearest))
-        return self._own[threads][min(rows, TIMED_ROWS[-1])]
-
-    def _measured(self) -> dict[int, bool]:
-        return {most: self._own_is_faster(most) for most in TIMED_ROWS}
-
-    def _own_is_faster(self, rows: int) -> bool:
-        columns = self._weights[0].shape[1]
-        size = max(1, TIMED_NUMBERS // columns)
-        parts = [_timed_part(weight.detach()[:size]) for weight in self._weights[:TIMED_LAYERS]]
-        other = linear if isinstance(parts[0], torch.Tensor) else BlockwiseLinear()
-        numbers = torch.ones(rows, columns, dtype=torch.float32)
-        seconds = [float("inf"), float("inf")]
-        for _ in range(REPEATS):
-            for place, product in enumerate((other, own_linear)):
-                seconds[place] = min(seconds[place], _seconds(product, numbers, parts))
-        return seconds[1] < CLEARLY_SLOWER * seconds[0] + len(parts) * CALL_SECONDS
+        """Whether it is our own for this number of rows."""
+        return uses_own_matmul(rows, self._columns) if self._fixed is None else self._fixed
 
 
 class SmallBatchLinear(Linear):
@@ -186,19 +138,16 @@ def form_of(weight: Stored) -> tuple[Any, int]:
 def use_small_batch_products(model: torch.nn.Module, own: bool | None = None) -> None:
     """Use the product of ``small_batch_gemm.py`` in the linear layers of a CPU model; weights are not changed.
 
-    It is used where it is measured to be fast enough, or everywhere or nowhere by ``own``.
+    It is used where the rule of ``matmul_rule.py`` says so, or everywhere or nowhere by ``own``.
     """
-    choices: dict[str, list[torch.Tensor]] = {}
     fit = [module for module in model.modules() if type(module) is Linear and fits_own_product(module)]
+    choices = {columns: ProductChoice(columns, own) for columns in {layer.in_features for layer in fit}}
+    blockwise: dict[str, BlockwiseLinear] = {}
     for layer in fit:
-        choices.setdefault(_shape_in_words(layer.weight), []).append(layer.weight)
-    made = {form: ProductChoice(weights, own) for form, weights in choices.items()}
-    blockwise = {form: BlockwiseLinear() for form in choices}
-    for layer in fit:
-        form = _shape_in_words(layer.weight)
         layer.__class__ = SmallBatchLinear
-        cast(SmallBatchLinear, layer).choice = made[form]
-        cast(SmallBatchLinear, layer).blockwise = blockwise[form]
+        cast(SmallBatchLinear, layer).choice = choices[layer.in_features]
+        form = _shape_in_words(layer.weight)
+        cast(SmallBatchLinear, layer).blockwise = blockwise.setdefault(form, BlockwiseLinear())
     last = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if isinstance(last, SmallBatchLinear) and last._parameters["bias"] is None:
         last.memory = OutputMemory()
@@ -227,29 +176,6 @@ def _shape_in_words(weight: torch.Tensor) -> str:
     return "x".join(map(str, weight.shape)) + (f"-{packed}" if packed else "")
 
 
-def _timed_part(weight: torch.Tensor) -> Stored:
-    if is_compact(weight) and isinstance(weight.stored, PackedMatrix):
-        return weight.stored
-    return in_float32(weight)
-
-
-def _choice_file(form: str, threads: int) -> Path | None:
-    """The file that holds the choice for layers of a form; None on a machine without a home folder."""
-    try:
-        version = metadata.version("hdtool")
-        words = (
-            processor_name(),
-            f"{threads} threads",
-            f"torch {torch.__version__}",
-            form,
-            version,
-            PRODUCT,
-        )
-        return product_choice_at_home(words)
-    except (OSError, RuntimeError, ImportError):  # an account without a home folder, a copy that was not installed
-        return None
-
-
 def has_plain_weight(layer: torch.nn.Module) -> bool:
     """Whether the weight of a layer is a plain floating-point tensor; quantization libraries use other classes."""
     weight: object = getattr(layer, "weight", None)
@@ -265,23 +191,3 @@ def fits_own_product(layer: Linear, dtypes: Container[torch.dtype] = (torch.floa
     plain = has_plain_weight(layer) and weight.dtype in dtypes and weight.is_cpu
     bias = layer.bias is None or (layer.bias.dtype == torch.float32 and layer.bias.is_contiguous())
     return plain and bias and weight.is_contiguous() and weight.numel() > 0 and layer.in_features % COLUMN_MULTIPLE == 0
-
-
-@torch.no_grad()
-def _seconds(product: Callable[..., torch.Tensor], numbers: torch.Tensor, weights: Sequence[Stored]) -> float:
-    if product is own_linear:
-        return _own_seconds(numbers, weights)
-    started = time.perf_counter()
-    for weight in weights:
-        product(numbers, weight)
-    return time.perf_counter() - started
-
-
-def _own_seconds(numbers: torch.Tensor, weights: Sequence[Stored]) -> float:
-    """The same for our own product. Its threads are awake, as a pass wakes them once for all of its products."""
-    threads = torch.get_num_threads()
-    with team_of(threads).open() as team:
-        started = time.perf_counter()
-        for weight in weights:
-            _multiply_by(team, threads, product_of(*form_of(weight)).address, weight.data_ptr(), weight.shape, numbers)
-        return time.perf_counter() - started

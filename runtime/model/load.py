@@ -18,7 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer,
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.config.model import INT8, OWN, TORCH
+from hdtool.runtime.config.model import INT8
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.kernels.int8.int8_linear import use_int8_activations
@@ -52,7 +52,6 @@ T = TypeVar("T")
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
 """How the names of tokenizers' files begin."""
-FIXED_PRODUCTS = {OWN: True, TORCH: False}
 NO_INT8 = (
     "--activations int8 needs a GGUF file with packed weights, or weights of torchao, on a CPU, with layers that "
     "hdtool computes in compiled code (of the Llama kind, without --no-fused-layers, --attn-implementation or another "
@@ -168,7 +167,7 @@ def _proved_before(config: ModelConfig, settings: Any, kept: KeptProof, proof: P
                 model = _on_one_device(config, settings, torch.device("cpu"))
         if outline_of(model) == proof.outline:
             compact_weights(model, dict(proof.compact))
-            use_small_batch_products(model, FIXED_PRODUCTS.get(config.products))
+            use_small_batch_products(model)
             target = Target(model, shapes=proof.shapes)
             if fuse_layers(target, proved=True) and target.whole_pass and logits_hash(target) == proof.logits:
                 return target
@@ -193,7 +192,7 @@ def _proved_now(config: ModelConfig, settings: Any, device: torch.device, kept: 
     compact: dict[str, bool] = {}
     if is_compact or (config.dtype == "auto" and pack_weights(model)):
         compact_weights(model, compact)
-    use_small_batch_products(model, FIXED_PRODUCTS.get(config.products))
+    use_small_batch_products(model)
     target = _attempt(config.name, f"on {device}", lambda: Target(model))
     expand_weights_read(model)
     if config.fused_layers and not config.attn_implementation:

@@ -37,7 +37,7 @@ ROWS_OF_MATRIX = 2
 
 
 def without_products(model: str, fused: bool, context: int) -> OneSequence:
-    target = load(ModelConfig(model, device="cpu", fused_layers=fused, products="own")).target
+    target = load(ModelConfig(model, device="cpu", fused_layers=fused)).target
     one = OneSequence(target)
     one.prefill(some_context(context, 4000))
     stack = stack_of(target.model)

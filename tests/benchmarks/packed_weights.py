@@ -163,10 +163,7 @@ def activations(file: str, repeats: int, threads: list[int], context: int) -> No
     """Passes and prompts with activations in float32 and in 8 bits, by the clock on the wall."""
     peer = LlamaCppPasses(file) if find_spec("llama_cpp") else None
     names = ACTIVATIONS if stays_packed(Path(file)) else ACTIVATIONS[:1]  # weights in 16 bits have no panels
-    sequences = {
-        name: OneSequence(load(ModelConfig(file, device="cpu", activations=name, products="own")).target)
-        for name in names
-    }
+    sequences = {name: OneSequence(load(ModelConfig(file, device="cpu", activations=name)).target) for name in names}
     trees = {rows: DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1)) for rows in ROWS}
     contexts = {length: some_context(length, 4000) for length in PROMPTS}
     for title, runs, times in (

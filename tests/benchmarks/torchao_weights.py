@@ -39,7 +39,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 
 def sequence_of(folder: str, options: dict[str, Any]) -> OneSequence:
-    config = ModelConfig(folder, device="cpu", quantization="int8", products="own", **options)
+    config = ModelConfig(folder, device="cpu", quantization="int8", **options)
     one = OneSequence(load(config).target)
     one.prefill(some_context(CONTEXT, 4000))
     return one

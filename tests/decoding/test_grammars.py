@@ -57,7 +57,7 @@ from tests.support.json_schemas import JSON_SCHEMAS
 MOST = 120
 FEW = ("sentiment", "nested customer", "tool choice", "unicode keys", "user interface", "matrix")
 NO_STORES = StoresConfig("none", "none")
-MODEL = ModelConfig(products="own")
+MODEL = ModelConfig()
 """Which products are faster here does not decide what is computed."""
 ASKED = "Tom has 3 boxes with 12 pencils each. Answer in JSON."
 METHODS = ("ar", "hd", "hd+logitspec", "pld", "lade", "logitspec")

@@ -42,10 +42,7 @@ class _NotOwn(ProductChoice):
     """Takes the products of torch."""
 
     def __init__(self) -> None:
-        super().__init__([])
-
-    def own(self, rows: int) -> bool:
-        return False
+        super().__init__(0, fixed=False)
 
 
 @pytest.fixture

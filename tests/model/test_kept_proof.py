@@ -121,8 +121,8 @@ def test_other_circumstances_have_no_proof(
 ) -> None:
     settings = tiny_llama(**WIDE).config
 
-    def place(products: str = "measured") -> Path:
-        config = ModelConfig(products=products)
+    def place(revision: str | None = None) -> Path:
+        config = ModelConfig(revision=revision)
         return kept_proof.KeptProof(config, settings, LlamaForCausalLM, [file]).record.path
 
     kept_proof._machine.cache_clear()
@@ -133,7 +133,7 @@ def test_other_circumstances_have_no_proof(
         other = place()
     kept_proof._machine.cache_clear()
     assert other != usual and place() == usual
-    assert place("own") != usual
+    assert place(revision="v2") != usual
 
 
 def test_a_damaged_record_is_made_again(file: Path, proofs: list[Target]) -> None:
@@ -173,6 +173,6 @@ def test_without_a_home_that_can_be_written_it_is_proved_each_time(
 
 
 def test_other_options_are_proved_by_themselves(file: Path, proofs: list[Target]) -> None:
-    for options in ({}, {"products": "own"}, {"dtype": "float32"}, {"fused_layers": False}):
+    for options in ({}, {"threads": 1}, {"dtype": "float32"}, {"fused_layers": False}):
         load(ModelConfig(str(file), **options))
     assert len(proofs) == 4 and len(records()) == 2, "only the usual way has a record"

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hdtool.runtime.kernels.memory.output_memory import SMALLEST, OutputMemory
-from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, use_small_batch_products
+from hdtool.runtime.kernels.small_batch_linear import ProductChoice, SmallBatchLinear, use_small_batch_products
 
 ROWS, OUTS = 4, SMALLEST // 4
 LIKE = torch.zeros(1)
@@ -45,7 +45,7 @@ def test_the_output_layer_gives_the_numbers_of_torch() -> None:
             assert isinstance(layer, SmallBatchLinear)
             layer.memory = OutputMemory()
             for own in (False, True):
-                layer.choice._own[torch.get_num_threads()] = (own,) * 65
+                layer.choice = ProductChoice(64, own)
                 found = layer(inputs)
                 assert found.shape == expected.shape
                 assert torch.equal(found, expected) if not own else torch.allclose(found, expected, atol=1e-5)

@@ -15,15 +15,14 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from hdtool.data.errors import OptionError
-from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.kernels import matmul_rule
 from hdtool.runtime.kernels import small_batch_linear as layers
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
 from hdtool.runtime.kernels.many_rows_gemm import BLOCK_NUMBERS, GROUP, MOST_COLUMNS, MOST_TOGETHER
+from hdtool.runtime.kernels.matmul_rule import uses_own_matmul
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_OF_NUMBERS
 from hdtool.runtime.kernels.small_batch_linear import (
-    TIMED_LAYERS,
-    TIMED_ROWS,
     ProductChoice,
     SmallBatchLinear,
     has_own_products,
@@ -31,15 +30,14 @@ from hdtool.runtime.kernels.small_batch_linear import (
     share_weights,
     use_small_batch_products,
 )
-from hdtool.runtime.kernels.team import team_of
-from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
 from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.trees import LyingDrafter
 
-MOST = TIMED_ROWS[-1]
+MOST = 256
+"""Rows of a piece of a prompt."""
 
 
 @pytest.fixture(autouse=True)
@@ -167,29 +165,10 @@ def test_the_default_dtype_does_not_matter(default: torch.dtype, own_rows: list[
     try:
         with torch.inference_mode():
             found = layer(numbers)
-            ProductChoice([layer.weight])._own_is_faster(1)
     finally:
         torch.set_default_dtype(before)
     torch.testing.assert_close(found, linear(numbers, layer.weight, layer.bias))
     assert own_rows[0] == 3
-
-
-@pytest.mark.parametrize(
-    ("torchs", "own", "expected"),
-    [
-        (17e-6, 27e-6, True),  # four small layers, where calls of Python are what differs
-        (170e-6, 200e-6, True),
-        (170e-6, 270e-6, False),
-    ],
-)
-def test_a_product_is_left_where_it_costs_more_than_its_call(
-    torchs: float, own: float, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiled layers serve no pass with a layer whose product is that of torch."""
-    seconds = {linear: torchs, layers.own_linear: own}
-    monkeypatch.setattr(layers, "_seconds", lambda product, *given: seconds[product])
-    weights = [torch.zeros(128, COLUMN_MULTIPLE) for _ in range(4)]
-    assert ProductChoice(weights)._own_is_faster(1) is expected
 
 
 def test_layers_can_be_trained_and_converted(own_rows: list[int]) -> None:
@@ -217,41 +196,23 @@ def test_unsupported_layers_are_not_changed() -> None:
     assert [type(layer) for layer in (odd, fit)] == [Linear, SmallBatchLinear]
 
 
-def test_the_faster_product_is_chosen_by_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower_by: dict[int, float] = {1: 2.0, 4: 1.5, 16: 0.5, 64: 2.0, 256: 0.5}
-    timed: list[tuple[int, int]] = []
-
-    def seconds(product: Any, numbers: torch.Tensor, weights: list[torch.Tensor]) -> float:
-        timed.append((len(numbers), len(weights)))
-        return slower_by[len(numbers)] if product is linear else 1.0
-
-    monkeypatch.setattr(layers, "_seconds", seconds)
-    threads = torch.get_num_threads()
-    choice = ProductChoice([torch.ones(3, COLUMN_MULTIPLE)] * (TIMED_LAYERS + 1))
-    own = [choice.own(rows) for rows in range(MOST + 2)]
-    assert own == [True] * 5 + [False] * 12 + [True] * 48 + [False] * (MOST - 63)
-    assert {layers for _, layers in timed} == {TIMED_LAYERS}
-    tried = len(timed)
-    try:
-        torch.set_num_threads(threads + 1)
-        slower_by[1] = 0.5
-        assert not choice.own(1)
-        assert len(timed) == 2 * tried
-    finally:
-        torch.set_num_threads(threads)
-    assert choice.own(1)
+def test_the_rule_serves_few_rows_and_short_ones_by_our_own_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul_rule, "SLOW_IN_TORCH", False)
+    rows, columns = (1, 16, 17, 32, 33, MOST), (64, 2048, 4096, 8192, 18944)
+    served = {size: [uses_own_matmul(count, size) for count in rows] for size in columns}
+    assert served[64] == served[2048] == [True] * 6
+    assert served[4096] == served[8192] == [True] * 4 + [False] * 2
+    assert served[18944] == [True] * 2 + [False] * 4
+    monkeypatch.setattr(matmul_rule, "SLOW_IN_TORCH", True)
+    assert all(uses_own_matmul(count, size) for count in rows for size in columns)
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_the_product_can_be_fixed(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_seconds", lambda *_: pytest.fail("it was measured"))
-    choice = ProductChoice([torch.ones(3, COLUMN_MULTIPLE)], own)
-    assert [choice.own(rows) for rows in (1, MOST, MOST + 1)] == [own] * 3
-    target = load(ModelConfig(device="cpu", products="own" if own else "torch")).target
-    made: Any = next(layer for layer in target.model.modules() if isinstance(layer, SmallBatchLinear))
-    assert made.choice.own(1) == own
-    with pytest.raises(OptionError, match="products must be one of measured, own, torch, got mine"):
-        ModelConfig(products="mine")
+def test_the_matmul_of_a_model_can_be_fixed(own: bool) -> None:
+    model = wide()
+    use_small_batch_products(model, own)
+    made: Any = next(layer for layer in model.modules() if isinstance(layer, SmallBatchLinear))
+    assert [made.choice.own(rows) for rows in (1, MOST, MOST + 1)] == [own] * 3
 
 
 def test_drafts_do_not_change_the_answer_of_a_model(own_rows: list[int]) -> None:
@@ -279,17 +240,3 @@ def test_one_copy_of_weights_serves_two_models() -> None:
 def _address(model: Any, name: str) -> int:
     found: int = model.get_parameter(name).data_ptr()
     return found
-
-
-def test_our_own_product_is_timed_with_threads_that_are_awake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waking them takes longer than a small product does, and a pass does it once."""
-    opened: list[int] = []
-
-    def noted(threads: int) -> Any:
-        opened.append(threads)
-        return team_of(threads)
-
-    monkeypatch.setattr(layers, "team_of", noted)
-    weights = [torch.zeros(128, COLUMN_MULTIPLE) for _ in range(4)]
-    assert layers._seconds(layers.own_linear, torch.ones(1, COLUMN_MULTIPLE), weights) > 0
-    assert len(opened) == 1

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, TorchAoConfig
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.kernels import small_batch_linear
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
 from hdtool.runtime.kernels.int8.int8_linear import Int8Linear
@@ -252,7 +253,7 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(
 
 @pytest.mark.parametrize("activations", ["float32", "int8"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(torchao: Any, activations: str, tmp_path: Path) -> None:
-    target = target_of(saved(tmp_path), activations=activations, products="own")
+    target = target_of(saved(tmp_path), activations=activations)
     kinds = [isinstance(layer, Int8Linear) for layer in packed_layers(target.model)]
     assert kinds == [activations == "int8"] * 14
     stack = stack_of(target.model)
@@ -267,10 +268,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(torchao: Any, activations: 
     assert stack.passes == before + 9
 
 
-@pytest.mark.parametrize("products", ["own", "torch"])
-def test_activations_in_8_bits_have_the_same_bits_in_every_pass(torchao: Any, products: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_activations_in_8_bits_have_the_same_bits_in_every_pass(
+    torchao: Any, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The output layer is not quantized."""
-    target = target_of(saved(tmp_path), activations="int8", products=products)
+    monkeypatch.setattr(small_batch_linear, "uses_own_matmul", lambda rows, columns: own)
+    target = target_of(saved(tmp_path), activations="int8")
     one, slots = OneSequence(target), target.allocate(3)
     context = context_of(70)
     whole = one.prefill(context).clone()
