@@ -121,8 +121,8 @@ def test_other_circumstances_have_no_proof(
 ) -> None:
     settings = tiny_llama(**WIDE).config
 
-    def place(revision: str | None = None) -> Path:
-        config = ModelConfig(revision=revision)
+    def place(threads: int | None = None) -> Path:
+        config = ModelConfig(threads=threads)
         return kept_proof.KeptProof(config, settings, LlamaForCausalLM, [file]).record.path
 
     kept_proof._machine.cache_clear()
@@ -133,7 +133,7 @@ def test_other_circumstances_have_no_proof(
         other = place()
     kept_proof._machine.cache_clear()
     assert other != usual and place() == usual
-    assert place(revision="v2") != usual
+    assert place(threads=3) != usual
 
 
 def test_a_damaged_record_is_made_again(file: Path, proofs: list[Target]) -> None:

@@ -31,6 +31,7 @@ from hdtool.runtime.kernels.small_batch_linear import (
     use_small_batch_products,
 )
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import LARGEST_TREE
 from tests.support.decoding import run, said
 from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
@@ -196,13 +197,12 @@ def test_unsupported_layers_are_not_changed() -> None:
     assert [type(layer) for layer in (odd, fit)] == [Linear, SmallBatchLinear]
 
 
-def test_the_rule_serves_few_rows_and_short_ones_by_our_own_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule_serves_trees_and_short_rows_by_our_own_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul_rule, "SLOW_IN_TORCH", False)
-    rows, columns = (1, 16, 17, 32, 33, MOST), (64, 2048, 4096, 8192, 18944)
+    rows, columns = (1, LARGEST_TREE + 1, LARGEST_TREE + 2, MOST), (64, 2048, 2049, 18944)
     served = {size: [uses_own_matmul(count, size) for count in rows] for size in columns}
-    assert served[64] == served[2048] == [True] * 6
-    assert served[4096] == served[8192] == [True] * 4 + [False] * 2
-    assert served[18944] == [True] * 2 + [False] * 4
+    assert served[64] == served[2048] == [True] * 4
+    assert served[2049] == served[18944] == [True] * 2 + [False] * 2
     monkeypatch.setattr(matmul_rule, "SLOW_IN_TORCH", True)
     assert all(uses_own_matmul(count, size) for count in rows for size in columns)
 
