@@ -73,7 +73,8 @@ class SequenceState:
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
         self.want = Want(walk=sampler.walks, rank=reads_logits(self.drafter))
         self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
-        self._tree = DraftTree.bare(prompt[-1])
+        self.tree = DraftTree.bare(prompt[-1])
+        """The one that is verified in this step."""
         self.cached_tokens = 0
         """Tokens of the prompt that were not read again."""
         self._started = self._draft_seconds = self._seconds_in_model = 0.0
@@ -101,7 +102,7 @@ class SequenceState:
             tree = tree.within(self.room - 1, self._vocabulary)
         if self._needs_all_logits and tree.certain is not None:
             tree = replace(tree, certain=None)
-        self._tree, self._draft_seconds = tree, seconds
+        self.tree, self._draft_seconds = tree, seconds
         return tree
 
     def start_step(self) -> None:
@@ -117,11 +118,11 @@ class SequenceState:
 
         ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
         """
-        accepted = accept(self._tree, verified, self._sampler, stops=self._stops, most=self.room)
+        accepted = accept(self.tree, verified, self._sampler, stops=self._stops, most=self.room)
         if accepted is None:
-            self._tree = DraftTree.bare(self._tree.root)
-            verified = recompute(self._tree.root)
-            accepted = accept(self._tree, verified, self._sampler, stops=self._stops, most=self.room)
+            self.tree = DraftTree.bare(self.tree.root)
+            verified = recompute(self.tree.root)
+            accepted = accept(self.tree, verified, self._sampler, stops=self._stops, most=self.room)
             assert accepted is not None
         if self._sampler.overflowed:
             self._engine.note_overflow()
@@ -134,7 +135,7 @@ class SequenceState:
         cached, self.cached_tokens = self.cached_tokens, 0
         return Step(
             accepted.tokens,
-            self._tree,
+            self.tree,
             accepted.path,
             self._draft_seconds,
             self._engine.log.seconds - self._seconds_in_model,
