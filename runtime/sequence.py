@@ -8,7 +8,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from hdtool.data.errors import ContextError, PromptError
+from hdtool.data.errors import ContextError, OptionError, PromptError
 from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, SeededDrafter, draft_many, reads_logits
 from hdtool.runtime.engine import Engine
@@ -158,6 +158,8 @@ def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
 def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
     """The number of tokens that may follow the prompt, and why the answer ends after them."""
     _check_prompt(prompt, engine.vocabulary)
+    if max_new_tokens < 1:
+        raise OptionError(f"max_new_tokens is {max_new_tokens}, but an answer has at least one token: give 1 or more")
     limit = engine.context_limit(len(prompt))
     if limit is None or len(prompt) + max_new_tokens <= limit:
         return max_new_tokens, Finish.LENGTH
