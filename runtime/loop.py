@@ -95,6 +95,8 @@ class Loop(Generic[Key]):
         """Each in the slot of its place."""
         self._reading: Reading[Key] | None = None
         self._verified: list[Verified] = []
+        self._passes_before = 0
+        """Passes of the engine before the one that was launched."""
         self._has_begun = False
 
     def __len__(self) -> int:
@@ -190,11 +192,19 @@ class Loop(Generic[Key]):
     def launch(self) -> None:
         """Draft for all answers and start the pass that verifies their trees."""
         with self:
+            self._passes_before = self._engine.log.passes
             self._launch()
 
     def finish(self) -> list[Outcome[Key]]:
         """Wait for the pass that was launched, and accept what its logits confirm."""
         with self:
+            self._engine.wait()
+            if (
+                self._engine.log.passes != self._passes_before + 1
+            ):  # passes for other caches have overwritten its logits
+                states = [state for _, state in self._running]
+                trees, wants = [state.tree for state in states], [state.want for state in states]
+                self._verified = self._engine.verify(self._cache, trees, wants)
             return self._finish()
 
     def _launch(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from hdtool.data.errors import ContextError, PromptError
+from hdtool.data.errors import ContextError, OptionError, PromptError
 from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, SeededDrafter, draft_many, reads_logits
 from hdtool.runtime.engine import Engine
@@ -73,7 +73,8 @@ class SequenceState:
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
         self.want = Want(walk=sampler.walks, rank=reads_logits(self.drafter))
         self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
-        self._tree = DraftTree.bare(prompt[-1])
+        self.tree = DraftTree.bare(prompt[-1])
+        """The one that is verified in this step."""
         self.cached_tokens = 0
         """Tokens of the prompt that were not read again."""
         self._started = self._draft_seconds = self._seconds_in_model = 0.0
@@ -101,7 +102,7 @@ class SequenceState:
             tree = tree.within(self.room - 1, self._vocabulary)
         if self._needs_all_logits and tree.certain is not None:
             tree = replace(tree, certain=None)
-        self._tree, self._draft_seconds = tree, seconds
+        self.tree, self._draft_seconds = tree, seconds
         return tree
 
     def start_step(self) -> None:
@@ -117,11 +118,11 @@ class SequenceState:
 
         ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
         """
-        accepted = accept(self._tree, verified, self._sampler, stops=self._stops, most=self.room)
+        accepted = accept(self.tree, verified, self._sampler, stops=self._stops, most=self.room)
         if accepted is None:
-            self._tree = DraftTree.bare(self._tree.root)
-            verified = recompute(self._tree.root)
-            accepted = accept(self._tree, verified, self._sampler, stops=self._stops, most=self.room)
+            self.tree = DraftTree.bare(self.tree.root)
+            verified = recompute(self.tree.root)
+            accepted = accept(self.tree, verified, self._sampler, stops=self._stops, most=self.room)
             assert accepted is not None
         if self._sampler.overflowed:
             self._engine.note_overflow()
@@ -134,7 +135,7 @@ class SequenceState:
         cached, self.cached_tokens = self.cached_tokens, 0
         return Step(
             accepted.tokens,
-            self._tree,
+            self.tree,
             accepted.path,
             self._draft_seconds,
             self._engine.log.seconds - self._seconds_in_model,
@@ -157,6 +158,8 @@ def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
 def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
     """The number of tokens that may follow the prompt, and why the answer ends after them."""
     _check_prompt(prompt, engine.vocabulary)
+    if max_new_tokens < 1:
+        raise OptionError(f"max_new_tokens is {max_new_tokens}, but an answer has at least one token: give 1 or more")
     limit = engine.context_limit(len(prompt))
     if limit is None or len(prompt) + max_new_tokens <= limit:
         return max_new_tokens, Finish.LENGTH

@@ -35,7 +35,8 @@ class CapturedPasses:
         """Use captured steps from now on, if the model can be captured and gives the same logits."""
         if reason := scattered(target.model) or target.stock.row_by_row.reason:
             return self._disable(reason)
-        cache = target.cache  # captured steps are those of one cache
+        # Captured steps are those of one cache, but an answer may still need what that holds.
+        cache = target.cache if target.cache.user is None else target.allocate()
         expected = two_steps(target, cache)
         like = expected[0]
         self.steps = StaticSteps(target.model, target.stock.masks, like.shape[-1], like.dtype, capture)

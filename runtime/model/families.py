@@ -92,14 +92,20 @@ def refusal(kind: str, reason: str) -> FamilyError:
 def context_limit(config: Any, prompt_length: int) -> int | None:
     """The model's maximum context length in tokens; None if it has none.
 
-    LongRoPE models switch to other rotary factors for all positions beyond a first length, which invalidates the KV
-    cache, so an answer may not cross that length.
+    An answer may not cross the length at which all positions are computed differently.
     """
-    text = config.get_text_config(decoder=True)
-    longest: int | None = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        switch = rope.get("original_max_position_embeddings")
-        if switch and prompt_length <= switch:
-            return int(switch)
+    switch = rotary_switch(config)
+    if switch and prompt_length <= switch:
+        return switch
+    longest: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return longest
+
+
+def rotary_switch(config: Any) -> int | None:
+    """The length beyond which a LongRoPE model takes other rotary factors for all positions; None for other models.
+
+    This invalidates the KV cache, and one pass has the same factors for all of its rows.
+    """
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    switch = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    return int(switch) if switch else None

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache as LibraryCache
 from hdtool.runtime.model.attention_masks import AttentionMasks, Mask, windows_of
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache
 from hdtool.runtime.model.cache.slots import Cache, Slot
+from hdtool.runtime.model.families import rotary_switch
 from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.library import cache_name, last_logits_only
 from hdtool.runtime.model.llm_int8 import RowByRow
@@ -39,6 +40,7 @@ class StockPasses:
         self.device, self.dtype = device_of(model), model.dtype
         self.log = PassLog()
         self.windows = windows_of(self.config)
+        self._switch = rotary_switch(self.config)
         self.masks = AttentionMasks(self.windows, self.dtype, self.device)
         self.last_only = last_logits_only(model)
         """The option of a pass that computes the last logits alone."""
@@ -65,9 +67,14 @@ class StockPasses:
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
         """Verify one tree in each of the first slots."""
-        if len(trees) == 1:
-            return [self.verify_alone(cache.slots[0], trees[0])]
+        slots = cache.slots[: len(trees)]
+        if len(trees) == 1 or self._have_other_factors(slots):
+            return [self.verify_alone(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
         return self._verify_together(cache, trees)
+
+    def _have_other_factors(self, slots: Sequence[Slot]) -> bool:
+        """Whether slots are on both sides of the length at which rotary factors change."""
+        return self._switch is not None and len({slot.length >= self._switch for slot in slots}) > 1
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
         """Verify a tree in one slot."""

@@ -98,6 +98,7 @@ class Target:
             self._changes.record(holds_memory=self.captures)
 
     def _discard(self, is_other_code: bool) -> None:
+        self.wait()
         self._captured.forget()
         # Other processes would have to prove theirs at the same time.
         if (is_other_code or self.vocabulary != embedded_tokens(self.model)) and self.processes == 1:

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.data.errors import PromptError
+from hdtool.data.errors import OptionError, PromptError
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import decode
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.stats import Stats
 from tests.support.decoding import SAMPLINGS, run, said
@@ -114,3 +116,10 @@ def test_steps_account_for_their_time() -> None:
     assert stats.outside_us_per_step > 0
     total = Stats.total([stats, stats])
     assert (total.tokens, total.seconds) == (20, 2 * stats.seconds)
+
+
+@pytest.mark.parametrize("most", [0, -1])
+def test_an_answer_without_tokens_is_refused(most: int) -> None:
+    prompt = prompt_of(5)
+    with pytest.raises(OptionError, match=f"max_new_tokens is {most}, but an answer has at least one token"):
+        list(decode(Target(model_of("llama")), prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most))

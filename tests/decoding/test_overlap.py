@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from hdtool.data.errors import ModelError
+from hdtool.runtime.budget.measure_passes import seconds_of_trees
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode
+from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
@@ -23,7 +26,8 @@ from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
 
-SAMPLINGS = {"greedy": SamplingConfig(), "T 0.5": SamplingConfig(temperature=0.5, seed=3)}
+GREEDY = SamplingConfig()
+SAMPLINGS = {"greedy": GREEDY, "T 0.5": SamplingConfig(temperature=0.5, seed=3)}
 ORDERS: dict[str, CaptureMaker] = {"after": never, "meanwhile": direct}
 
 
@@ -91,3 +95,28 @@ def test_an_answer_that_is_left_leaves_nothing_behind(order: str) -> None:
     with pytest.raises(ModelError, match="another conversation began"):
         list(left)
     assert [step.tokens for step in steps_of(target, SamplingConfig(), 30, drafting())] == expected
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("meanwhile", ["a batch", "a measurement", "a change of the model"])
+def test_passes_for_another_cache_between_two_steps_change_nothing(meanwhile: str, sampling: SamplingConfig) -> None:
+    model = copy.deepcopy(model_of("llama"))
+    target = Target(model, direct)
+
+    def pause() -> None:
+        if meanwhile == "a measurement":
+            seconds_of_trees(target, [0, 3], times=1, patience=1.0)
+            return
+        if meanwhile == "a change of the model":  # it is proved and captured again
+            model.register_forward_hook(lambda *_: None)
+        asked = iter([Request(None, prompt_of(9), Sampler(GREEDY, prompt_of(9)))])
+        for _ in decode_batch(target, lambda: next(asked, None), 1, max_new_tokens=5):
+            pass
+
+    expected = [step.tokens for step in steps_of(target, sampling, 20, drafting())]
+    found = []
+    for step in steps_of(target, sampling, 20, drafting()):
+        found.append(step.tokens)
+        if len(found) in (1, 4):
+            pause()
+    assert found == expected

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hdtool.runtime import prompt_reader
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode
+from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.loop import Loop, Outcome, Request
@@ -369,18 +369,37 @@ def test_watched_hidden_states_are_those_of_the_whole_prompt() -> None:
     assert torch.allclose(found.hidden, expected.hidden, atol=1e-4)
 
 
-def test_a_longrope_model_beyond_its_original_length_reads_prompts_as_a_whole() -> None:
+def longrope() -> Any:
+    """A model that computes all positions differently in contexts of more than 64 tokens."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
     shape = {**SHAPE, "max_position_embeddings": 256, "original_max_position_embeddings": 64}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(transformers.Phi3Config(**shape, rope_parameters=rope))
+    return AutoModelForCausalLM.from_config(transformers.Phi3Config(**shape, rope_parameters=rope))
+
+
+def test_a_longrope_model_beyond_its_original_length_reads_prompts_as_a_whole() -> None:
+    model = longrope()
     target = Target(model)
     for length in (30, 50, 80, 100, 40):
         prompt = prompt_of(100)[:length]
         found = answer(target, prompt)
         assert said(found) == generated(model, prompt, MOST)
         assert (found[0].cached_tokens > 0) is (length == 50)
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_batch_on_both_sides_of_the_switch_of_a_longrope_model(prefix_caching: bool) -> None:
+    model = longrope()
+    prompts = [prompt_of(100)[:length] for length in (30, 80, 100, 40, 35, 90)]
+    asked = iter([Request(place, ids, Sampler(SamplingConfig(), ids)) for place, ids in enumerate(prompts)])
+    found: list[list[int]] = [[] for _ in prompts]
+    steps = decode_batch(
+        Target(model), lambda: next(asked, None), 3, max_new_tokens=MOST, prefix_caching=prefix_caching
+    )
+    for request, step in steps:
+        found[request.key] += step.tokens
+    assert found == [generated(model, ids, MOST) for ids in prompts]
 
 
 def test_a_generator_reads_the_second_turn_from_where_it_differs() -> None:

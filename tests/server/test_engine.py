@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from queue import Queue
 from typing import Any
 
 import pytest
 
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.integrations.server.engine.job import Job
-from hdtool.runtime.integrations.server.engine.scheduler import OverloadError, Scheduler
+from hdtool.runtime.integrations.server.engine.scheduler import EngineError, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.engine.tenants import Tenants
 from hdtool.runtime.model.load import Loaded
 
@@ -28,3 +29,22 @@ def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -
     first.is_cancelled = True
     engine.submit([third])
     assert engine.waiting == 2
+
+
+def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = DecodeConfig(method="ar")
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    engine = Scheduler(loaded.target, tenants, decoding, most_waiting=2, prefix_bytes=0)
+
+    def fail(tenant: str) -> Any:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(tenants, "take", fail)
+    told: Queue[Any] = Queue()
+    engine.start()
+    try:
+        engine.submit([Job("", nothing, told.put)])
+        error = told.get(timeout=20)
+        assert isinstance(error, EngineError) and str(error) == "no memory"
+    finally:
+        engine.stop()

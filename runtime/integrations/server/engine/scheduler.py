@@ -117,12 +117,19 @@ class Scheduler:
                 self._hand_out(outcome)
 
     def _start_next(self) -> None:
-        while self._waiting:
+        while True:
             with self._changed:
+                if not self._waiting:
+                    return
                 job = self._waiting.popleft()
             if job.is_cancelled:
                 continue
-            drafter = self._drafters[job] = self._tenants.take(job.tenant)
+            try:
+                drafter = self._drafters[job] = self._tenants.take(job.tenant)
+            except Exception as error:  # no drafter could be made, which concerns no other answer
+                traceback.print_exc(file=sys.stderr)
+                job.deliver(_told(error))
+                continue
             try:
                 self._reading = self._loop.start(job.request(job, drafter))
                 return
@@ -166,4 +173,8 @@ class Scheduler:
                 jobs += self._waiting
                 self._waiting.clear()
         for job in jobs:
-            job.deliver(error if isinstance(error, HdtoolError) else EngineError(str(error)))
+            job.deliver(_told(error))
+
+
+def _told(error: Exception) -> HdtoolError | EngineError:
+    return error if isinstance(error, HdtoolError) else EngineError(str(error))
