@@ -199,9 +199,8 @@ class Loop(Generic[Key]):
         """Wait for the pass that was launched, and accept what its logits confirm."""
         with self:
             self._engine.wait()
-            if (
-                self._engine.log.passes != self._passes_before + 1
-            ):  # passes for other caches have overwritten its logits
+            # Passes for other caches, made meanwhile, have overwritten its logits.
+            if self._engine.log.passes != self._passes_before + 1:
                 states = [state for _, state in self._running]
                 trees, wants = [state.tree for state in states], [state.want for state in states]
                 self._verified = self._engine.verify(self._cache, trees, wants)
