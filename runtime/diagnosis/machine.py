@@ -60,10 +60,8 @@ def _devices() -> Iterator[Finding]:
 
 
 def _threads() -> Finding:
-    place = home() / "costs"
-    measured = sum(1 for path in place.glob("*/*.json") if path.parent.name != "products")
-    products = sum(1 for _ in place.glob("products/*.json"))
-    found = f"{torch.get_num_threads()} at most; measured here: {measured} models, {products} matrix products"
+    measured = sum(1 for _ in (home() / "costs").glob("*/*.json"))
+    found = f"{torch.get_num_threads()} at most; measured here: {measured} models"
     if not measured:
         return Finding(
             "threads", found, NOTE, "hdtool bench-cost --model MODEL measures a model once, on an idle machine"
