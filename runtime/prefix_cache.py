@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.model.cache.slots import Cache, Slot
+from hdtool.runtime.model.cache.slots import NEVER_CONTINUED, Cache, Slot
 
 LEAST = 16
 """Shorter beginnings are read again: that takes less time than copying them."""
@@ -56,7 +56,7 @@ class PrefixCache:
         """Copy what a slot holds, before it is overwritten; copies that it continues are dropped."""
         held = cache.slots[slot]
         tokens = held.tokens[: held.valid]
-        if not self._most or len(tokens) < LEAST or held.version < 0:
+        if not self._most or len(tokens) < LEAST or held.version == NEVER_CONTINUED:
             return
         saved = cache.saved(slot)
         if saved.kv.storage.bytes > self._most:

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from hdtool.runtime.engine import Engine
-from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.cache.slots import NEVER_CONTINUED, Cache
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE, is_low_precision
 from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.verified import Verified
 
 PIECE = 512
 """Tokens that are read in one pass after a kept context, which bounds the size of the mask."""
-NEVER = -1
-"""The version of a context that no prompt continues."""
 
 
 class PromptReader:
@@ -27,7 +25,7 @@ class PromptReader:
         """``room`` tokens may follow the prompt; slots from ``first_free`` on are not in use."""
         self._engine, self._cache, self._prompt = engine, cache, list(prompt)
         self._room, self._owner = room, owner
-        self.slot = self._free = first_free
+        self.slot = self._first_free = first_free
         self._may_stop = engine.reads_in_pieces(len(prompt))
         self.cached_tokens = 0
         """Tokens at the start of the prompt that are not read again."""
@@ -40,9 +38,9 @@ class PromptReader:
         slots, version = self._cache.slots, self._engine.changes
         kept = in_place = None
         if prefixes and self._may_stop:
-            asked = self._owner, version, self._prompt
-            in_place = kept = prefixes.in_place(slots[self._free :], *asked)
-            copied = prefixes.to_copy(slots[: self._free], *asked)
+            query = self._owner, version, self._prompt
+            in_place = kept = prefixes.in_place(slots[self._first_free :], *query)
+            copied = prefixes.to_copy(slots[: self._first_free], *query)
             if copied and copied.shared > (in_place.shared if in_place else 0):
                 kept, in_place = copied, None
         if in_place:
@@ -58,7 +56,7 @@ class PromptReader:
             slot.cut(shared)
             self._kept = slot.kv.at(self._read)
         slot.cut(self._read)
-        slot.owner, slot.version = self._owner, version if self._may_stop else NEVER
+        slot.owner, slot.version = self._owner, version if self._may_stop else NEVER_CONTINUED
 
     @torch.inference_mode()
     def read(self, most: int | None = None) -> Verified | None:

@@ -170,7 +170,7 @@ class Generator:
         if streamer is not None and len(requests) > 1:
             raise UnsupportedCallError(ONE_STREAM)
         first_seed, predictions = self._seed_for(requests[0], seed), predictions_of(prediction, len(requests))
-        # The loop itself ends at the length, so that an answer cut there is told from one that stopped.
+        # The loop applies the length itself: an answer that is cut there has another finish than one that stopped.
         criteria = StoppingCriteriaList(one for one in stopping_criteria if type(one) is not MaxLengthCriteria)
         with self._calls.held(), _prepared(model):
             rows = []
@@ -203,16 +203,17 @@ class Generator:
                 raise OptionError(NO_PREDICTION)
             requests.append(row.to_answer(guided(drafter, row.guide)))
         before = [dict(request.drafter.seconds) for request in requests]
-        stats = [Stats() for _ in rows]
+        self.stats = rows[0].stats
         try:
             for row, step in self._decoded(target, requests):
-                stats[rows.index(row)].add(step)
+                row.stats.add(step)
                 yield row, step
         finally:
-            for one, earlier, request in zip(stats, before, requests, strict=True):
-                one.add_seconds(earlier, request.drafter.seconds)
-            self.stats = stats[0] if len(stats) == 1 else Stats.total(stats)
-        if any(one.finish is Finish.CONTEXT for one in stats):
+            for request, earlier in zip(requests, before, strict=True):
+                request.key.stats.add_seconds(earlier, request.drafter.seconds)
+            if len(rows) > 1:
+                self.stats = Stats.total(row.stats for row in rows)
+        if any(row.stats.finish is Finish.CONTEXT for row in rows):
             warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
 
     def _decoded(self, target: Target, requests: Sequence[Request[_Row]]) -> Iterator[tuple[_Row, Step]]:
@@ -282,6 +283,7 @@ class _Row:
     prediction: list[int]
     guide: Guide | None
     output: list[int] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
 
     def to_answer(self, drafter: Drafter) -> Request[_Row]:
         of_row = self.request.prompt, self.sampler, drafter, self.stops, self.prediction

@@ -31,7 +31,7 @@ def compile_walks() -> None:
 @compiled
 def walk_draws(
     address: int,
-    apart: int,
+    stride: int,
     vocabulary: int,
     certain: Array,
     drafted: Array,
@@ -51,7 +51,7 @@ def walk_draws(
     """
     node, among = ROOT, np.empty(0, np.int64)
     for place in range(longest):
-        row = array_at(address + (node + 1) * apart * ITEM_SIZE, vocabulary, np.float32)
+        row = array_at(address + (node + 1) * stride * ITEM_SIZE, vocabulary, np.float32)
         token = certain[node + 1] if len(certain) > 0 else OPEN
         if token != OPEN:
             token = token if np.isfinite(row[token]) else NOT_FINITE
@@ -72,7 +72,7 @@ def walk_draws(
 @compiled
 def walk_argmax(
     address: int,
-    apart: int,
+    stride: int,
     vocabulary: int,
     infinity: Array,
     certain: Array,
@@ -91,9 +91,9 @@ def walk_argmax(
     for place in range(longest):
         token = certain[node + 1] if len(certain) > 0 else OPEN
         if token == OPEN:
-            token, finite = argmax_of_row(address, apart, vocabulary, infinity, node + 1)
+            token, finite = argmax_of_row(address, stride, vocabulary, infinity, node + 1)
         else:
-            finite = is_finite(address, apart, infinity, node + 1, token)
+            finite = is_finite(address, stride, infinity, node + 1, token)
         if not finite and len(drafted) > 0:
             return place, False
         node = descend(walked, place, drafted, parents, node, token)

@@ -9,6 +9,9 @@ import torch
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.tree import DraftTree
 
+NEVER_CONTINUED = -1
+"""The version of a context that no prompt may continue."""
+
 
 class Slot:
     """One sequence of a cache.
@@ -25,7 +28,7 @@ class Slot:
         self.owner = ""
         """Whose conversation it is."""
         self.version = 0
-        """The number of changes of the model before it was read."""
+        """The number of changes of the model before it was read, or ``NEVER_CONTINUED``."""
         self.tree: DraftTree | None = None
         """The tree that was verified last, and nothing of it accepted yet."""
         self.hidden_of_tree: torch.Tensor | None = None

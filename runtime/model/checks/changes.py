@@ -45,8 +45,9 @@ class ModelChanges:
             return False
         if recorded := self._recorded:
             if recorded.is_same():
-                self.count += recorded.was_written()
-                return recorded.was_written()
+                was_written = recorded.was_written()
+                self.count += was_written
+                return was_written
             self._memory.clear()
             has_same_code = recorded.has_code_of(self._model)
             try:

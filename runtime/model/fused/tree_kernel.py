@@ -34,7 +34,7 @@ from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
 ROWS = LARGEST_TREE + 1
 FLOAT32_INFINITY = INFINITY[torch.float32]
 HIDDEN_VALUE = float(np.finfo(np.float32).min)
-"""Of a mask, for positions that a row does not attend to."""
+"""What the mask holds for positions that a row does not attend to."""
 
 TREE_PASS = np.dtype(
     [
@@ -60,7 +60,8 @@ TREE_PASS = np.dtype(
     align=True,
 )
 NODES, LENGTH, WALKS = 1, 2, 3
-"""Of a tree in a batch, after its root: the number of nodes, the length of its context, and whether to walk."""
+"""Where the description of a batch's tree, which begins with its root, has the number of nodes, the length of the
+context and whether to walk."""
 
 
 @compiled
@@ -92,7 +93,7 @@ def compute_trees(
     ranks: bool,
     found: Array,
 ) -> bool:
-    """The same for a tree in each slot, padded to so many rows; ``found`` gets the walks of those that ``WALKS`` names.
+    """Compute a pass over a tree in each slot, padded to so many rows; ``found`` gets the walks that are wanted.
 
     No logits are computed after padding.
     """
@@ -156,9 +157,11 @@ def _compute(own: Any, team: int, slots: int, rows: int, certain: Array, ranks: 
 
 @compiled
 def _walk(own: Any, slot: int, rows: int, certain: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
-    outs, walked = own.ends[OUTS], array_at(own.walked, (slot + 1, 2, ROWS), np.int64)[slot]
-    logits = own.ends[LOGITS] + slot * rows * outs * ITEM_SIZE
-    return walk_argmax(logits, outs, outs, FLOAT32_INFINITY, certain, tokens, parents, len(tokens) + 1, walked)
+    vocabulary, walked = own.ends[OUTS], array_at(own.walked, (slot + 1, 2, ROWS), np.int64)[slot]
+    logits = own.ends[LOGITS] + slot * rows * vocabulary * ITEM_SIZE
+    return walk_argmax(
+        logits, vocabulary, vocabulary, FLOAT32_INFINITY, certain, tokens, parents, len(tokens) + 1, walked
+    )
 
 
 def compile_tree_passes() -> None:
