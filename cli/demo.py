@@ -112,10 +112,9 @@ def _gains(plain: Stats, drafted: Stats, first: Stats, generate: float, *, compi
 
 def _is_compiled(answerer: Answerer) -> bool:
     """Whether compiled layers or matrix products of hdtool compute the model, instead of torch's."""
-    from hdtool.runtime.kernels.small_batch_linear import has_own_products
+    from hdtool.runtime.kernels.linear import has_compiled_layers
 
-    target = answerer.loaded.target
-    return target.whole_pass is not None or has_own_products(target.model)
+    return has_compiled_layers(answerer.loaded.target.model)
 
 
 def _answer_once(answerer: Answerer, prompt: Prompt) -> None:

@@ -15,10 +15,8 @@ from hdtool.data.stores.store import MANIFEST, checksum
 from hdtool.runtime.config.model import INT8
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
-from hdtool.runtime.kernels.int8.int8_linear import has_int8_activations
-from hdtool.runtime.kernels.small_batch_linear import has_own_products
+from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.model.compact_layers import has_compact_weights
-from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.quantization import library_of
 from hdtool.runtime.model.quantized_layers import parts_of
@@ -43,10 +41,10 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
         "model": loaded.name,
         "fingerprint": fingerprint(target.model),
         "quantized": library_of(target.model.config),
-        "own_products": has_own_products(target.model),
+        "own_products": has_compiled_layers(target.model),
         "compact_weights": has_compact_weights(target.model),
-        "activations": INT8 if has_int8_activations(target.model) else "float32",
-        "fused_layers": stack_of(target.model) is not None,
+        "activations": INT8 if target.compiled and target.compiled.activations_are_int8 else "float32",
+        "fused_layers": target.compiled is not None,
         "stores": {
             store.manifest.kind: {
                 "folder": str(store.folder.resolve()),

@@ -12,12 +12,13 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
-from hdtool.runtime.kernels.fused.layers import compile_layers
-from hdtool.runtime.kernels.fused.passes import compile_passes, embedding_of
+from hdtool.runtime.engines.cpu.int8.matmul_address import int8_matmul_of
+from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
+from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, embedding_of
+from hdtool.runtime.engines.cpu.tree_kernel import compile_tree_passes
+from hdtool.runtime.kernels.linear import KINDS
+from hdtool.runtime.kernels.matmul_address import matmul_of
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
-from hdtool.runtime.kernels.product_address import int8_product_of, product_of
-from hdtool.runtime.kernels.small_batch_linear import KINDS
-from hdtool.runtime.model.fused.tree_kernel import compile_tree_passes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.model_store import ModelStore
@@ -32,20 +33,20 @@ def compile_drafters() -> None:
     BatchDrafter(stores, VllmConfig(), rows=2, longest=64)
 
 
-def compile_layers_and_products() -> None:
+def compile_layers_and_matmuls() -> None:
     compile_layers()
     compile_passes()
     compile_tree_passes()
     for dtype, kind in KINDS.items():
-        product_of(kind, dtype.itemsize)
+        matmul_of(kind, dtype.itemsize)
         embedding_of(kind, dtype.itemsize)
     for format in ALL_FORMATS:
-        product_of(format.kind, format.bytes)
+        matmul_of(format.kind, format.bytes)
         embedding_of(format.kind, format.bytes)
-        int8_product_of(format.kind)
+        int8_matmul_of(format.kind)
 
 
-PARTS = {"drafters": compile_drafters, "layers": compile_layers_and_products}
+PARTS = {"drafters": compile_drafters, "layers": compile_layers_and_matmuls}
 
 if __name__ == "__main__":
     PARTS[sys.argv[1]]()

@@ -13,13 +13,13 @@ from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt
 from hdtool.data.spec_bench import AnsweredQuestion
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import INT8
 from hdtool.runtime.evaluation.bench import Bench
 from hdtool.runtime.evaluation.contenders import DraftingContender
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.evaluation.scores import mean_speed
 from hdtool.runtime.evaluation.verify import Verifier
 from hdtool.runtime.evaluation.warm_up import questions_to_warm_up
-from hdtool.runtime.kernels.int8.int8_linear import has_int8_activations
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -58,7 +58,7 @@ def answer(
     for answered in chain(bench.answers(asked[:MOST_BY_LIBRARY]), own.answers(asked, done=MOST_BY_LIBRARY)):
         found.append(answered)
         on_progress(len(found))
-    compared = (PLAIN, DRAFTED) if has_int8_activations(loaded.target.model) else tuple(contenders)
+    compared = (PLAIN, DRAFTED) if model.activations == INT8 else tuple(contenders)
     different = [
         prompt for prompt, by_method in zip(asked, found, strict=True) if not _is_identical(by_method, compared)
     ]

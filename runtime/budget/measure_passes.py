@@ -19,11 +19,9 @@ from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file
 from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
-from hdtool.runtime.kernels.int8.int8_linear import has_int8_activations
-from hdtool.runtime.kernels.small_batch_linear import has_own_products
+from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import has_compact_weights
-from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
@@ -137,9 +135,10 @@ def _milliseconds(row: list[Any]) -> tuple[float, ...]:
 
 
 def _saved_file(target: Target) -> Path:
-    computed = dtype_name(target.dtype) + "-own-products" * has_own_products(target.model)
-    computed += "-compact" * has_compact_weights(target.model) + "-fused" * (stack_of(target.model) is not None)
-    computed += "-int8-activations" * has_int8_activations(target.model)
+    compiled = target.compiled
+    computed = dtype_name(target.dtype) + "-own-products" * has_compiled_layers(target.model)
+    computed += "-compact" * has_compact_weights(target.model) + "-fused" * (compiled is not None)
+    computed += "-int8-activations" * (compiled is not None and compiled.activations_are_int8)
     return cost_at_home(fingerprint(target.model), device_name(target.device), computed, torch.get_num_threads())
 
 

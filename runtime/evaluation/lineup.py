@@ -22,7 +22,7 @@ from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.evaluation.contenders import Contender, DraftingContender, GenerateContender
 from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.runtime.evaluation.replay import with_own_history
-from hdtool.runtime.kernels.small_batch_linear import has_own_products, share_weights
+from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
 from hdtool.runtime.model.load import Loaded, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -99,7 +99,7 @@ class Lineup:
 
     def _stock(self) -> PreTrainedModel:
         own: PreTrainedModel = self._loaded.target.model
-        if not has_own_products(own):
+        if not has_compiled_layers(own):
             return own
         stock = load_stock(self._config)
         share_weights(stock, own)

@@ -1,7 +1,7 @@
 """A float32 weight that is kept in 16 bits or in blocks, as GGUF files have them, which hold its numbers exactly.
 
 Wherever code reads the weight it is a float32 tensor: an operation expands it first. Those that read some rows, as an
-embedding does, expand these rows only, and ``small_batch_linear.py`` multiplies by what is stored.
+embedding does, expand these rows only, and ``linear.py`` multiplies by what is stored.
 """
 
 from __future__ import annotations
@@ -126,6 +126,13 @@ def embedded(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 class CompactEmbedding(Embedding):
     """A ``torch.nn.Embedding`` that copies rows of a compact weight itself, see ``as_parameter``."""
+
+    @classmethod
+    def of(cls, module: Embedding) -> CompactEmbedding:
+        """The module that takes the place of another one, with its parameters and hooks."""
+        made = cls.__new__(cls)
+        made.__dict__ = dict(module.__dict__)
+        return made
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if is_compact(self.weight) and not torch.compiler.is_compiling():

@@ -17,8 +17,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
+from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.memory.raw_memory import array_at
-from hdtool.runtime.kernels.product_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, PAUSE, VectorCode
 
 WORD_SIZE = 8

@@ -1,7 +1,7 @@
 """Keeps the weights of a CPU model in the 16 bits of their checkpoint, or packed, and computes in float32 as before.
 
 Every result has the bits of the computation with expanded weights. A weight stays in 16 bits only if these hold its
-numbers exactly. It stays compact only if linear layers and embeddings alone have it, and if the compiled product gives
+numbers exactly. It stays compact only if linear layers and embeddings alone have it, and if the compiled matmul gives
 the same bits for both.
 """
 
@@ -29,11 +29,11 @@ from hdtool.runtime.kernels.compact_weight import (
     narrowed,
 )
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
+from hdtool.runtime.kernels.linear import KINDS, compiled_linear, fits_compiled_matmul
 from hdtool.runtime.kernels.memory.free_memory import return_free_memory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.packed.torchao_weights import packed_weight
 from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS, MOST_OF_NUMBERS
-from hdtool.runtime.kernels.small_batch_linear import KINDS, fits_own_product, own_linear
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint.fingerprint import samples
 from hdtool.runtime.model.checkpoint.weight_files import weight_files
@@ -44,7 +44,7 @@ STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
 """The method of transformers that names parameters with a dtype of their own."""
 TRIED_ROWS = (*range(1, MOST_ROWS + 1), MOST_IN_REGISTERS + 1, MOST_OF_NUMBERS + 1)
-"""Together, these use all tiles of the compiled product."""
+"""Together, these use all tiles of the compiled matmul."""
 _loading = Lock()
 
 
@@ -52,7 +52,7 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
     """Keep the weights of linear layers and embeddings in 16 bits where possible, and all others in float32.
 
     Weights that are packed stay so under the same conditions. ``proved`` has the forms of weights for which the
-    compiled product is known to have the same bits or not; those that are found out are added.
+    compiled matmul is known to have the same bits or not; those that are found out are added.
     """
     proved = {} if proved is None else proved
     for places in list(_places(model).values()):
@@ -74,9 +74,10 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype in FORMATS:
                 module._buffers[name] = buffer.float()
-    for module in model.modules():
-        if type(module) is Embedding and is_compact(module.weight):
-            module.__class__ = CompactEmbedding
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if type(child) is Embedding and is_compact(child.weight):
+                module._modules[name] = CompactEmbedding.of(child)
     model.register_state_dict_post_hook(_expand_state)
     return_free_memory()
 
@@ -171,7 +172,7 @@ def _takes(module: Module, name: str) -> bool:
         return False
     if isinstance(module, Embedding):
         return module.max_norm is None  # a limit changes the weight
-    return type(module) is Linear and fits_own_product(module, KINDS)
+    return type(module) is Linear and fits_compiled_matmul(module, KINDS)
 
 
 def _is_ordinary(weight: torch.Tensor) -> bool:
@@ -180,7 +181,7 @@ def _is_ordinary(weight: torch.Tensor) -> bool:
 
 
 def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> bool:
-    """Whether a weight may be stored so, by the product of one weight of each form."""
+    """Whether a weight may be stored so, by the matmul with one weight of each form."""
     if not any(isinstance(module, Linear) for module, _ in places):
         return True
     case = f"{stored.shape[1]} columns of {stored.format.name if isinstance(stored, PackedMatrix) else stored.dtype}"
@@ -191,7 +192,7 @@ def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> 
 
 @torch.inference_mode()
 def _has_same_bits(narrow: Stored) -> bool:
-    """Whether our product with compact weights has the bits of that with the expanded ones."""
+    """Whether the compiled matmul with compact weights has the bits of that with the expanded ones."""
     if narrow.dtype == torch.float16 and not EXPANDS_FLOAT16:
         return False
     part = narrow[: MOST_OUTS + 1]
@@ -199,7 +200,8 @@ def _has_same_bits(narrow: Stored) -> bool:
         max(TRIED_ROWS), part.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32
     )
     return all(
-        torch.equal(own_linear(inputs[:rows], part), own_linear(inputs[:rows], part.float())) for rows in TRIED_ROWS
+        torch.equal(compiled_linear(inputs[:rows], part), compiled_linear(inputs[:rows], part.float()))
+        for rows in TRIED_ROWS
     )
 
 

@@ -19,18 +19,16 @@ from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import INT8
+from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
+from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar.compiler import GrammarCompiler
-from hdtool.runtime.kernels.int8.int8_linear import use_int8_activations
-from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import packed_place, place_of
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored, pack_weights
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.fused.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
-from hdtool.runtime.model.fused.layer_stack import stack_of
-from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.gguf.manifest import MANIFEST as CONVERSION
 from hdtool.runtime.model.gguf.packed_model import assembled_model, packed_model
 from hdtool.runtime.model.library import is_known_type, text_class
@@ -134,7 +132,7 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
     if target is None:
         target = _proved_now(config, settings, device, kept)
     if config.activations == INT8:
-        _compute_in_int8(target.model)
+        _compute_in_int8(target)
     return target
 
 
@@ -167,9 +165,10 @@ def _proved_before(config: ModelConfig, settings: Any, kept: KeptProof, proof: P
                 model = _on_one_device(config, settings, torch.device("cpu"))
         if outline_of(model) == proof.outline:
             compact_weights(model, dict(proof.compact))
-            use_small_batch_products(model)
+            compile_linear_layers(model)
             target = Target(model, shapes=proof.shapes)
-            if fuse_layers(target, proved=True) and target.whole_pass and logits_hash(target) == proof.logits:
+            target.compiled = compile_cpu(target, proved=True)
+            if target.compiled and logits_hash(target) == proof.logits:
                 return target
     except (HdtoolError, torch.OutOfMemoryError):
         raise
@@ -192,26 +191,20 @@ def _proved_now(config: ModelConfig, settings: Any, device: torch.device, kept: 
     compact: dict[str, bool] = {}
     if is_compact or (config.dtype == "auto" and pack_weights(model)):
         compact_weights(model, compact)
-    use_small_batch_products(model)
+    compile_linear_layers(model)
     target = _attempt(config.name, f"on {device}", lambda: Target(model))
     expand_weights_read(model)
     if config.fused_layers and not config.attn_implementation:
-        fuse_layers(target)
+        target.compiled = compile_cpu(target)
     if kept and (proof := proof_of(target, outline, compact)):
         kept.keep(proof)
     return target
 
 
-def _compute_in_int8(model: Any) -> None:
-    """Compute with activations in 8 bits, all passes in compiled layers.
-
-    Rounding to 8 bits enlarges every difference, so a row must have the same bits in every pass. For that reason too,
-    layers are fused and compared with those of transformers before.
-    """
-    stack = stack_of(model)
-    if stack is None or not use_int8_activations(model):
+def _compute_in_int8(target: Target) -> None:
+    """Compute with activations in 8 bits, once compiled code was compared with the library's in float32."""
+    if target.compiled is None or not target.compiled.use_int8_activations():
         raise OptionError(NO_INT8)
-    stack.take_all_rows()
 
 
 def load_part(config: ModelConfig) -> Target:

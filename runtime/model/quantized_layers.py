@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.kernels.small_batch_linear import has_plain_weight
+from hdtool.runtime.kernels.linear import has_plain_weight
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, distances
 from hdtool.runtime.model.library import passes
 

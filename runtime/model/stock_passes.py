@@ -1,4 +1,4 @@
-"""Passes of a model of transformers over prompts and draft trees, by its own code or by whole compiled passes."""
+"""Passes of a model of transformers over prompts and draft trees, by its own code."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.pass_log import PassLog
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.step_input import TreeInput
-from hdtool.runtime.tree import Certain, DraftTree
+from hdtool.runtime.tree import DraftTree
 from hdtool.runtime.verified import Verified
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from hdtool.runtime.model.fused.whole_pass import WholePass
 
 NOTHING = nullcontext()
 
@@ -46,19 +44,15 @@ class StockPasses:
         """The option of a pass that computes the last logits alone."""
         self.row_by_row = RowByRow(model)
         self.hidden = HiddenStates()
-        self.whole: WholePass | None = None
-        """What computes passes in the place of the model, where it can."""
         self.cache_name = cache_name(model) or ""
         """Noted at first: a `forward` that wraps the model's need not name its arguments."""
         self._tree_input = TreeInput(self.device)
 
-    def read(self, tokens: Sequence[int], slot: Slot, *, masked: bool) -> torch.Tensor:
-        """Read tokens after those of a slot; the logits ``[1, vocabulary]`` after the last one.
-
-        Unless ``masked``, they are a whole prompt: the model makes its own mask or uses a causal kernel.
-        """
+    def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
+        """Read tokens after those of a slot; the logits ``[1, vocabulary]`` after the last one."""
         first = slot.length
-        mask = self.masks.of_continuation(len(tokens), first) if masked else None
+        # For a whole prompt, the model makes its own mask or uses a causal kernel.
+        mask = self.masks.of_continuation(len(tokens), first) if first else None
         positions = range(first, first + len(tokens))
         logits = self.forward([list(tokens)], [positions], mask, slot.kv, **self.last_only)[0, -1:]
         slot.extend(tokens, self.hidden.of_slot(0, len(tokens)))
@@ -79,7 +73,7 @@ class StockPasses:
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
         """Verify a tree in one slot."""
         mask = self.masks.of_tree(tree, slot.length, reused=True)
-        logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv, certain=tree.certain)[0]
+        logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv)[0]
         self.log.nodes = len(tree)
         return Verified(logits, self.hidden.of_slot(0, len(tree) + 1))
 
@@ -107,7 +101,7 @@ class StockPasses:
     ) -> torch.Tensor:
         """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
         ids = torch.tensor(tokens, device=self.device)
-        return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, None, **options)
+        return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, **options)
 
     def run(
         self,
@@ -115,21 +109,15 @@ class StockPasses:
         positions: torch.Tensor,
         mask: Mask,
         cache: LibraryCache,
-        certain: Certain = None,
         **options: int,
     ) -> torch.Tensor:
-        """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``.
-
-        Where a token is ``certain`` after a row, the logits may be those of this token alone.
-        """
+        """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
         with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
             started = time.perf_counter()
-            logits = None
-            if self.whole:
-                logits = self.whole.logits(ids, positions, mask, cache, certain, last_only=bool(options))
-            if logits is None:
-                given = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
-                logits = self.model(input_ids=ids, position_ids=positions, attention_mask=mask, **given).logits
+            given = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
+            logits: torch.Tensor = self.model(
+                input_ids=ids, position_ids=positions, attention_mask=mask, **given
+            ).logits
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.log.add(time.perf_counter() - started)

@@ -16,9 +16,9 @@ from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.captured_passes import CapturedPasses
 from hdtool.runtime.model.checks.changes import ModelChanges
 from hdtool.runtime.model.checks.trees import prove_trees, some_context
+from hdtool.runtime.model.compiled_passes import CompiledPasses
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration
-from hdtool.runtime.model.fused.compiled_passes import CompiledPasses
 from hdtool.runtime.model.library import use_masked_attention
 from hdtool.runtime.model.stock_passes import StockPasses
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -26,8 +26,6 @@ from hdtool.runtime.verified import Verified, Want
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from hdtool.runtime.model.fused.whole_pass import WholePass
 
 ROOM = 512
 """Positions by which a cache grows at least when an answer fills it."""
@@ -63,7 +61,8 @@ class Target:
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
         self._capture, self._captured = capture, CapturedPasses()
-        self._compiled = CompiledPasses(self.stock)
+        self.compiled: CompiledPasses | None = None
+        """What computes passes in the place of the model's code, once it was proved to do the same."""
         self._overflow_noted = False
         self._changes = ModelChanges(model)
         self._own_cache: Cache | None = None
@@ -94,8 +93,11 @@ class Target:
 
         A model with other modules or hooks is proven again, and FamilyError is raised if that fails.
         """
-        if self._changes.found(self._discard):
+        changed = self._changes.found(self._discard)
+        if changed:
             self._changes.record(holds_memory=self.captures)
+        if self.compiled:
+            self.compiled.check(again=changed)
 
     def _discard(self, is_other_code: bool) -> None:
         self.wait()
@@ -143,17 +145,15 @@ class Target:
         Returns the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of tokens that may follow.
         """
         self.wait()
-        self._compiled.check_again()
         end = start + len(tokens)
         needed = end + room + LARGEST_TREE + 1
         if cache.capacity < needed:
             cache.reserve(self._captured.capacity_for(needed, self.context_limit(end)))
         sequence = cache.slots[slot]
         sequence.cut(start)
-        piece = self._compiled.piece_of_prompt()
-        masked, size = start > 0 or piece is not None, piece or len(tokens)
-        for first in range(0, len(tokens), size):
-            logits = self.stock.read(tokens[first : first + size], sequence, masked=masked)
+        logits = compiled.read(tokens, sequence) if (compiled := self._current()) else None
+        if logits is None:
+            logits = self.stock.read(tokens[sequence.length - start :], sequence)
         if self.captures or len(cache.slots) > 1:
             sequence.kv.clear_from(end)  # their passes read past the context
         return Verified(logits, sequence.all_hidden())
@@ -174,7 +174,7 @@ class Target:
             for slot in used:
                 if slot.kv.due:
                     slot.kv.settle()
-            verified = self._compiled.verify(cache, trees, wants) if self.stock.whole else None
+            verified = compiled.verify(cache, trees, wants) if (compiled := self._current()) else None
         verified = verified or self.stock.verify(cache, trees)
         for slot, tree, found in zip(used, trees, verified, strict=True):
             slot.tree, slot.hidden_of_tree = tree, found.hidden
@@ -190,7 +190,8 @@ class Target:
             verified = self.verify(cache, [tree])[0]
             self.wait()
             return verified
-        verified = self.stock.verify_alone(sequence, tree)
+        found = compiled.verify_alone(sequence, tree) if (compiled := self._current()) else None
+        verified = found or self.stock.verify_alone(sequence, tree)
         sequence.tree, sequence.hidden_of_tree = tree, verified.hidden
         return verified
 
@@ -212,21 +213,24 @@ class Target:
             self.prefill(self.allocate(), 0, some_context(4, self.config.vocab_size))
 
         self.notice_changes()
-        with self.changing():
-            self.hidden.watch(self.model, self.model.config.model_type, run)
-            run()
+        compiled, self.compiled = self.compiled, None
+        try:
+            with self.changing():
+                self.hidden.watch(self.model, self.model.config.model_type, run)
+                run()
+        finally:
+            self.compiled = compiled
+        if compiled:
+            compiled.watch_hidden()
+            if compiled.is_current:
+                compiled.record()
         self._changes.count += 1  # slots that were filled before have no hidden states
         if self.captures:
             self._captured.watch(self)
             self._changes.record(holds_memory=True)
 
-    def use_whole_passes(self, whole: WholePass | None) -> None:
-        """Compute passes without the Python code of the model from now on, or with it again."""
-        self._compiled.use(whole)
-
-    @property
-    def whole_pass(self) -> WholePass | None:
-        return self.stock.whole
+    def _current(self) -> CompiledPasses | None:
+        return self.compiled if self.compiled and self.compiled.is_current else None
 
     def note_overflow(self) -> None:
         """Print once that logits were NaN or infinite."""

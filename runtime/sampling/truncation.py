@@ -18,7 +18,7 @@ from transformers import (
 
 from hdtool.runtime.kernels.argmax import argmax_of
 from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.kernels.fused.elementwise import exponentiate
+from hdtool.runtime.kernels.elementwise import exponentiate
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.topk import write_topk
 from hdtool.runtime.kernels.vector_code import LANES

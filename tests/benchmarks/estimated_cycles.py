@@ -101,8 +101,8 @@ class Case(NamedTuple):
 
 def _cases(dot: str) -> Iterator[Case]:
     from hdtool.runtime.kernels.gemm_tiles import outs_beside, tile
-    from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART
-    from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_tile
+    from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART
+    from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_tile
     from hdtool.runtime.kernels.packed.formats import OF_TYPE
 
     for kind, form in OF_TYPE.items():
@@ -117,8 +117,8 @@ def _cases(dot: str) -> Iterator[Case]:
 
 
 def _best_dot(processor: Processor) -> str:
-    from hdtool.runtime.kernels.int8 import integer_code
-    from hdtool.runtime.kernels.int8.arm_dot import has_dot_of_octets
+    from hdtool.runtime.engines.cpu.int8 import integer_code
+    from hdtool.runtime.engines.cpu.int8.arm_dot import has_dot_of_octets
 
     if processor.triple == X86:
         return integer_code.best_dot()

@@ -22,7 +22,7 @@ from hdtool.runtime.kernels.expanded_linear import BlockwiseLinear
 from hdtool.runtime.kernels.matmul_rule import uses_own_matmul
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.product_address import product_of
+from hdtool.runtime.kernels.matmul_address import product_of
 from hdtool.runtime.kernels.small_batch_linear import form_of
 from hdtool.runtime.kernels.team import multiply_together, team_of
 

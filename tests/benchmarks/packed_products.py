@@ -29,8 +29,8 @@ from gguf.quants import dequantize, quantize
 from torch.nn.functional import linear
 
 from hdtool.runtime.environment import machine
-from hdtool.runtime.kernels.int8.int8_linear import int8_linear
-from hdtool.runtime.kernels.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
+from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.packed.torchao_weights import packed_int4, packed_int8
 from hdtool.runtime.kernels.small_batch_linear import own_linear

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.engine import Engine
-from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.cuda_graphs import never
-from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
@@ -45,19 +44,18 @@ def captured() -> tuple[Target, Any]:
 
 def compiled() -> tuple[Target, Any]:
     model = fused.model_of()
-    use_small_batch_products(model, own=True)
+    compile_linear_layers(model)
     target = Target(model)
-    assert fuse_layers(target)
-    assert target.whole_pass
+    fused.compile_target(target)
     return target, fused.model_of()
 
 
 def compiled_16_bits() -> tuple[Target, Any]:
     model = fused.model_of(dtype=torch.bfloat16)
     compact_weights(model)
-    use_small_batch_products(model, own=True)
+    compile_linear_layers(model)
     target = Target(model)
-    assert fuse_layers(target)
+    fused.compile_target(target)
     return target, fused.model_of(dtype=torch.bfloat16)
 
 
@@ -172,7 +170,7 @@ def test_a_slot_computes_what_it_computes_alone(engine: tuple[Target, Any]) -> N
         for node in range(-1, len(tree)):
             assert_same_logits(found[node + 1], plain_logits(model, [*contexts[slot], *tokens_to(tree, node)]))
         target.prefill(alone, 0, contexts[slot])
-        if target.whole_pass:  # rows have the bits of single ones
+        if target.compiled:  # rows have the bits of single ones
             assert torch.equal(found, target.verify(alone, [tree])[0].logits)
             verified = target.verify(cache, several)
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.kernels.fused.attention import QUERIES, attend, attention_numbers, query_blocks
-from hdtool.runtime.kernels.fused.elementwise import norm_rows
+from hdtool.runtime.engines.cpu.attention import QUERIES, attend, attention_numbers, query_blocks
+from hdtool.runtime.kernels.elementwise import norm_rows
 from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, gate_rows
 from hdtool.runtime.kernels.vector_code import LANES
 

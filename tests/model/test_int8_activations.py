@@ -15,7 +15,7 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
-from hdtool.runtime.kernels.int8.int8_linear import Int8Linear, has_int8_activations
+from hdtool.runtime.engines.cpu.int8.int8_linear import Int8Linear, has_int8_activations
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.model.fused.compiled_passes import PIECE
 from hdtool.runtime.model.gguf import file_identity

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from hdtool.runtime.kernels.int8.int8_linear import int8_linear
-from hdtool.runtime.kernels.int8.integer_code import ANY_PROCESSOR
-from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART, panel_format
-from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_tile
-from hdtool.runtime.kernels.int8.panels import TOGETHER, Panels
-from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
+from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
+from hdtool.runtime.engines.cpu.int8.integer_code import ANY_PROCESSOR
+from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART, panel_format
+from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_tile
+from hdtool.runtime.engines.cpu.int8.panels import TOGETHER, Panels
+from hdtool.runtime.engines.cpu.int8.quantized_rows import RECORD, quantize_row
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.tile_choice import by_rows
@@ -110,8 +110,8 @@ def test_numbers_that_have_no_8_bits(format: BlockFormat) -> None:
 
 FREED = """
 import torch
-from hdtool.runtime.kernels.int8.int8_linear import int8_linear
-from hdtool.runtime.kernels.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
+from hdtool.runtime.engines.cpu.int8.panels import Panels
 from tests.support.packed_blocks import NAMES, some_matrix
 
 matrix = some_matrix(NAMES["Q8_0"], 16, 512)

@@ -20,8 +20,8 @@ from torch.nn.functional import embedding, linear
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
 from hdtool.runtime.kernels.expanded_linear import BLOCK_NUMBERS, BlockwiseLinear
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
-from hdtool.runtime.kernels.int8.int8_linear import int8_linear
-from hdtool.runtime.kernels.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
+from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS
@@ -146,8 +146,8 @@ binding.get_host_cpu_features = lambda: features
 import torch
 from hashlib import sha256
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.kernels.int8.int8_linear import int8_linear
-from hdtool.runtime.kernels.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
+from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
 from hdtool.runtime.kernels.small_batch_linear import own_linear
 from tests.support.packed_blocks import expected, some_matrix

@@ -6,10 +6,10 @@ import pytest
 import torch
 from numba import njit
 
-from hdtool.runtime.kernels.int8.int8_linear import int8_linear
-from hdtool.runtime.kernels.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
+from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
-from hdtool.runtime.kernels.product_address import call_at, int8_product_of, product_of
+from hdtool.runtime.kernels.matmul_address import call_at, int8_product_of, product_of
 from hdtool.runtime.kernels.small_batch_linear import own_linear
 from hdtool.runtime.kernels.team import MULTIPLE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16

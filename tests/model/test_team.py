@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hdtool.runtime.kernels.int8.int8_linear import int8_linear
-from hdtool.runtime.kernels.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
+from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.small_batch_linear import own_linear
 from hdtool.runtime.kernels.team import LEAST_NUMBERS, Team, team_of

@@ -21,7 +21,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import small_batch_linear
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
-from hdtool.runtime.kernels.int8.int8_linear import Int8Linear
+from hdtool.runtime.engines.cpu.int8.int8_linear import Int8Linear
 from hdtool.runtime.kernels.packed.formats import INT8
 from hdtool.runtime.kernels.packed.torchao_weights import packed_int4, packed_int8, packed_weight
 from hdtool.runtime.kernels.small_batch_linear import ProductChoice, own_linear

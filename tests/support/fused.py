@@ -1,4 +1,4 @@
-"""Tiny models whose layers are of the kind that compiled code takes, with the library's layers and in compiled code."""
+"""Tiny models of the kind that is compiled, computed by the library's code and by compiled code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
-from hdtool.runtime.model.fused.layer_stack import LayerStack, stack_of
-from hdtool.runtime.model.fused.proof import fuse_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
@@ -49,22 +49,27 @@ def model_of(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
 
 
 def both(kind: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Target, Target]:
-    """The model with the layers of the library and in compiled code."""
+    """The model with compiled linear layers in the library's code, and wholly in compiled code."""
     targets = []
     for _ in range(2):
         model = model_of(kind, dtype)
         if dtype != torch.float32:
             compact_weights(model)
-        use_small_batch_products(model, own=True)
+        compile_linear_layers(model)
         targets.append(Target(model))
-    assert fuse_layers(targets[1])
+    compile_target(targets[1])
     return targets[0], targets[1]
 
 
-def stack(target: Target) -> LayerStack:
-    found = stack_of(target.model)
-    assert found
-    return found
+def compile_target(target: Target) -> CompiledModel:
+    target.compiled = made = compile_cpu(target)
+    assert made
+    return made
+
+
+def compiled(target: Target) -> CompiledModel:
+    assert isinstance(target.compiled, CompiledModel)
+    return target.compiled
 
 
 def logits_of(target: Target, context: list[int], tree: DraftTree = TREE) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
 from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import BEST
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.verified import Verified
 
@@ -47,7 +47,7 @@ class HeadsState:
         self._is_prompt = True
         target.watch_hidden()
         if target.device.type == "cpu":
-            use_small_batch_products(self.heads)
+            compile_linear_layers(self.heads)
         shape = self.heads.shape
         width = shape.width // shape.attention_heads
         self._cache = HeadsKVCache(len(self.heads.layers), shape.attention_heads, width, self.heads.like)

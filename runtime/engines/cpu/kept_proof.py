@@ -180,9 +180,9 @@ def logits_hash(target: Target) -> str:
 def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | None:
     """The proof of a loaded target, to be kept; None for a model that is proved at each start.
 
-    Only whole passes in compiled code have the same bits each time.
+    Only compiled passes have the same bits each time.
     """
-    if target.whole_pass is None or any(is_compact(one) and one.reads.number for one in target.model.parameters()):
+    if target.compiled is None or any(is_compact(one) and one.reads.number for one in target.model.parameters()):
         return None
     logits = logits_hash(target)
     return Proof(outline, target.shapes, compact, logits) if logits == logits_hash(target) else None

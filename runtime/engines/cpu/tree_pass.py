@@ -1,4 +1,4 @@
-"""Passes over draft trees in one compiled call, with the memory that they use in turn.
+"""Passes over draft trees and prompts in one compiled call, with the memory that they use in turn.
 
 A pass evicts the processor's caches, so each object of Python on the way to the next one is read from main memory:
 there are few of them here.
@@ -14,48 +14,55 @@ import numpy as np
 import torch
 from torch import get_num_threads, is_autocast_enabled
 
+from hdtool.runtime.engines.cpu.pass_kernel import IDS, LOGITS, NORMED, POSITIONS, pass_numbers
+from hdtool.runtime.engines.cpu.tree_kernel import ROWS, TREE_PASS, compute_tree, compute_trees
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.fused.passes import IDS, LOGITS, POSITIONS, pass_numbers
 from hdtool.runtime.kernels.team import ALONE, team_of
 from hdtool.runtime.kernels.topk import folded_size
-from hdtool.runtime.model.fused.tree_kernel import ROWS, TREE_PASS, compute_tree, compute_trees
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN
 from hdtool.runtime.tree import OPEN, DraftTree
 from hdtool.runtime.verified import Verified, Walk, Want
 
 if TYPE_CHECKING:
-    from hdtool.runtime.model.cache.kv_cache import KVTensors
+    from hdtool.runtime.engines.cpu.weight_table import WeightTable
+    from hdtool.runtime.model.cache.kv_cache import KVTensors, StaticKVCache
     from hdtool.runtime.model.cache.slots import Cache
-    from hdtool.runtime.model.fused.whole_pass import WholePass
+
+PIECE = 128
+"""Tokens of a prompt that are read in one pass; larger passes take longer for each row."""
+CHAIN = np.arange(-1, PIECE, dtype=np.int32)
+"""Parents of the nodes of a tree that is a sequence."""
 
 
 class TreePass:
-    """The passes over trees of one model in so many slots, with the memory that they use in turn."""
+    """The passes of one model in so many slots, with the memory that they use in turn."""
 
-    def __init__(self, whole: WholePass, slots: int = 1) -> None:
-        self._whole, self._slots = whole, slots
+    def __init__(self, table: WeightTable, slots: int = 1) -> None:
+        self._table, self._slots = table, slots
+        self._rows = ROWS if slots > 1 else max(ROWS, PIECE)
         self._record = np.zeros(1, TREE_PASS)
         self._at = self._record.ctypes.data
+        rows = slots * self._rows
         self._memory: dict[str, Any] = {
             "shown": np.zeros((slots, 2), np.int64),
             "starts": np.zeros(slots, np.int64),
-            "ids": np.zeros(slots * ROWS, np.int64),
-            "positions": np.zeros(slots * ROWS, np.int64),
-            "certain": np.zeros(slots * ROWS, np.int64),
+            "ids": np.zeros(rows, np.int64),
+            "positions": np.zeros(rows, np.int64),
+            "certain": np.zeros(rows, np.int64),
             "walked": np.zeros((slots, 2, ROWS), np.int64),
+            "maxima": np.empty((slots * ROWS, folded_size(table.vocabulary)), np.float32),
         }
         """What the record has addresses of."""
         self._walked: Array = self._memory["walked"]
+        self._maxima: Array = self._memory["maxima"]
         self._found = np.zeros((slots, 2), np.int64)
         """The length of each slot's walk, and whether its logits are finite."""
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
+            self._logits = torch.empty(slots * ROWS, table.vocabulary)
+            self._normed = torch.empty(rows, table.width)
         self._storage: object = None
         """The KV cache whose addresses the record has."""
-        self._checks = self._threads = 0
-        self._is_usable = False
-        self._own: dict[int, bool] = {}
-        """Whether all products of a pass with so many rows are our own."""
-        self._logits = torch.empty(0)
-        self._maxima: Array = np.empty((0, 0), np.float32)
+        self._version = self._threads = 0
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Logits by their first row and their number."""
 
@@ -66,7 +73,7 @@ class TreePass:
         """
         lengths = [slot.kv.length for slot, _ in zip(cache.slots, trees, strict=False)]
         rows = max(len(tree.tokens) for tree in trees) + 1
-        if not self._takes(cache.storage, len(trees) * rows, max(lengths) + rows):
+        if not self._takes(cache.storage, max(lengths) + rows):
             return None
         heads = np.array(
             [
@@ -82,7 +89,6 @@ class TreePass:
             known = compute_trees(self._at, team, heads, tokens, parents, _certain_of(trees), rows, ranks, self._found)
         if not known:
             return None
-        self._whole.stack.passes += 1
         verified: list[Verified] = []
         walks = self._found[: len(trees)].tolist()
         for slot, (tree, want, (length, finite)) in enumerate(zip(trees, wants, walks, strict=True)):
@@ -90,18 +96,20 @@ class TreePass:
             kv.used = max(kv.used, kv.length + rows)
             walk = Walk.of(self._walked[slot], length, bool(finite)) if want.walk else None
             maxima = self._maxima[first : first + used] if want.rank else None
-            verified.append(Verified(self._view(first, used), walk=walk, maxima=maxima))
+            verified.append(
+                Verified(self._view(first, used), walk=walk, maxima=maxima, hidden=self._hidden(first, used))
+            )
         return verified
 
-    def verify_one(self, cache: Cache, tree: DraftTree, want: Want) -> list[Verified] | None:
-        """Verify a tree in the first slot."""
-        kv, rows = cache.slots[0].kv, len(tree.tokens) + 1
+    def verify_one(self, kv: StaticKVCache, tree: DraftTree, want: Want) -> Verified | None:
+        """Verify a tree after one sequence."""
+        rows = len(tree.tokens) + 1
         length = kv.length
         end = length + rows
-        if not self._takes(cache.storage, rows, end):
+        if not self._takes(kv.storage, end):
             return None
         certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
-        given = tree.root, tree.tokens, tree.parents, certain, length, want.walk, want.rank
+        given = tree.root, tree.tokens, tree.parents, certain, length, 0, want.walk, want.rank
         if self._threads == 1:
             found, finite = compute_tree(self._at, 0, *given)
         else:
@@ -111,57 +119,67 @@ class TreePass:
             return None
         if end > kv.used:
             kv.used = end
-        self._whole.stack.passes += 1
         walk = Walk.of(self._walked[0], found, finite) if want.walk else None
-        return [Verified(self._view(0, rows), walk=walk, maxima=self._maxima[:rows] if want.rank else None)]
+        maxima = self._maxima[:rows] if want.rank else None
+        return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
+
+    def read(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:
+        """Read at most ``PIECE`` tokens after those of a sequence: the logits after the last one."""
+        rows, length = len(tokens), kv.length
+        if not self._takes(kv.storage, length + rows):
+            return None
+        ids = np.array(tokens, np.int64)
+        with self._team() as team:
+            found, _ = compute_tree(
+                self._at, team, ids[0], ids[1:], CHAIN[: rows - 1], NOTHING_CERTAIN, length, rows - 1, False, False
+            )
+        if found < 0:
+            return None
+        kv.used = max(kv.used, length + rows)
+        return Verified(self._view(0, 1), self._hidden(0, rows))
 
     def _team(self) -> AbstractContextManager[int]:
         return team_of(self._threads).open() if self._threads > 1 else ALONE
 
-    def _takes(self, storage: KVTensors, rows: int, end: int) -> bool:
-        """Whether a pass of so many rows, up to a position of the KV cache, is computed here."""
-        threads = get_num_threads()
-        if self._storage is not storage or self._threads != threads or self._checks != self._whole.checks:
-            self._prepare(storage, threads)
-        if not self._is_usable or end > storage.capacity or is_autocast_enabled("cpu"):
+    def _takes(self, storage: KVTensors, end: int) -> bool:
+        """Whether a pass up to a position of the KV cache is computed here; prepares the record for it."""
+        if is_autocast_enabled("cpu") or end > storage.capacity:
             return False
-        own = self._own.get(rows)
-        if own is None:
-            own = self._own[rows] = self._whole.has_own_products(rows)
-        return own
+        threads = get_num_threads()
+        if self._storage is not storage or self._threads != threads or self._version != self._table.version:
+            self._prepare(storage, threads)
+        return True
 
     @torch.inference_mode()
     def _prepare(self, storage: KVTensors, threads: int) -> None:
         """Fill the record for a KV cache and a number of threads."""
-        whole, stack, capacity = self._whole, self._whole.stack, storage.capacity
-        self._storage, self._threads, self._checks = storage, threads, whole.checks
-        self._is_usable, self._own = whole.is_usable, {}
-        if not self._is_usable:
-            return
+        table, capacity, memory = self._table, storage.capacity, self._memory
+        rows = self._slots * self._rows
         record: Any = self._record[0]
-        record["shape"] = shape = stack.shape_of(self._slots, ROWS, None, storage)
-        record["ends"] = whole.ends_below(capacity)
-        record["used"], record["epsilon"], record["last_epsilon"] = stack.used, stack.epsilon, whole.epsilon
-        record["mask_width"] = capacity
-        rows, memory = self._slots * ROWS, self._memory
-        memory["layers"], memory["shown"][:] = stack.with_cache(storage), 0
-        with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
-            if not len(self._logits):
-                self._logits = torch.empty(rows, whole.outs)
-                self._maxima = memory["maxima"] = np.empty((rows, folded_size(whole.outs)), np.float32)
-            memory["hidden"] = torch.empty(rows, stack.width).numpy()
+        record["shape"] = shape = table.shape_of(self._slots, self._rows, None, storage)
+        record["ends"] = table.ends(capacity)
+        self._storage, self._threads, self._version = storage, threads, table.version
+        record["rows"], record["used"], record["mask_width"] = self._rows, table.used, capacity
+        memory["layers"], memory["shown"][:] = table.with_cache(storage), 0
+        with torch.inference_mode(False):
+            memory["hidden"] = torch.empty(rows, table.width).numpy()
             memory["scratch"] = torch.empty(pass_numbers(shape, capacity)).numpy()
             memory["mask"] = torch.zeros(rows, capacity).numpy()  # pages that nobody writes take no memory
         for name, part in memory.items():
             record[name] = part.ctypes.data
-        record["ends"][IDS], record["ends"][POSITIONS] = record["ids"], record["positions"]
-        record["ends"][LOGITS] = self._logits.data_ptr()
+        ends = record["ends"]
+        ends[IDS], ends[POSITIONS] = record["ids"], record["positions"]
+        ends[LOGITS], ends[NORMED] = self._logits.data_ptr(), self._normed.data_ptr()
 
     def _view(self, first: int, rows: int) -> torch.Tensor:
         found = self._views.get((first, rows))
         if found is None:
             found = self._views[first, rows] = self._logits[first : first + rows]
         return found
+
+    def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
+        """The normed hidden states of a pass, if they are watched."""
+        return self._normed[first : first + rows].clone() if self._table.watches_hidden else None
 
 
 def _certain_of(trees: Sequence[DraftTree]) -> Array:

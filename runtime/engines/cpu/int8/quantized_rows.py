@@ -8,9 +8,9 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
+from hdtool.runtime.engines.cpu.int8.integer_code import ANY_PROCESSOR, FLOATS, WORDS, IntegerCode
+from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART, panel_format
 from hdtool.runtime.kernels.compiled import generated
-from hdtool.runtime.kernels.int8.integer_code import ANY_PROCESSOR, FLOATS, WORDS, IntegerCode
-from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART, panel_format
 from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, OCTET

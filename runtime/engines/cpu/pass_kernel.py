@@ -10,9 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import cfunc, types
 
-from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.fused.elementwise import norm_rows
-from hdtool.runtime.kernels.fused.layers import (
+from hdtool.runtime.engines.cpu.layer_kernel import (
     COS,
     FIELDS,
     HIDDEN,
@@ -27,23 +25,26 @@ from hdtool.runtime.kernels.fused.layers import (
     compute_layers,
     scratch_numbers,
 )
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.elementwise import norm_rows
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
+from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.product_address import ARGUMENTS, call_at
-from hdtool.runtime.kernels.team import multiply_together
+from hdtool.runtime.kernels.team import WORD_SIZE, multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, COSINES, SINES, KNOWN = range(8)
 """Addresses of the token ids and positions; of ``embedding_of`` a format, and of the matrix of embeddings, with its
 rows; of the tables of rotary positions, with their rows."""
-NORM, FIRST, PROJECT, PROJECTION, OUTS, BIAS, LOGITS, MAXIMA = range(8, 16)
-"""The address of the last norm's weight; the first row of each sequence whose logits are computed; of the output layer,
-the addresses of the product and the matrix, the rows of it, and the address of its bias; and the addresses of the
-logits and of the maxima that ``fold`` writes for them, 0 if these are not wanted."""
+NORM, LAST_EPSILON, NORMED, FIRST, PROJECT, PROJECTION, OUT_FEATURES, BIAS, LOGITS, MAXIMA = range(8, 18)
+"""The address of the last norm's weight and the bits of its epsilon; where normed hidden states are written; the first
+row whose logits are computed; of the output layer, the addresses of the matmul and the matrix, the rows of it, and the
+address of its bias; the addresses of the logits and of the maxima that ``fold`` writes for them, 0 if these are not
+wanted."""
 END_FIELDS = MAXIMA + 1
 IN_CACHE = 1 << 17
-"""Logits of all rows that are folded before the processor's cache of the second level is full of later ones."""
+"""Logits that are folded before they are evicted from L2."""
 
 
 def embedding_of(kind: Any, size: int) -> Any:
@@ -78,13 +79,11 @@ def compute_pass(
     layers: npt.NDArray[np.int64],
     starts: Numbers,
     ends: Numbers,
-    epsilon: Any,
-    last_epsilon: Any,
     certain: Numbers,
     hidden: int,
     scratch: int,
 ) -> bool:
-    """Write the hidden states after all layers, and the logits; False for ids or positions that are not known.
+    """Write the normed hidden states after all layers, and the logits; False for ids or positions that are not known.
 
     ``certain`` may state the only token that may follow each row of all sequences, -1 where there are several.
     """
@@ -99,28 +98,21 @@ def compute_pass(
     for row in range(rows):
         copy_numbers(ends[COSINES] + positions[row] * size, shape[WIDTH], shape[COS] + row * size)
         copy_numbers(ends[SINES] + positions[row] * size, shape[WIDTH], shape[SIN] + row * size)
-    compute_layers(shape, layers, starts, epsilon, hidden, scratch + 2 * rows * size)
+    compute_layers(shape, layers, starts, hidden, scratch + 2 * rows * size)
+    epsilon = array_at(ends.ctypes.data + LAST_EPSILON * WORD_SIZE, (1,), types.float32)[0]
+    norm_rows(hidden, rows, shape[HIDDEN], ends[NORM], epsilon, ends[NORMED])
     if len(certain) > 0:
-        _write_open_logits(shape, ends, last_epsilon, certain, hidden, scratch)
+        _write_open_logits(shape, ends, certain, hidden, scratch)
     else:
-        _write_logits(shape, ends, last_epsilon, hidden, scratch)
+        first = ends[FIRST]
+        _project(shape, ends, rows - first, ends[NORMED] + first * shape[HIDDEN] * ITEM_SIZE)
     return True
-
-
-@compiled
-def _write_logits(shape: Numbers, ends: Numbers, epsilon: Any, hidden: int, scratch: int) -> None:
-    """Norm and project the last rows of each sequence."""
-    width, count = shape[HIDDEN], shape[NEW] - ends[FIRST]
-    for slot in range(shape[SLOTS]):
-        read = hidden + (slot * shape[NEW] + ends[FIRST]) * width * ITEM_SIZE
-        norm_rows(read, count, width, ends[NORM], epsilon, scratch + slot * count * width * ITEM_SIZE)
-    _project(shape, ends, shape[SLOTS] * count, scratch)
 
 
 @compiled
 def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
     """Write the logits of normed rows, and their maxima if these are wanted."""
-    width, outs = shape[HIDDEN], ends[OUTS]
+    width, outs = shape[HIDDEN], ends[OUT_FEATURES]
     layer = ends[PROJECT], ends[PROJECTION], outs, width, normed, rows, ends[LOGITS], ends[BIAS]
     if not rows:
         return
@@ -143,19 +135,16 @@ def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
 
 
 @compiled
-def _write_open_logits(
-    shape: Numbers, ends: Numbers, epsilon: Any, certain: Numbers, hidden: int, scratch: int
-) -> None:
-    """Norm and project the rows after which several tokens may follow; after others, write the logit of the one.
+def _write_open_logits(shape: Numbers, ends: Numbers, certain: Numbers, hidden: int, scratch: int) -> None:
+    """Project the rows after which several tokens may follow; after others, write the logit of the one.
 
-    The product writes the logits of the open rows one after another. They are moved to their places from the last one
+    The matmul writes the logits of the open rows one after another. They are moved to their places from the last one
     on, since none of them lies before its place.
     """
-    width, outs, rows, count = shape[HIDDEN], ends[OUTS], len(certain), 0
+    width, outs, rows, count = shape[HIDDEN], ends[OUT_FEATURES], len(certain), 0
     for row in range(rows):
         if certain[row] < 0:
-            written = scratch + count * width * ITEM_SIZE
-            norm_rows(hidden + row * width * ITEM_SIZE, 1, width, ends[NORM], epsilon, written)
+            copy_numbers(ends[NORMED] + row * width * ITEM_SIZE, width, scratch + count * width * ITEM_SIZE)
             count += 1
     _project(shape, ends, count, scratch)
     folded = folded_size(outs)
@@ -181,7 +170,5 @@ def _write_open_logits(
 def compile_passes() -> None:
     """Compile all of this ahead, for no rows and no layers: a first pass would wait for it."""
     shape, layers, starts, ends = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1, END_FIELDS))
-    one = np.float32(1)
-    norm_rows(0, 0, 0, 0, one, 0)
     pass_numbers(shape, 0)
-    compute_pass(shape, layers.reshape(1, -1)[:0], starts, ends, one, one, starts[:0], 0, 0)
+    compute_pass(shape, layers.reshape(1, -1)[:0], starts, ends, starts[:0], 0, 0)

@@ -14,20 +14,17 @@ from numba import cfunc, types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.gemm_tiles import block_numbers
-from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS
-from hdtool.runtime.kernels.int8.panel_tiles import panel_bytes
-from hdtool.runtime.kernels.int8.product import multiply_int8
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.small_batch_gemm import multiply
 from hdtool.runtime.kernels.vector_code import INDEX, ITEM_SIZE
 
 ARGUMENTS = 9
-"""Of a product: the matrix, its rows and columns; the inputs and their rows; outputs; bias, or 0; and the first matrix
+"""Of a matmul: the matrix, its rows and columns; the inputs and their rows; outputs; bias, or 0; and the first matrix
 row to multiply, and the end, between which are whole panels unless it is that of the matrix."""
 
 
-def product_of(kind: Any, size: int) -> Any:
-    """The product for a format; it must be kept as long as its address is used."""
+def matmul_of(kind: Any, size: int) -> Any:
+    """The matmul for a format; it must be kept as long as its address is used."""
     return _made(cast(Hashable, type(kind)), size)  # formats differ by the type of ``kind``: they are equal as numbers
 
 
@@ -36,38 +33,18 @@ def _made(kind_type: Hashable, size: int) -> Any:
     kind: Any = cast(Any, kind_type)(0)
 
     @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
-    def product(
+    def matmul(
         matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
     ) -> None:
         part = matrix + first * (columns // block_numbers(kind) * size)
         multiply(part, kind, size, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, outs)
-        _add_bias(bias, outs, rows, outputs, first, end)
+        add_bias(bias, outs, rows, outputs, first, end)
 
-    return product
-
-
-def int8_product_of(kind: Any) -> Any:
-    """The same with inputs in 8 bits, for the panels of a format."""
-    return _made_int8(cast(Hashable, type(kind)))
-
-
-@cache
-def _made_int8(kind_type: Hashable) -> Any:
-    kind: Any = cast(Any, kind_type)(0)
-
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
-    def product(
-        matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
-    ) -> None:
-        part = matrix + first // PANEL_ROWS * panel_bytes(kind, columns)
-        multiply_int8(part, kind, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, outs)
-        _add_bias(bias, outs, rows, outputs, first, end)
-
-    return product
+    return matmul
 
 
 @compiled
-def _add_bias(bias: int, outs: int, rows: int, outputs: int, first: int, end: int) -> None:
+def add_bias(bias: int, outs: int, rows: int, outputs: int, first: int, end: int) -> None:
     if bias:
         added, written = array_at(bias, (outs,), types.float32), array_at(outputs, (rows, outs), types.float32)
         for row in range(rows):

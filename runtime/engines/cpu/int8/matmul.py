@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, types
 
-from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART
-from hdtool.runtime.kernels.int8.panel_tiles import MOST_ROWS, panel_bytes, panel_tile
-from hdtool.runtime.kernels.int8.quantized_rows import RECORD, quantize_row
+from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART
+from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_bytes, panel_tile
+from hdtool.runtime.engines.cpu.int8.quantized_rows import RECORD, quantize_row
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.tile_choice import by_rows
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE

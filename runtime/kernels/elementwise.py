@@ -8,8 +8,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
-from hdtool.runtime.kernels.fused.vectors import FloatCode
 from hdtool.runtime.kernels.vector_code import FLOAT, ITEM_SIZE, LANES
+from hdtool.runtime.kernels.vectors import FloatCode
 
 
 @generated(types.int64, types.int64, types.int64, types.float32, types.int64)

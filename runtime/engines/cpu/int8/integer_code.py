@@ -12,8 +12,8 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core.registry import cpu_target
 
-from hdtool.runtime.kernels.int8.arm_dot import has_dot_of_octets
-from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PLANE, QUAD
+from hdtool.runtime.engines.cpu.int8.arm_dot import has_dot_of_octets
+from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PLANE, QUAD
 from hdtool.runtime.kernels.memory.raw_memory import WORD
 from hdtool.runtime.kernels.vector_code import FLOAT, OCTET, SHORT, VectorCode, has_feature
 

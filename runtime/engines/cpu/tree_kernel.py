@@ -1,4 +1,4 @@
-"""Passes over draft trees as one compiled call: token ids, positions and masks are made where they are read.
+"""Passes over draft trees and prompts as one compiled call: ids, positions and masks are made where they are read.
 
 Only the nodes of the trees and the lengths of their contexts differ from one pass to the next. Everything else is an
 address in a record that is filled when an answer begins.
@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.kernels.argmax import INFINITY
-from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.kernels.fused.layers import (
+from hdtool.runtime.engines.cpu.layer_kernel import (
     FIELDS,
     MASK,
     MASK_ROW,
@@ -23,7 +21,18 @@ from hdtool.runtime.kernels.fused.layers import (
     SLOTS,
     TEAM,
 )
-from hdtool.runtime.kernels.fused.passes import END_FIELDS, IDS, LOGITS, MAXIMA, OUTS, POSITIONS, compute_pass
+from hdtool.runtime.engines.cpu.pass_kernel import (
+    END_FIELDS,
+    FIRST,
+    IDS,
+    LOGITS,
+    MAXIMA,
+    OUT_FEATURES,
+    POSITIONS,
+    compute_pass,
+)
+from hdtool.runtime.kernels.argmax import INFINITY
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.model.attention_masks import hide_non_ancestors
@@ -32,6 +41,7 @@ from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax
 from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
 
 ROWS = LARGEST_TREE + 1
+"""Of a pass over a tree."""
 FLOAT32_INFINITY = INFINITY[torch.float32]
 HIDDEN_VALUE = float(np.finfo(np.float32).min)
 """What the mask holds for positions that a row does not attend to."""
@@ -40,11 +50,10 @@ TREE_PASS = np.dtype(
     [
         ("shape", np.int64, PASS_FIELDS),
         ("ends", np.int64, END_FIELDS),
+        ("rows", np.int64),  # that each slot has memory for
         ("used", np.int64),  # layers
-        ("epsilon", np.float32),
-        ("last_epsilon", np.float32),
         ("mask_width", np.int64),
-        # Addresses of memory, for ``ROWS`` rows of each slot.
+        # Addresses of memory.
         ("layers", np.int64),
         ("hidden", np.int64),
         ("scratch", np.int64),
@@ -66,15 +75,25 @@ context and whether to walk."""
 
 @compiled
 def compute_tree(
-    at: int, team: int, root: int, tokens: Array, parents: Array, certain: Array, length: int, walks: bool, ranks: bool
+    at: int,
+    team: int,
+    root: int,
+    tokens: Array,
+    parents: Array,
+    certain: Array,
+    length: int,
+    first: int,
+    walks: bool,
+    ranks: bool,
 ) -> tuple[int, bool]:
-    """Compute a pass by the record at an address.
+    """Compute a pass by the record at an address; logits are those of the rows from ``first`` on.
 
     Returns the tokens of the walk by arg-max, if it ``walks``, and whether their logits are finite; -1 for a token or a
     position that the model does not have. No logits are computed after a row with a ``certain`` token; there is an
     entry for each row or none.
     """
     own, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
+    own.ends[FIRST] = first
     _place_tree(own, 0, root, tokens, parents, length, rows)
     if not _compute(own, team, 1, rows, certain, ranks):
         return -1, False
@@ -98,6 +117,7 @@ def compute_trees(
     No logits are computed after padding.
     """
     own, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(heads), 0, False
+    own.ends[FIRST] = 0
     of_rows = array_at(own.certain, (slots * rows,), np.int64)
     for slot in range(slots):
         nodes = heads[slot, NODES]
@@ -136,7 +156,7 @@ def _place_tree(own: Any, slot: int, root: int, tokens: Array, parents: Array, l
     array_at(own.starts, slot + 1, np.int64)[slot] = length
     if rows > 1:
         shown = array_at(own.shown, (slot + 1, 2), np.int64)[slot]
-        mask = array_at(own.mask, (slot + 1, ROWS, own.mask_width), np.float32)[slot]
+        mask = array_at(own.mask, (slot + 1, own.rows, own.mask_width), np.float32)[slot]
         hide_non_ancestors(mask, shown[0], shown[1], parents, length, HIDDEN_VALUE)
         for row in range(nodes + 1):
             for column in range(length + nodes + 1, length + rows):
@@ -149,15 +169,18 @@ def _compute(own: Any, team: int, slots: int, rows: int, certain: Array, ranks: 
     shape = own.shape
     own.ends[MAXIMA] = own.maxima if ranks else 0
     shape[SLOTS], shape[NEW], shape[TEAM] = slots, rows, team
-    shape[MASK], shape[MASK_SLOT], shape[MASK_ROW] = own.mask if rows > 1 else 0, ROWS * own.mask_width, own.mask_width
+    shape[MASK], shape[MASK_SLOT], shape[MASK_ROW] = (
+        own.mask if rows > 1 else 0,
+        own.rows * own.mask_width,
+        own.mask_width,
+    )
     layers, starts = array_at(own.layers, (own.used, FIELDS), np.int64), array_at(own.starts, slots, np.int64)
-    epsilons = own.epsilon, own.last_epsilon
-    return compute_pass(shape, layers, starts, own.ends, *epsilons, certain, own.hidden, own.scratch)
+    return compute_pass(shape, layers, starts, own.ends, certain, own.hidden, own.scratch)
 
 
 @compiled
 def _walk(own: Any, slot: int, rows: int, certain: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
-    vocabulary, walked = own.ends[OUTS], array_at(own.walked, (slot + 1, 2, ROWS), np.int64)[slot]
+    vocabulary, walked = own.ends[OUT_FEATURES], array_at(own.walked, (slot + 1, 2, ROWS), np.int64)[slot]
     logits = own.ends[LOGITS] + slot * rows * vocabulary * ITEM_SIZE
     return walk_argmax(
         logits, vocabulary, vocabulary, FLOAT32_INFINITY, certain, tokens, parents, len(tokens) + 1, walked
@@ -171,5 +194,5 @@ def compile_tree_passes() -> None:
         record[name] = numbers.ctypes.data
     record["ends"][0, IDS] = record["ends"][0, POSITIONS] = numbers.ctypes.data
     nodes, at = (bare.tokens, bare.parents), record.ctypes.data
-    compute_tree(at, 0, bare.root, *nodes, NOTHING_CERTAIN, 0, True, False)
+    compute_tree(at, 0, bare.root, *nodes, NOTHING_CERTAIN, 0, 0, True, False)
     compute_trees(at, 0, np.array([[-1, 0, 0, 1]]), *nodes, NOTHING_CERTAIN, 1, False, np.zeros((1, 2), np.int64))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.kernels.int8.panel_format import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
+from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
 from hdtool.runtime.kernels.packed.formats import BlockFormat
 
 Bytes = npt.NDArray[Any]

@@ -8,8 +8,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from hdtool.runtime.kernels.compiled import generated
-from hdtool.runtime.kernels.int8.integer_code import (
+from hdtool.runtime.engines.cpu.int8.integer_code import (
     DOT_OF_PAIRS,
     DOT_OF_SIGNED,
     FLOATS,
@@ -18,7 +17,7 @@ from hdtool.runtime.kernels.int8.integer_code import (
     IntegerCode,
     best_dot,
 )
-from hdtool.runtime.kernels.int8.panel_format import (
+from hdtool.runtime.engines.cpu.int8.panel_format import (
     FLOAT_SIZE,
     PANEL_ROWS,
     PART,
@@ -27,7 +26,8 @@ from hdtool.runtime.kernels.int8.panel_format import (
     PanelFormat,
     panel_format,
 )
-from hdtool.runtime.kernels.int8.quantized_rows import CORRECTIONS, RECORD, SCALE, SCALED_SUM
+from hdtool.runtime.engines.cpu.int8.quantized_rows import CORRECTIONS, RECORD, SCALE, SCALED_SUM
+from hdtool.runtime.kernels.compiled import generated
 from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.tile_choice import Tile

@@ -12,10 +12,10 @@ from typing import Any
 from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
-from hdtool.runtime.kernels.fused.elementwise import exponentiate
-from hdtool.runtime.kernels.fused.vectors import FloatCode
+from hdtool.runtime.kernels.elementwise import exponentiate
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
+from hdtool.runtime.kernels.vectors import FloatCode
 
 QUERIES = 16
 """Queries that read the same keys and values together, while these are in the first cache."""

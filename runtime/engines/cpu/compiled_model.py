@@ -1,0 +1,119 @@
+"""A model whose passes over prompts and draft trees are computed in compiled code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdtool.runtime.engines.cpu.tree_pass import PIECE, TreePass
+from hdtool.runtime.engines.cpu.weight_table import WeightTable
+from hdtool.runtime.model.checks.unchanged import RecordedModel
+from hdtool.runtime.model.library import attention_of
+from hdtool.runtime.model.pass_log import PROMPT
+from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
+
+if TYPE_CHECKING:
+    from hdtool.runtime.engines.cpu.model_parts import ModelParts
+    from hdtool.runtime.model.cache.slots import Cache, Slot
+    from hdtool.runtime.model.pass_log import PassLog
+
+
+class CompiledModel:
+    """The compiled passes of one model, as long as it stays the one that was compiled."""
+
+    def __init__(self, parts: ModelParts, log: PassLog) -> None:
+        self._parts, self._log = parts, log
+        self.table = WeightTable(parts)
+        self._passes: dict[int, TreePass] = {}
+        """By the number of slots for which a pass has memory."""
+        self.is_current = False
+        """Whether the model was the compiled one when the last prompt was read."""
+        self.passes = 0
+        """That were computed here."""
+        self.record()
+
+    def record(self) -> None:
+        """Take the model as it is now for the compiled one."""
+        self._recorded = RecordedModel(self._parts.model)
+        self.check()
+
+    def check(self, *, again: bool = True) -> None:
+        """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
+        if again:
+            self._is_same = self._recorded.is_same()
+            self._memory = self._recorded.memory() if self._is_same else []
+            """Held, so that no memory is read that was freed if weights are replaced within an answer."""
+        config: Any = self._parts.model.config
+        self.is_current = self._is_same and attention_of(config.get_text_config(decoder=True)) == "sdpa"
+
+    def use_int8_activations(self) -> bool:
+        """Multiply packed weights by activations in 8 bits from now on; whether the model has any.
+
+        Rounding to 8 bits enlarges every difference, so a row must have the same bits in every pass, which it has here.
+        """
+        return self.table.use_int8_activations()
+
+    @property
+    def activations_are_int8(self) -> bool:
+        return self.table.activations_are_int8
+
+    def watch_hidden(self) -> None:
+        """Give hidden states in each pass from now on."""
+        self.table.watches_hidden = True
+
+    def first_layer_alone(self) -> AbstractContextManager[None]:
+        """Leave the other layers out meanwhile."""
+        return self.table.first_layer_alone()
+
+    def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
+        """Read tokens after those of a slot; the logits ``[1, vocabulary]`` after the last one.
+
+        None if a pass is not computed here, which leaves the slot with the tokens before.
+        """
+        passes, logits = self._of_slots(1), None
+        for first in range(0, len(tokens), PIECE):
+            piece, started = tokens[first : first + PIECE], time.perf_counter()
+            read = passes.read(slot.kv, piece)
+            if read is None:
+                return None
+            self._add(started)
+            slot.extend(piece, read.hidden)
+            logits = read.logits
+        return logits
+
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified] | None:
+        """Verify a tree in each of the first slots; None for a pass that is not computed here."""
+        passes, count, started = self._of_slots(len(cache.slots)), len(trees), time.perf_counter()
+        if count == 1:
+            one = passes.verify_one(cache.slots[0].kv, trees[0], wants[0] if wants else LOGITS_ALONE)
+            if one is None:
+                return None
+            self._add(started, len(trees[0].tokens))
+            return [one]
+        several = passes.verify(cache, trees, wants or [LOGITS_ALONE] * count)
+        if several:
+            self._add(started, max(len(tree.tokens) for tree in trees), count)
+        return several
+
+    def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
+        """Verify a tree in one slot of several."""
+        started = time.perf_counter()
+        verified = self._of_slots(1).verify_one(slot.kv, tree, LOGITS_ALONE)
+        if verified:
+            self._add(started, len(tree))
+        return verified
+
+    def _add(self, started: float, nodes: int = PROMPT, slots: int = 1) -> None:
+        self.passes += 1
+        self._log.add(time.perf_counter() - started, nodes, slots)
+
+    def _of_slots(self, slots: int) -> TreePass:
+        passes = self._passes.get(slots)
+        if passes is None:
+            passes = self._passes[slots] = TreePass(self.table, slots)
+        return passes

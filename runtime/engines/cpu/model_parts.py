@@ -1,0 +1,169 @@
+"""Recognises models of the Llama kind by their structure: Llama, Mistral, Qwen2, Qwen3 and others like them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.nn import Embedding, Linear, Module, ModuleList, Parameter
+
+from hdtool.runtime.kernels.compact_weight import CompactEmbedding, is_compact
+from hdtool.runtime.kernels.linear import CompiledLinear
+from hdtool.runtime.kernels.vector_code import LANES
+
+DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+ACTIVATIONS = ("SiLU", "SiLUActivation")
+FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions that do not depend on how long a context is."""
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The modules of one decoder layer, and its shapes."""
+
+    layer: Module
+    matmuls: tuple[CompiledLinear, ...]
+    """Queries, keys, values, the output of attention; gate, up and down projection of the MLP."""
+    norms: tuple[Module, ...]
+    """Before attention, before the MLP, and of queries and keys if there are any."""
+    heads: int
+    """Of keys and values."""
+    groups: int
+    """Query heads for each key head."""
+    width: int
+    """Of a head."""
+    epsilon: float
+    scale: float
+
+    @property
+    def hidden(self) -> int:
+        return self.matmuls[0].in_features
+
+    @property
+    def inner(self) -> int:
+        return self.matmuls[4].out_features
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What all layers of a model have in common."""
+        kinds = type(self.layer), len(self.norms), self.hidden, self.inner
+        return *kinds, self.heads, self.groups, self.width, self.epsilon, self.scale
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The modules of a model that consists of an embedding, decoder layers, a norm and an output layer."""
+
+    model: Module
+    decoder: Module
+    embedding: Any
+    layers: list[LayerParts]
+    rotary: Module
+    norm: Any
+    head: CompiledLinear
+    epsilon: float
+    """Of the last norm."""
+
+    @property
+    def matmuls(self) -> list[CompiledLinear]:
+        return [*(matmul for layer in self.layers for matmul in layer.matmuls), self.head]
+
+
+def model_parts(model: Any) -> ModelParts | None:
+    """The parts of a model; None if it is of another kind."""
+    lists = [module for module in model.modules() if type(module) is ModuleList and len(module)]
+    found = [(modules, parts) for modules in lists if (parts := _layers_of(modules))]
+    if len(found) != 1:
+        return None
+    ((modules, layers),) = found
+    owners = [module for module in model.modules() if module._modules.get("layers") is modules]
+    if len(owners) != 1 or set(owners[0]._modules) != DECODER_PARTS:
+        return None
+    decoder = owners[0]
+    embedding, rotary, norm = (decoder.get_submodule(name) for name in ("embed_tokens", "rotary_emb", "norm"))
+    head, epsilon = model.get_output_embeddings(), epsilon_of(norm)
+    if (
+        type(head) is not CompiledLinear
+        or epsilon is None
+        or type(norm._parameters["weight"]) is not Parameter
+        or getattr(rotary, "rope_type", None) not in FIXED_ROTARY
+        or not _is_plain_embedding(embedding)
+    ):
+        return None
+    return ModelParts(model, decoder, embedding, layers, rotary, norm, head, epsilon)
+
+
+def _is_plain_embedding(module: Module) -> bool:
+    weight: Any = module._parameters.get("weight")
+    return (
+        type(module) in (Embedding, CompactEmbedding)
+        and cast(Embedding, module).max_norm is None
+        and weight.dtype == torch.float32
+        and weight.is_contiguous()
+    )
+
+
+def _layers_of(modules: ModuleList) -> list[LayerParts]:
+    """The parts of all layers of a list; empty if one is of another kind or shape."""
+    parts = [_layer_parts(layer, place) for place, layer in enumerate(modules)]
+    known = [part for part in parts if part is not None]
+    return known if len(known) == len(parts) and len({part.shape for part in known}) == 1 else []
+
+
+def _layer_parts(layer: Module, place: int) -> LayerParts | None:
+    if set(layer._modules) != LAYER_PARTS:
+        return None
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    head_norms = [name for name in HEAD_NORMS if name in attention._modules]
+    activation = type(getattr(mlp, "act_fn", None)).__name__
+    known = set(attention._modules) == {*PROJECTIONS, *head_norms} and len(head_norms) in (0, 2)
+    if not known or set(mlp._modules) != {*MLP_PARTS, "act_fn"} or activation not in ACTIVATIONS:
+        return None
+    matmuls: list[Linear] = [getattr(attention, name) for name in PROJECTIONS]
+    matmuls += [getattr(mlp, name) for name in MLP_PARTS]
+    norms = [layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")]
+    norms += [getattr(attention, name) for name in head_norms]
+    epsilons = {epsilon_of(norm) for norm in norms}
+    width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
+    if not all(type(one) is CompiledLinear for one in matmuls) or len(epsilons) > 1 or not isinstance(scale, float):
+        return None
+    if getattr(attention, "layer_idx", None) != place or not isinstance(width, int) or not width or width % LANES:
+        return None
+    heads, rest = divmod(matmuls[1].out_features, width)
+    epsilon = epsilons.pop()
+    if epsilon is None or rest or not heads or matmuls[0].out_features % (heads * width):
+        return None
+    groups = matmuls[0].out_features // (heads * width)
+    compiled = cast(tuple[CompiledLinear, ...], tuple(matmuls))
+    parts = LayerParts(layer, compiled, tuple(norms), heads, groups, width, epsilon, scale)
+    return parts if _is_complete(parts) else None
+
+
+def _is_complete(parts: LayerParts) -> bool:
+    """Whether all shapes fit and the layer has no other parameters."""
+    hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
+    queries = keys * parts.groups
+    shapes = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    widths = [hidden, hidden, parts.width, parts.width][: len(parts.norms)]
+    own = [parameter for module in (*parts.matmuls, *parts.norms) for parameter in module.parameters()]
+    return (
+        all(matmul.weight.shape == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))
+        and all(norm._parameters["weight"].shape == (width,) for norm, width in zip(parts.norms, widths, strict=True))  # type: ignore[union-attr]
+        and all(weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous() for weight in own)
+        and all(is_compact(weight) or type(weight) is Parameter for weight in own)
+        and {id(weight) for weight in own} == {id(weight) for weight in parts.layer.parameters()}
+        and not any(True for _ in parts.layer.buffers())
+        and not any("forward" in vars(module) for module in parts.layer.modules())
+    )
+
+
+def epsilon_of(norm: Module) -> float | None:
+    """The epsilon of an RMSNorm; None if the module has other parameters."""
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return epsilon if set(norm._parameters) == {"weight"} and isinstance(epsilon, float) and not norm._modules else None

@@ -1,0 +1,203 @@
+"""Compiles a model, and compares what compiled code computes with what the library does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn import ModuleList
+
+from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+from hdtool.runtime.engines.cpu.layer_kernel import COS, SIN, TEAM, compile_layers, compute_layers, scratch_numbers
+from hdtool.runtime.engines.cpu.model_parts import ModelParts, model_parts
+from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
+from hdtool.runtime.engines.cpu.tree_kernel import compile_tree_passes
+from hdtool.runtime.engines.cpu.weight_table import WeightTable
+from hdtool.runtime.kernels.team import team_of
+from hdtool.runtime.model.attention_masks import FULL, Mask
+from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.library import cache_argument
+from hdtool.runtime.tree import DraftTree
+
+if TYPE_CHECKING:
+    from hdtool.runtime.model.target import Target
+
+TOLERANCE = 1e-4
+"""The largest distance of a row from that of the library's layer, relative to what the layer adds to the row. Rounding
+in float32 gives about a millionth."""
+TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
+LENGTHS = (0, 37, 150)
+"""Of contexts, for the layers at both ends; a tree follows the second one."""
+SHORT = 5
+"""Tokens of a context or a piece for the whole model: a large one takes a second for 40 on one core."""
+BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
+Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask]
+"""A cache, the positions of a pass, and its mask."""
+
+
+@torch.inference_mode()
+def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None:
+    """The compiled passes of a model, proved on it; None for a model of another kind, or with other numbers.
+
+    A ``proved`` model is not compared with the library's: an earlier process did so.
+    """
+    if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1:
+        return None
+    parts = model_parts(target.model)
+    if parts is None or [one.kind for one in target.stock.windows] != [FULL] or not _fit_cache(parts, target):
+        return None
+    compile_layers()
+    compile_passes()
+    compile_tree_passes()
+    made = CompiledModel(parts, target.log)
+    if proved:
+        return made
+    with target.changing(), target.log.unchanged():
+        holds = _LayerProof(target, made.table, parts).holds() and _has_same_logits(target, made, parts)
+    return made if holds else None
+
+
+def _fit_cache(parts: ModelParts, target: Target) -> bool:
+    """Whether all layers have keys and values of the shape of their heads, in one tensor."""
+    storage, layer = target.allocate(1, 1).storage, parts.layers[0]
+    shapes = {(view.shape[1], view.shape[3]) for views in storage.layers for view in views if view.dim() == 4}
+    is_whole = len(storage.tensors) == 1 and len(storage.layers) == len(parts.layers)
+    return is_whole and shapes == {(layer.heads, layer.width)}
+
+
+class _LayerProof:
+    """Compares layers in compiled code with those of the library, on hidden states of the model."""
+
+    def __init__(self, target: Target, table: WeightTable, parts: ModelParts) -> None:
+        self._target, self._table, self._parts = target, table, parts
+        self._random = torch.Generator().manual_seed(0)
+        tokens = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
+        embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
+        self._states = [embedded]
+        """The input of each layer, which is the output of the layer before it."""
+
+    def holds(self) -> bool:
+        """Compare all layers on a tree, and those at both ends on other contexts and on a batch."""
+        number = len(self._parts.layers)
+        return self._is_same(range(number), self._case(7, TREE)) and all(
+            self._is_same(sorted({0, number - 1}), case) for case in self._cases()
+        )
+
+    def _cases(self) -> Iterator[Case]:
+        for length in LENGTHS:
+            yield self._case(length, TREE if length == LENGTHS[1] else DraftTree.bare(0))
+        yield self._batch()
+
+    def _case(self, length: int, tree: DraftTree) -> Case:
+        cache = self._target.allocate(1, length + len(tree) + 1).slots[0].kv
+        cache.length = length
+        positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
+        return cache.storage, cache, positions, self._target.stock.masks.of_tree(tree, length)
+
+    def _batch(self) -> Case:
+        target, lengths = self._target, BATCH_LENGTHS
+        trees = [DraftTree.of(0, [0] * nodes, list(range(-1, nodes - 1))) for nodes in BATCH_NODES]
+        rows = max(BATCH_NODES) + 1
+        storage = target.allocate(len(trees), max(lengths) + rows).storage
+        positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
+        return storage, SlotKVCache(storage, lengths, rows), positions, target.stock.masks.of_batch(trees, lengths)
+
+    def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
+        storage, _, positions, _ = case
+        for tensor in storage.tensors:
+            tensor.normal_(generator=self._random)
+        for number in numbers:
+            rows = self._states[number].flatten(0, 1)
+            chosen = torch.arange(positions.numel()) % len(rows)
+            hidden = rows[chosen].view(*positions.shape, -1)
+            rotary = self._parts.rotary(hidden, positions)
+            expected = self._expected(number, hidden, rotary, case)
+            if expected is None:
+                return False
+            if number + 1 == len(self._states):
+                self._states.append(expected)
+        return True
+
+    def _expected(
+        self, number: int, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], case: Case
+    ) -> torch.Tensor | None:
+        """The output of the library's layer; None if the compiled one has other numbers."""
+        storage, cache, positions, mask = case
+        keys_values, layer = storage.layers[number], self._parts.layers[number].layer
+        before = [tensor.clone() for tensor in keys_values]
+        given = {"attention_mask": mask, "position_embeddings": rotary, "position_ids": positions, "use_cache": True}
+        expected = layer(hidden, **given, **cache_argument(layer, cache))
+        if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
+            return None
+        written = [tensor.clone() for tensor in keys_values]
+        for tensor, old in zip(keys_values, before, strict=True):
+            tensor.copy_(old)
+        found = self._compiled(number, hidden, rotary, case)
+        distances = [distance(found, expected, expected - hidden)]
+        distances += [distance(tensor, new, new) for tensor, new in zip(keys_values, written, strict=True)]
+        return expected if all(one <= TOLERANCE for one in distances) else None
+
+    def _compiled(
+        self, number: int, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], case: Case
+    ) -> torch.Tensor:
+        """The output of one compiled layer, which writes to the KV cache."""
+        storage, cache, positions, mask = case
+        slots, new = positions.shape
+        _, starts = cache.room_for(new)
+        shape = self._table.shape_of(slots, new, mask, storage)
+        cos, sin = (one.expand(slots, -1, -1).contiguous() for one in rotary)
+        shape[COS], shape[SIN] = cos.data_ptr(), sin.data_ptr()
+        hidden = hidden.clone(memory_format=torch.contiguous_format)
+        scratch = torch.empty(scratch_numbers(shape, max(starts) + new))
+        layer = self._table.with_cache(storage)[number : number + 1]
+        with team_of(torch.get_num_threads()).open() as shape[TEAM]:
+            compute_layers(shape, layer, np.array(starts, np.int64), hidden.data_ptr(), scratch.data_ptr())
+        return hidden
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> float:
+    """The largest distance of a row, relative to the length of that row of ``scale``."""
+    lengths = torch.linalg.vector_norm(scale, dim=-1).clamp_min(1e-12)
+    return float((torch.linalg.vector_norm(found - expected, dim=-1) / lengths).max())
+
+
+def _has_same_logits(target: Target, made: CompiledModel, parts: ModelParts) -> bool:
+    """Compare whole passes, with the first layer alone: the others are known by now."""
+    with made.first_layer_alone(), _first_layer_alone(parts):
+        expected = _logits_of_passes(target)
+        made.record()  # it has fewer layers now
+        target.compiled = made
+        try:
+            found = _logits_of_passes(target)
+        finally:
+            target.compiled = None
+    made.record()
+    distances = [distance(*pair, pair[1]) for pair in zip(found, expected, strict=True)]
+    return made.passes == len(found) + 1 and max(distances) <= TOLERANCE
+
+
+@contextmanager
+def _first_layer_alone(parts: ModelParts) -> Iterator[None]:
+    """Leave the other layers out of the library's model meanwhile."""
+    modules: Any = parts.decoder._modules
+    layers = modules["layers"]
+    modules["layers"] = ModuleList(layers[:1])
+    try:
+        yield
+    finally:
+        modules["layers"] = layers
+
+
+def _logits_of_passes(target: Target) -> list[torch.Tensor]:
+    """After a tree, after one of its nodes, and after the rest of a prompt."""
+    cache, context = target.allocate(), some_context(SHORT, target.vocabulary)
+    target.prefill(cache, 0, context)
+    of_tree = target.verify(cache, [TREE])[0].logits.clone()
+    target.commit(cache, 0, [0, 1])
+    bare = target.verify(cache, [DraftTree.bare(1)])[0].logits.clone()
+    target.commit(cache, 0, [])
+    return [of_tree, bare, target.prefill(cache, 0, context, cache.slots[0].length).logits.clone()]
