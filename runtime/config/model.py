@@ -50,7 +50,9 @@ class ModelConfig(Settings):
         "where it differs, and with --attn-implementation.",
     )
     trust_remote_code: bool = setting(False, "Run code that comes with the model.")
-    threads: int | None = setting(None, "CPU threads of torch. Default: the fastest number, as measured.", least=1)
+    threads: int | None = setting(
+        None, "CPU threads of torch. Default: the fastest number, as measured, where it changes no bit.", least=1
+    )
     activations: str = setting(
         "float32",
         "Inputs of products with packed weights, of a GGUF file or of torchao, on a CPU: float32, as "

@@ -137,7 +137,7 @@ class Verifier:
         """Recompute the logits at each difference in the working precision and in the next higher one."""
         differences = list(differences)
         places = [[*difference.asked, *difference.before] for difference in differences]
-        working = [logits_after(self._model, place) for place in places]
+        working = [self._as_decoded(place) for place in places]
         names = [str(self._model.dtype).removeprefix("torch.")] * 2
         try:
             if quantized_layers(self._model):  # there is no more precise form of these
@@ -159,6 +159,13 @@ class Verifier:
         masks = masks_of(guide)
         steps = list(steps_of(self._loaded, drafter, self._sampling, self._most, ids, masks, prediction))
         return [token for step in steps for token in step.tokens], len(steps)
+
+    def _as_decoded(self, ids: list[int]) -> torch.Tensor:
+        """The logits after ``ids``; with activations in 8 bits, those of the passes that round them."""
+        target = self._loaded.target
+        if target.compiled and target.compiled.activations_are_int8:
+            return target.prefill(target.allocate(), 0, ids).logits[0].clone()
+        return logits_after(self._model, ids)
 
     def _precisely(self, places: Sequence[list[int]]) -> list[torch.Tensor]:
         """On the model's device, or on the CPU if the device has too little memory."""

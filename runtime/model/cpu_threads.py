@@ -1,12 +1,14 @@
-"""Chooses the number of CPU threads of torch by measurement.
+"""Chooses the number of CPU threads of torch.
 
-On a busy machine, or if memory is the bottleneck, fewer threads can be faster. The number of threads can change the
-order of summation, so it is chosen once, before the first answer.
+Compiled passes give the same bits with any number of threads, so the fastest one is measured for them: on a busy
+machine, or if memory is the bottleneck, fewer threads can be faster. In the library's code the number of threads can
+change the order of a summation, so there it follows from the machine alone.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -22,27 +24,43 @@ REPEATS, PATIENCE = 3, 0.02
 """Repetitions after a warm-up pass, and the seconds after which they stop."""
 MIN_SPEEDUP = 1.03
 """Twice as many threads are used only if they are faster by this factor."""
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def choose_threads(target: Target, wanted: int | None = None, record: KeptRecord | None = None) -> int:
-    """Set the number of threads to ``wanted``, or to the fastest number up to torch's current one; return it.
+    """Set the number of threads to ``wanted``, or choose one up to torch's current number; return it.
 
-    Passes are timed with all threads, with half, and so on, until fewer are slower. With a ``record``, processes of
-    the next 24 hours use the same number of threads.
+    Compiled passes are timed with all threads, with half, and so on, until fewer are slower. With a ``record``,
+    processes of the next 24 hours use the same number. Other models use the CPUs that a container may use.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)
     elif target.device.type == "cpu" and (most := torch.get_num_threads()) > 1:
-        found = record.read(int, most_seconds=KEPT_SECONDS) if record else None
-        if found is None or not 1 <= found <= most:
-            found = _fastest(target, most)
-            if record:
-                record.write(found)
-        torch.set_num_threads(found)
+        torch.set_num_threads(_fastest(target, most, record) if target.compiled else min(most, cpu_quota() or most))
     return torch.get_num_threads()
 
 
-def _fastest(target: Target, best: int) -> int:
+def cpu_quota(root: Path = CGROUPS) -> int | None:
+    """The CPUs whose time a container may use, rounded up; None without a limit. torch does not know it."""
+    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        try:
+            quota, period = " ".join((root / file).read_text() for file in files).split()
+            return None if quota in ("max", "-1") else max(1, -(-int(quota) // int(period)))
+        except (OSError, ValueError, ZeroDivisionError):
+            continue
+    return None
+
+
+def _fastest(target: Target, most: int, record: KeptRecord | None) -> int:
+    found = record.read(int, most_seconds=KEPT_SECONDS) if record else None
+    if found is None or not 1 <= found <= most:
+        found = _measured(target, most)
+        if record:
+            record.write(found)
+    return found
+
+
+def _measured(target: Target, best: int) -> int:
     shortest = _seconds_with(best, target)
     while best > 1 and (seconds := _seconds_with(best // 2, target)) <= MIN_SPEEDUP * shortest:
         best, shortest = best // 2, min(shortest, seconds)

@@ -97,11 +97,13 @@ class Target:
         if changed:
             self._changes.record(holds_memory=self.captures)
         if self.compiled:
-            self.compiled.check(again=changed)
+            self.compiled.check(again=changed or not self.compiled.is_current)
 
     def _discard(self, is_other_code: bool) -> None:
         self.wait()
         self._captured.forget()
+        if self.compiled:
+            self.compiled.check()  # first: its passes are not those of the model that is proven
         # Other processes would have to prove theirs at the same time.
         if (is_other_code or self.vocabulary != embedded_tokens(self.model)) and self.processes == 1:
             self.vocabulary = embedded_tokens(self.model.eval())

@@ -1,4 +1,4 @@
-"""Weights in 16 bits against weights in float32 on a CPU, each with the library's layers and with compiled ones.
+"""Weights in 16 bits against weights in float32 on a CPU, each in the library's code and in compiled code.
 
     python -m tests.benchmarks.cpu_weights                      # random weights in the shape of a Llama of 1.2 billion
     python -m tests.benchmarks.cpu_weights --model FILE.gguf    # a model, rounded to bfloat16 first
@@ -39,7 +39,6 @@ from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import compact_places
-from hdtool.runtime.model.fused.layer_stack import StackedLayers, stack_of
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
@@ -59,7 +58,7 @@ SHAPE: dict[str, Any] = {
 }
 """That of Llama 3.2 1B."""
 DTYPES = {"float32": "float32", "16 bits": "auto"}
-LAYERS = {"library": False, "compiled": True}
+CODE = {"library": False, "compiled": True}
 ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXT = 200
 CHILD = "--memory-of"
@@ -108,32 +107,28 @@ def memory(folder: Path) -> None:
 
 
 class Side:
-    """A loaded model with one kind of layers."""
+    """A loaded model with one kind of passes."""
 
     def __init__(self, loaded: Loaded, compiled: bool) -> None:
-        self._loaded, self._stack = loaded, stack_of(loaded.target.model) if compiled else None
-        self._whole = loaded.target.stock.whole if compiled else None
+        self._loaded, self._compiled = loaded, loaded.target.compiled if compiled else None
         self._sequence = OneSequence(loaded.target)
 
     @property
     def loaded(self) -> Loaded:
-        """The model, which has this side's layers from now on."""
-        for module in self._loaded.target.model.modules():
-            if isinstance(module, StackedLayers):
-                module.stack = self._stack
-        self._loaded.target.stock.whole = self._whole
+        """The model, which has this side's passes from now on."""
+        self._loaded.target.compiled = self._compiled
         return self._loaded
 
     @property
     def sequence(self) -> OneSequence:
-        """A sequence on the model, which has this side's layers from now on."""
+        """A sequence on the model, which has this side's passes from now on."""
         assert self.loaded
         return self._sequence
 
 
 def sides_of(folder: str) -> dict[str, Side]:
     loaded = {name: load(ModelConfig(folder, device="cpu", dtype=dtype)) for name, dtype in DTYPES.items()}
-    return {f"{name}, {layers}": Side(loaded[name], LAYERS[layers]) for name in DTYPES for layers in LAYERS}
+    return {f"{name}, {code}": Side(loaded[name], CODE[code]) for name in DTYPES for code in CODE}
 
 
 def passes(sides: dict[str, Side], repeats: int) -> None:
@@ -175,7 +170,7 @@ def answer(loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], mos
 
 
 def answers(sides: dict[str, Side], questions: int, most: int) -> None:
-    print("\n| method | weights, layers | tokens/s | tokens a step | ratio | answers with the same tokens |")
+    print("\n| method | weights, code | tokens/s | tokens a step | ratio | answers with the same tokens |")
     print("|---|---|---|---|---|---|")
     loaded = next(iter(sides.values())).loaded
     asked = [

@@ -100,9 +100,9 @@ class Case(NamedTuple):
 
 
 def _cases(dot: str) -> Iterator[Case]:
-    from hdtool.runtime.kernels.gemm_tiles import outs_beside, tile
     from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART
     from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_tile
+    from hdtool.runtime.kernels.gemm_tiles import outs_beside, tile
     from hdtool.runtime.kernels.packed.formats import OF_TYPE
 
     for kind, form in OF_TYPE.items():

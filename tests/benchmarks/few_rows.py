@@ -1,10 +1,11 @@
-"""Products of a few rows on the CPU, ours against torch's.
+"""Matmuls of a few rows on the CPU, ours against torch's.
 
-    python -m tests.benchmarks.few_rows products    # of matrices alone
+    python -m tests.benchmarks.few_rows products    # matmuls alone
     python -m tests.benchmarks.few_rows passes      # whole passes that check trees, behind 200 tokens
 
-Once for the demo model's matrices, which stay in the last cache together, and once for as many
-matrices of a larger model as make 500 MB, which come from memory.
+Once for the demo model's matrices, which stay in the last cache together, and once for as many matrices of a larger
+model as make 500 MB, which come from memory. Passes are in the library's code, with the one kind of linear layers or
+the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
-from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, own_linear, use_small_batch_products
+from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
@@ -29,7 +30,7 @@ from tests.support.one_sequence import OneSequence
 
 LAYER = ((256, 256), (128, 256), (128, 256), (256, 256), (1024, 256), (1024, 256), (256, 1024))
 MODELS = {"in cache (28 MB)": LAYER * 6 + ((4096, 256),), "from memory (500 MB)": ((1024, 1024),) * 119}
-PRODUCTS = {"torch": linear, "ours": own_linear}
+PRODUCTS = {"torch": linear, "ours": compiled_linear}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = 15
 CONTEXT = 200
@@ -69,14 +70,14 @@ def passes(threads: Sequence[int]) -> None:
         ("embedded, 28 MB", load(ModelConfig(device="cpu", dtype="float32")).target.model),
         ("Llama, 10 layers of 1,024, 500 MB", LlamaForCausalLM(large).eval()),
     ):
-        use_small_batch_products(model)
+        compile_linear_layers(model)
         one = OneSequence(Target(model))
         one.prefill(some_context(CONTEXT, model.config.vocab_size))
-        layers = [layer for layer in model.modules() if isinstance(layer, SmallBatchLinear)]
+        layers = [layer for layer in model.modules() if isinstance(layer, CompiledLinear)]
         for count in threads:
             torch.set_num_threads(count)
-            best = {kind: [pass_of(one, layers, kind, rows) for rows in ROWS] for kind in (Linear, SmallBatchLinear)}
-            for product, kind in (("torch", Linear), ("ours", SmallBatchLinear)):
+            best = {kind: [pass_of(one, layers, kind, rows) for rows in ROWS] for kind in (Linear, CompiledLinear)}
+            for product, kind in (("torch", Linear), ("ours", CompiledLinear)):
                 print(f"| {name} | {count} | {product} | {' | '.join(f'{found:.2f}' for found in best[kind])} |")
 
 
@@ -97,7 +98,7 @@ def pass_of(one: OneSequence, layers: Sequence[Linear], kind: type[Linear], rows
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("products", "passes"))
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch; our product takes one")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
     print(machine() + "\n")
     (products if options.part == "products" else passes)(options.threads)

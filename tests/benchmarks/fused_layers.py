@@ -1,11 +1,11 @@
-"""The time of a pass outside of products, with the library's decoder layers and with compiled ones.
+"""The time of a pass outside of matmuls, in the library's code and in compiled code.
 
     python -m tests.benchmarks.fused_layers                      # random weights in the shape of a Llama of 1.2 billion
     python -m tests.benchmarks.fused_layers --model FILE.gguf
 
-Products give zeros at once, so a pass is what remains: norms, rotary positions, attention, gated units, residuals and
-the calls. Both kinds of layers are timed in turn, by the time of this process on the processor, or by the clock on the
-wall with several threads.
+Matmuls give zeros at once, so a pass is what remains: norms, rotary positions, attention, gated units, residuals and
+the calls. Both sides are timed in turn, by the time of this process on the processor, or by the clock on the wall with
+several threads.
 """
 
 from __future__ import annotations
@@ -15,40 +15,55 @@ import statistics
 import time
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
+from numba import cfunc, types
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.engines.cpu import weight_table
+from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import machine
-from hdtool.runtime.kernels.fused.layers import PRODUCT_FIELDS
-from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear
+from hdtool.runtime.kernels.linear import CompiledLinear
+from hdtool.runtime.kernels.matmul_address import ARGUMENTS
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import load, load_tokenizer
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.cpu_weights import SHAPE
 from tests.support.one_sequence import OneSequence
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-ROWS_OF_MATRIX = 2
-"""The field of a product: one without rows is not computed."""
 
 
-def without_products(model: str, fused: bool, context: int) -> OneSequence:
-    target = load(ModelConfig(model, device="cpu", fused_layers=fused)).target
-    one = OneSequence(target)
-    one.prefill(some_context(context, 4000))
-    stack = stack_of(target.model)
-    for name, layer in target.model.named_modules():
-        if isinstance(layer, SmallBatchLinear) and (stack is None or not name.count(".layers.")):
+@cfunc(types.void(*[types.int64] * ARGUMENTS))
+def zeros(
+    matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
+) -> None:
+    """A matmul that reads nothing."""
+    array_at(outputs, (rows, outs), types.float32)[:, first:end] = 0
+
+
+def without_matmuls(model: str, is_compiled: bool, context: int) -> OneSequence:
+    target = load(ModelConfig(model, device="cpu")).target
+    if is_compiled:
+        with mock.patch.object(weight_table, "matmul_of", lambda *_: zeros):
+            target.compiled = compile_cpu(target, proved=True)
+            return after(target, context)
+    target.compiled = None
+    for layer in target.model.modules():
+        if isinstance(layer, CompiledLinear):
             replaced: Any = layer
             replaced.forward = lambda input, outs=layer.out_features: input.new_zeros(*input.shape[:-1], outs)
-    if stack:
-        stack._table[:, ROWS_OF_MATRIX : 7 * PRODUCT_FIELDS : PRODUCT_FIELDS] = 0
-        stack._last = None
-        stack._scratch = [torch.zeros(1 << 24)]  # what products would write, as numbers of usual size
+    return after(target, context)
+
+
+def after(target: Target, context: int) -> OneSequence:
+    one = OneSequence(target)
+    one.prefill(some_context(context, 4000), room=max(ROWS))
     return one
 
 
@@ -89,10 +104,10 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         model = options.model or random_model(folder)
         sides = {
-            name: without_products(model, fused, options.context)
-            for name, fused in (("library", False), ("compiled", True))
+            name: without_matmuls(model, is_compiled, options.context)
+            for name, is_compiled in (("library", False), ("compiled", True))
         }
-    print(f"| milliseconds outside of products, rows | {' | '.join(map(str, ROWS))} |\n|---|{'---|' * len(ROWS)}")
+    print(f"| milliseconds outside of matmuls, rows | {' | '.join(map(str, ROWS))} |\n|---|{'---|' * len(ROWS)}")
     found = [milliseconds(sides, rows, options.repeats) for rows in ROWS]
     for side in sides:
         print(f"| {side} | {' | '.join(f'{each[side]:.1f}' for each in found)} |")

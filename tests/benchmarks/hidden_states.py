@@ -91,7 +91,7 @@ def _classes(candidates: np.ndarray, tokens: np.ndarray, states: np.ndarray) -> 
 def main() -> None:
     options = parser_of_recordings(__doc__).parse_args()
     conversations, stores = read_recordings(options)
-    target = load(ModelConfig(options.model, device="cpu", fused_layers=False)).target
+    target = load(ModelConfig(options.model, device="cpu")).target
     target.watch_hidden()
     model = OneSequence(target)
     halves = [read_candidates(model, conversations[half::2], stores) for half in range(2)]

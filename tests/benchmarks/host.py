@@ -39,12 +39,10 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.engines.cpu import tree_pass
+from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import machine
-from hdtool.runtime.kernels.fused import passes
-from hdtool.runtime.kernels.fused.passes import FIRST
-from hdtool.runtime.kernels.small_batch_linear import use_small_batch_products
-from hdtool.runtime.model.fused import layer_stack, tree_pass
-from hdtool.runtime.model.fused.proof import fuse_layers
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import SequenceState, Step
@@ -154,13 +152,11 @@ class Bench:
             if marked:
                 for owner, name, part in MARKED:
                     patches.enter_context(mock.patch.object(owner, name, marks.within(part, getattr(owner, name))))
-            if self.loaded.target.whole_pass:
-                compute = marks.around(passes.compute_pass, _is_whole_step)
-                patches.enter_context(mock.patch.object(layer_stack, "compute_pass", compute))
-                for name in ("compute_tree", "compute_trees"):
-                    compute = marks.around(getattr(tree_pass, name), lambda *_: True)
+            if self.loaded.target.compiled:
+                for name, is_step in (("compute_tree", _is_compiled_step), ("compute_trees", lambda *_: True)):
+                    compute = marks.around(getattr(tree_pass, name), is_step)
                     patches.enter_context(mock.patch.object(tree_pass, name, compute))
-            else:  # a model with another ``forward`` has no whole passes
+            else:
                 forward = marks.around(model.forward, _is_forward_step)
                 patches.enter_context(mock.patch.object(model, "forward", forward))
             if marked:
@@ -175,9 +171,10 @@ class Bench:
         return Case(marks, tokens, steps, seconds, found.hexdigest()[:12])
 
 
-def _is_whole_step(_shape: Any, _layers: Any, _starts: Any, ends: Any, *_others: Any) -> bool:
+def _is_compiled_step(*given: Any) -> bool:
     """Whether a compiled pass is no piece of a prompt, of which only the last row has logits."""
-    return bool(ends[FIRST] == 0)
+    first, walks = given[-3:-1]
+    return bool(walks or first == 0)
 
 
 def _is_forward_step(**options: Any) -> bool:
@@ -204,9 +201,9 @@ def with_vocabulary(loaded: Loaded, tokens: int) -> Loaded:
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             more = torch.randn(tokens - before, layer.weight.shape[1], generator=chance)
             layer.weight[before:] = SMALL * spread * more
-    use_small_batch_products(model)
+    compile_linear_layers(model)
     target = Target(model)
-    fuse_layers(target)
+    target.compiled = compile_cpu(target)
     return replace(loaded, target=target)
 
 

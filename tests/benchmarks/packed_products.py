@@ -28,13 +28,12 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch.nn.functional import linear
 
-from hdtool.runtime.environment import machine
-from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
 from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.packed.torchao_weights import packed_int4, packed_int8
-from hdtool.runtime.kernels.small_batch_linear import own_linear
-from tests.support.packed_blocks import NAMES
+from tests.support.packed_blocks import NAMES, int8_linear
 
 SHAPES = ((1536, 576), (8192, 2048))
 MATRICES = 4
@@ -68,7 +67,7 @@ def sides_of(weights: list[torch.Tensor]) -> dict[str, Side]:
 def own_sides(name: str, packed: list[PackedMatrix], expanded: torch.Tensor) -> dict[str, Side]:
     panels = [Panels(one.blocks, one.format) for one in packed]
     return {
-        f"{name}, hdtool": Side([partial(own_linear, weight=weight) for weight in packed], expanded),
+        f"{name}, hdtool": Side([partial(compiled_linear, weight=weight) for weight in packed], expanded),
         f"{name}, hdtool, int8 activations": Side([partial(int8_linear, panels=one) for one in panels], expanded),
     }
 

@@ -8,7 +8,7 @@
     python -m tests.benchmarks.packed_weights loading --model FILE.gguf    # or --formats Q4_K: a random file
 
 Passes and answers of all sides are measured in turn, in one process with one thread. Times are those of the process on
-the processor; on a machine that does nothing else, both clocks agree. In passes, products are our own up to 64 rows.
+the processor; on a machine that does nothing else, both clocks agree.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS, INT8
+from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.runtime.kernels.compact_weight import CompactWeight
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_linear import ProductChoice, use_small_batch_products
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import Place, compact_places, replace_parameter, weight_places
 from hdtool.runtime.model.gguf.converted import stays_packed
@@ -67,10 +69,18 @@ class Side:
     """The weights of a model in one format."""
 
     weights: list[tuple[list[Place], torch.Tensor]]
+    _compiled: CompiledModel | None = None
 
-    def use(self) -> None:
+    def place(self) -> None:
+        """Put the weights into the model."""
         for places, weight in self.weights:
             replace_parameter(places, weight)
+
+    def use(self, target: Target) -> None:
+        """Compute with these weights from now on, in compiled code."""
+        self.place()
+        self._compiled = target.compiled = self._compiled or compile_cpu(target, proved=True)
+        assert self._compiled
 
     @property
     def bytes(self) -> int:
@@ -115,16 +125,16 @@ def _target(model: Any, sides: dict[str, Side]) -> Target:
     for places, weight in weight_places(model):
         if weight.dim() == 1:
             replace_parameter(places, torch.ones(weight.shape))
-    next(iter(sides.values())).use()
+    next(iter(sides.values())).place()
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(model.config)
-    use_small_batch_products(model)
+    compile_linear_layers(model)
     return Target(model.eval())
 
 
 def passes(target: Target, sides: dict[str, Side], repeats: int) -> None:
     print(f"| milliseconds of a pass, rows | MB | {' | '.join(map(str, ROWS))} |\n|---|---|{'---|' * len(ROWS)}")
-    next(iter(sides.values())).use()
+    next(iter(sides.values())).use(target)
     one = OneSequence(target)
     one.prefill(some_context(CONTEXT, 4000))
     medians: dict[str, list[float]] = {name: [] for name in sides}
@@ -133,7 +143,7 @@ def passes(target: Target, sides: dict[str, Side], repeats: int) -> None:
         taken: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(repeats + 1):
             for name, side in sides.items():
-                side.use()
+                side.use(target)
                 started = time.process_time()
                 one.verify(tree)
                 taken[name].append((time.process_time() - started) * 1e3)
@@ -296,7 +306,6 @@ def main() -> None:
     if options.part == "activations" and options.model:
         return activations(options.model, options.repeats, threads, options.context)
     if options.part == "passes":
-        setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)  # noqa: B010
         with torch.inference_mode(False), torch.no_grad():
             return passes(*target_and_sides(options.model, options.formats.split(",")), options.repeats)
     if options.model:

@@ -1,11 +1,11 @@
-"""Passes with int8 weights of torchao: by the products of the library, and by ours on packed weights.
+"""Passes with int8 weights of torchao: by the matmuls of the library, and by ours on packed weights.
 
     python -m tests.benchmarks.torchao_weights                      # random weights in the shape of Llama 3.2 1B
     python -m tests.benchmarks.torchao_weights --model FILE.gguf    # a model, rounded to bfloat16 first
 
 The checkpoint in 16 bits is quantized on loading, for each side alike. All sides are measured in turn, in one process
 with one thread; ratios are medians of those within a repetition. Times are those of the process on the processor; on a
-machine that does nothing else, both clocks agree. Our own product computes up to 64 rows.
+machine that does nothing else, both clocks agree.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.support.one_sequence import OneSequence
 LIBRARY = "torchao"
 SIDES: dict[str, dict[str, Any]] = {
     LIBRARY: {"dtype": "float32"},
-    "packed, layers of transformers": {"fused_layers": False},
-    "packed, compiled layers": {},
-    "packed, compiled layers, activations in 8 bits": {"activations": INT8},
+    "packed, code of transformers": {"fused_layers": False},
+    "packed, compiled code": {},
+    "packed, compiled code, activations in 8 bits": {"activations": INT8},
 }
 
 

@@ -32,7 +32,7 @@ from hdtool.runtime.evaluation.contenders import GenerateContender
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.evaluation.warm_up import OWN, questions_to_warm_up
 from hdtool.runtime.grammar.guide import Guide
-from hdtool.runtime.kernels.small_batch_linear import has_own_products
+from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.processes import HDTOOL, start, wait_until
@@ -404,8 +404,8 @@ def test_the_library_runs_on_weights_as_its_users_have_them(embedded: Loaded) ->
     lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(), SamplingConfig())
     peer = lineup.contenders(["generate"])["generate"]
     assert isinstance(peer, GenerateContender)
-    assert not has_own_products(peer._model)
-    assert has_own_products(embedded.target.model)
+    assert not has_compiled_layers(peer._model)
+    assert has_compiled_layers(embedded.target.model)
     for theirs, own in zip(peer._model.parameters(), embedded.target.model.parameters(), strict=True):
         assert torch.equal(theirs, own)
 

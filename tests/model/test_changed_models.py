@@ -18,6 +18,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Loop
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target
@@ -25,6 +26,7 @@ from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import DraftTree
+from tests.support import fused
 from tests.support.decoding import answered, said
 from tests.support.families import VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
@@ -34,6 +36,7 @@ from tests.support.trees import LyingDrafter
 
 MOST = 16
 CAPTURES: dict[str, CaptureMaker] = {"passes": never, "captured": lambda device: Replayed()}
+ENGINES = [*CAPTURES, "compiled"]
 SAMPLED = SamplingConfig(temperature=0.9, seed=3)
 
 
@@ -112,16 +115,33 @@ def own_model() -> Any:
     return copy.deepcopy(model_of("llama"))
 
 
+@pytest.fixture(params=ENGINES)
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A target with a model of its own, of each engine."""
+    if request.param in CAPTURES:
+        target = Target(own_model(), CAPTURES[request.param])
+        assert target.captures == (request.param == "captured")
+        return target
+    fused.widen(monkeypatch)
+    model = fused.model_of()
+    compile_linear_layers(model)
+    target = Target(model)
+    fused.compile_target(target)
+    return target
+
+
+def is_compiled(target: Target) -> bool:
+    return target.compiled is not None and target.compiled.is_current
+
+
 def answer(target: Target, prompt: list[int], sampling: SamplingConfig, likely: list[int] | None = None) -> list[Step]:
     drafter = LyingDrafter(len(prompt), likely, VOCABULARY, seed=1) if likely else None
     return list(decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MOST, drafter=drafter))
 
 
-@pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_next_answer_is_that_of_the_changed_model(change: Callable[[Any], None], capture: str) -> None:
-    model, prompt = own_model(), prompt_of(40)
-    target = Target(model, CAPTURES[capture])
+def test_the_next_answer_is_that_of_the_changed_model(change: Callable[[Any], None], target: Target) -> None:
+    model, prompt, captures, was_compiled = target.model, prompt_of(40), target.captures, is_compiled(target)
     before = generated(model, prompt, MOST)
     assert said(answer(target, prompt, SamplingConfig(), before)) == before
     answer(target, prompt, SAMPLED)
@@ -135,14 +155,14 @@ def test_the_next_answer_is_that_of_the_changed_model(change: Callable[[Any], No
     again = answer(target, prompt, SAMPLED, plain)
     assert said(again) == plain
     assert again[0].cached_tokens > 0
-    assert target.captures == (capture == "captured")
+    assert target.captures == captures
+    assert is_compiled(target) == (was_compiled and change is with_weights_in_place)
 
 
-@pytest.mark.parametrize("capture", CAPTURES)
-def test_settings_of_an_adapter_are_part_of_the_model(capture: str) -> None:
-    model, prompt = own_model(), prompt_of(40)
+def test_settings_of_an_adapter_are_part_of_the_model(target: Target) -> None:
+    model, prompt = target.model, prompt_of(40)
     with_adapter(model)
-    target, adapter = Target(model, CAPTURES[capture]), mlp_of(model).down_proj
+    adapter = mlp_of(model).down_proj
 
     def scale(factor: float) -> None:
         adapter._scales["default"] = factor
@@ -177,10 +197,20 @@ def test_a_change_before_the_first_answer_is_noticed() -> None:
     assert said(answer(target, prompt, SamplingConfig())) == generated(model, prompt, MOST)
 
 
-@pytest.mark.parametrize("capture", CAPTURES)
-def test_a_change_too_small_to_show_in_a_key_voids_what_is_kept(capture: str) -> None:
-    model, prompt = own_model(), prompt_of(40)
-    target = Target(model, CAPTURES[capture])
+def test_an_adapter_that_is_taken_away_leaves_the_model_that_was(target: Target) -> None:
+    model, prompt, was_compiled = target.model, prompt_of(40), is_compiled(target)
+    before = answer(target, prompt, SAMPLED)
+    with_adapter(model)
+    assert said(answer(target, prompt, SAMPLED)) != said(before)
+    assert not is_compiled(target)
+    mlp_of(model).down_proj = mlp_of(model).down_proj.base
+    again = answer(target, prompt, SAMPLED)
+    assert said(again) == said(before) and again[0].cached_tokens == 0
+    assert is_compiled(target) == was_compiled
+
+
+def test_a_change_too_small_to_show_in_a_key_voids_what_is_kept(target: Target) -> None:
+    model, prompt = target.model, prompt_of(40)
     answer(target, prompt, SamplingConfig())
     weight = mlp_of(model).down_proj.weight
     weight.data = weight.data * (1 + 1e-6)
@@ -200,13 +230,12 @@ def test_weights_that_captured_steps_read_are_not_freed_before_the_next_prompt()
     assert len(target._changes._memory) == len(held)
 
 
-def test_hidden_states_are_watched_after_a_change() -> None:
-    model, prompt = own_model(), prompt_of(40)
-    target = Target(model, lambda device: Replayed())
+def test_hidden_states_are_watched_after_a_change(target: Target) -> None:
+    prompt, captures = prompt_of(40), target.captures
     target.watch_hidden()
     answer(target, prompt, SamplingConfig())
-    with_adapter(model)
-    fresh = Target(model, never)
+    with_adapter(target.model)
+    fresh = Target(target.model, never)
     fresh.watch_hidden()
     found = []
     for each in (target, fresh):
@@ -216,9 +245,9 @@ def test_hidden_states_are_watched_after_a_change() -> None:
             one.verify(DraftTree.of(3, [5, 8], [-1, 0]))
         assert one.verified.hidden is not None and len(one.verified.hidden) == 3
         found.append(one.verified.hidden)
-    assert target.captures
-    replayed, plain = found
-    assert torch.allclose(replayed, plain, atol=1e-4)
+    assert target.captures == captures
+    of_target, plain = found
+    assert torch.allclose(of_target, plain, atol=1e-4)
 
 
 class IgnoresMasks(LlamaAttention):
@@ -226,10 +255,8 @@ class IgnoresMasks(LlamaAttention):
         return super().forward(hidden_states=hidden_states, attention_mask=None, **options)
 
 
-@pytest.mark.parametrize("capture", CAPTURES)
-def test_a_model_that_became_one_that_cannot_be_used_is_refused(capture: str) -> None:
-    model, prompt = own_model(), prompt_of(40)
-    target = Target(model, CAPTURES[capture])
+def test_a_model_that_became_one_that_cannot_be_used_is_refused(target: Target) -> None:
+    model, prompt, was_compiled = target.model, prompt_of(40), is_compiled(target)
     expected = said(answer(target, prompt, SamplingConfig()))
     for layer in model.model.layers:
         layer.self_attn.__class__ = IgnoresMasks
@@ -239,11 +266,11 @@ def test_a_model_that_became_one_that_cannot_be_used_is_refused(capture: str) ->
     for layer in model.model.layers:
         layer.self_attn.__class__ = LlamaAttention
     assert said(answer(target, prompt, SamplingConfig())) == expected
+    assert is_compiled(target) == was_compiled
 
 
-def test_contexts_that_a_batch_keeps_are_dropped() -> None:
-    model, prompt = own_model(), prompt_of(40)
-    target = Target(model)
+def test_contexts_that_a_batch_keeps_are_dropped(target: Target) -> None:
+    model, prompt = target.model, prompt_of(40)
     batch: Loop[int] = Loop(target, target.allocate(2), max_new_tokens=MOST, prefixes=PrefixCache(1 << 24))
     assert answered(batch, prompt) == (generated(model, prompt, MOST), 0)
     assert answered(batch, prompt)[1] > 0

@@ -19,13 +19,7 @@ from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.compact_weight import is_compact
-from hdtool.runtime.kernels.small_batch_linear import (
-    ProductChoice,
-    SmallBatchLinear,
-    own_linear,
-    share_weights,
-    use_small_batch_products,
-)
+from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.compact_layers import (
     compact_places,
@@ -45,23 +39,17 @@ from tests.support.trees import LyingDrafter
 
 DTYPES = [torch.bfloat16, torch.float16]
 LENGTHS = (1, 3, 16, 64, 65, 100)
-"""Numbers of rows on both sides of the largest one that our own product takes."""
+"""Numbers of rows that the compiled matmul takes in different ways."""
 
 
 @pytest.fixture(autouse=True)
 def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Families with layers that our own product takes, and with values that leave no two tokens tied."""
+    """Families with layers that the compiled matmul takes, and with values that leave no two tokens tied."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "initializer_range": 0.3}
     if "deepseek_v3" in request.node.name:
         del shape["head_dim"]
     for name, size in shape.items():
         monkeypatch.setitem(families.SHAPE, name, size)
-
-
-@pytest.fixture(params=["own product", "product of torch"])
-def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = request.param == "own product"
-    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: own and rows <= 64)
 
 
 def model_in(dtype: torch.dtype, family: str = "llama") -> PreTrainedModel:
@@ -81,7 +69,7 @@ def both(dtype: torch.dtype, family: str = "llama") -> tuple[PreTrainedModel, Pr
     compact = copy.deepcopy(wide)
     compact_weights(compact)
     for model in (wide, compact):
-        use_small_batch_products(model)
+        compile_linear_layers(model)
     return wide, compact
 
 
@@ -112,7 +100,6 @@ def saved(folder: Path, dtype: torch.dtype, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("product")
 def test_all_logits_have_the_bits_of_float32(family: str, dtype: torch.dtype) -> None:
     wide, compact = both(dtype, family)
     assert has_compact_weights(compact) and not has_compact_weights(wide)
@@ -151,7 +138,7 @@ def test_tied_layers_share_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     _, compact = both(torch.bfloat16)
     table: Any = compact.get_input_embeddings()
     head: Any = compact.get_output_embeddings()
-    assert isinstance(table, Embedding) and isinstance(head, SmallBatchLinear)
+    assert isinstance(table, Embedding) and isinstance(head, CompiledLinear)
     assert table.weight is head.weight and is_compact(table.weight)
     with torch.inference_mode():
         table(torch.tensor([1])), head(torch.ones(1, 64))
@@ -184,22 +171,22 @@ def test_which_layers_stay_in_float32() -> None:
     assert names_of(model) == {"3.weight"}
 
 
-def test_where_the_product_differs_weights_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_matmul_differs_weights_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact_layers, "_has_same_bits", lambda narrow: False)
     model = model_in(torch.bfloat16)
     compact_weights(model)
     assert names_of(model) == {"model.embed_tokens.weight"}
 
 
-def test_the_product_is_compared_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_matmul_is_compared_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = torch.randn(20, 64).bfloat16()
     assert compact_layers._has_same_bits(narrow)
 
     def other(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        found = own_linear(input, weight)
+        found = compiled_linear(input, weight)
         return torch.nextafter(found, found + 1) if weight.dtype == torch.bfloat16 and len(input) == 7 else found
 
-    monkeypatch.setattr(compact_layers, "own_linear", other)
+    monkeypatch.setattr(compact_layers, "compiled_linear", other)
     assert not compact_layers._has_same_bits(narrow)
 
 
@@ -217,7 +204,6 @@ def test_a_weight_that_other_code_reads_is_right_and_then_kept_in_float32() -> N
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("product")
 def test_a_loaded_checkpoint_has_the_bits_of_one_in_float32(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
     folder = saved(tmp_path / "model", dtype, tie_word_embeddings=tied)
     compact, wide = (load(ModelConfig(str(folder), device="cpu", dtype=kind)).target for kind in ("auto", "float32"))

@@ -1,4 +1,4 @@
-"""Weights in 16 bits: products with the bits of float32, and a tensor that other code reads as float32."""
+"""Weights in 16 bits: matmuls with the bits of float32, and a tensor that other code reads as float32."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import embedding, linear
 
-from hdtool.runtime.kernels import expanded_linear
 from hdtool.runtime.kernels.compact_weight import CompactWeight, Stored, in_float32, is_compact, narrowed
-from hdtool.runtime.kernels.expanded_linear import BLOCK_NUMBERS, BlockwiseLinear
+from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.small_batch_linear import own_linear
 from tests.support.packed_blocks import NAMES, some_matrix
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -31,7 +29,7 @@ def weight_of(outs: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tor
 
 
 @given(
-    rows=st.integers(1, 70),
+    rows=st.integers(1, 130),
     outs=st.integers(1, 40),
     columns=st.sampled_from([COLUMN_MULTIPLE, 9 * COLUMN_MULTIPLE, 16 * COLUMN_MULTIPLE, 17 * COLUMN_MULTIPLE]),
     dtype=st.sampled_from(DTYPES),
@@ -39,14 +37,14 @@ def weight_of(outs: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tor
     seed=st.integers(0, 2**32),
 )
 @settings(deadline=None)
-def test_a_product_has_the_bits_of_that_with_the_expanded_weight(
+def test_a_matmul_has_the_bits_of_that_with_the_expanded_weight(
     rows: int, outs: int, columns: int, dtype: torch.dtype, bias: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
     numbers, stored = torch.randn(rows, columns), weight_of(outs, columns, dtype, seed)
     added = torch.randn(outs) if bias else None
-    found = own_linear(numbers, stored, added)
-    assert torch.equal(found, own_linear(numbers, stored.float(), added))
+    found = compiled_linear(numbers, stored, added)
+    assert torch.equal(found, compiled_linear(numbers, stored.float(), added))
     wide = numbers.numpy().astype(np.float64), stored.float().numpy().astype(np.float64)
     exact = wide[0] @ wide[1].T + (0 if added is None else added.numpy())
     magnitude = np.abs(wide[0]) @ np.abs(wide[1]).T + (0 if added is None else added.abs().numpy())
@@ -56,7 +54,7 @@ def test_a_product_has_the_bits_of_that_with_the_expanded_weight(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
 def test_special_numbers_are_expanded_exactly(rows: int, dtype: torch.dtype) -> None:
-    """The rows are those of an identity, so a product is one number of the weight."""
+    """The rows are those of an identity, so a result is one number of the weight."""
     for columns in (COLUMN_MULTIPLE, 16 * COLUMN_MULTIPLE):
         stored = torch.zeros(6, columns, dtype=dtype)
         for place, number in enumerate(SPECIAL):
@@ -64,8 +62,8 @@ def test_special_numbers_are_expanded_exactly(rows: int, dtype: torch.dtype) -> 
             stored[place % 6, place] = number
             numbers = torch.zeros(rows, columns)
             numbers[:, place] = 1
-            found = own_linear(numbers, stored)
-            torch.testing.assert_close(found, own_linear(numbers, stored.float()), rtol=0, atol=0, equal_nan=True)
+            found = compiled_linear(numbers, stored)
+            torch.testing.assert_close(found, compiled_linear(numbers, stored.float()), rtol=0, atol=0, equal_nan=True)
             expected = stored[place % 6, place].float().expand(rows)
             torch.testing.assert_close(found[:, place % 6], expected, rtol=0, atol=0, equal_nan=True)
 
@@ -76,36 +74,13 @@ def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(dtype: torch.dtype) -
         stored = weight_of(30, columns, dtype)
         for rows in range(1, 20):
             numbers = torch.randn(rows, columns)
-            found = own_linear(numbers, stored)
+            found = compiled_linear(numbers, stored)
             for row in range(rows):
-                assert torch.equal(own_linear(numbers[row : row + 1], stored)[0], found[row])
+                assert torch.equal(compiled_linear(numbers[row : row + 1], stored)[0], found[row])
                 others = 100 * torch.randn(rows, columns)
                 others[(row + 1) % rows] = float("nan")
                 others[row] = numbers[row]
-                assert torch.equal(own_linear(others, stored)[row], found[row])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 65, 130])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_have_the_bits_of_the_whole_product(rows: int, bias: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    stored, numbers = weight_of(3 * BLOCK_NUMBERS // 128 + 5, 128, dtype), torch.randn(1, rows, 128)
-    added = torch.randn(len(stored)) if bias else None
-    product = BlockwiseLinear()
-    found = product(numbers, stored, added)
-    assert found.shape == (1, rows, len(stored))
-    assert torch.equal(found, linear(numbers, stored.float(), added))
-    assert len(product._is_same) == 1
-
-
-def test_where_blocks_would_change_a_bit_the_whole_weight_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rounded(input: torch.Tensor, stored: torch.Tensor, *_: Any) -> torch.Tensor:
-        return torch.nextafter(linear(input, stored.float()), torch.tensor(9.0))
-
-    monkeypatch.setattr(expanded_linear, "_by_blocks", rounded)
-    stored, numbers = weight_of(2 * BLOCK_NUMBERS // 64, 64, torch.bfloat16), torch.randn(3, 64)
-    assert torch.equal(BlockwiseLinear()(numbers, stored, None), linear(numbers, stored.float()))
+                assert torch.equal(compiled_linear(others, stored)[row], found[row])
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=20), st.sampled_from([None, *DTYPES]))

@@ -1,4 +1,4 @@
-"""The number of threads: the fastest by measurement, or the given one."""
+"""The number of threads: the given one, the fastest where it changes no bit, and else that of the machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 
 from hdtool.cli.app import run
 from hdtool.data.files.kept_record import KeptRecord
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model import cpu_threads as threads
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from hdtool.runtime.verified import Verified
+from tests.support import fused
 from tests.support.families import model_of
 
 
@@ -27,7 +29,18 @@ def torch_is_left_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> Iterator[Target]:
+    """One whose passes are compiled."""
+    with pytest.MonkeyPatch.context() as patches:
+        fused.widen(patches)
+        made = Target(fused.model_of())
+        compile_linear_layers(made.model)
+        fused.compile_target(made)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def stock() -> Target:
     return Target(model_of("llama"))
 
 
@@ -65,6 +78,38 @@ def test_a_recorded_number_is_taken_over(target: Target, tmp_path: Path, monkeyp
     torch.set_num_threads(4)
     assert choose_threads(target, record=record) == torch.get_num_threads() == 2
     assert choose_threads(target, 1, record) == 1, "what the user asks for comes first"
+
+
+@pytest.mark.parametrize(("quota", "chosen"), [(None, 4), (2, 2), (9, 4)])
+def test_passes_of_the_library_use_the_cpus_there_are(
+    quota: int | None, chosen: int, stock: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = KeptRecord(tmp_path, {})
+    record.write(1)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(threads, "_seconds_with", lambda count, target: pytest.fail("it was measured"))
+    torch.set_num_threads(4)
+    assert choose_threads(stock, record=record) == torch.get_num_threads() == chosen
+    assert choose_threads(stock, 3, record) == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "what?\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_limit_of_a_container(files: dict[str, str], quota: int | None, tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert threads.cpu_quota(tmp_path) == quota
 
 
 def test_a_given_number_of_threads_is_not_measured(target: Target) -> None:

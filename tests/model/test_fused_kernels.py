@@ -9,13 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.runtime.engines.cpu.attention import QUERIES, attend, attention_numbers, query_blocks
-from hdtool.runtime.kernels.elementwise import norm_rows
-from hdtool.runtime.kernels.fused.layers import PASS_FIELDS, gate_rows
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.elementwise import gate_in_place, norm_rows
 from hdtool.runtime.kernels.vector_code import LANES
 
 HIDDEN = torch.finfo(torch.float32).min
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4, 5, 8]))
 """Heads of keys, heads of queries for each, and the width of a head in vectors."""
+
+
+@compiled
+def multiply_by_gate(gate: int, up: int, size: int) -> None:
+    gate_in_place(gate, up, size)
 
 
 def attended(
@@ -106,9 +111,8 @@ def test_norms_and_gated_units_are_those_of_torch_and_of_each_row(
     assert torch.allclose(normed, expected, rtol=1e-5, atol=1e-7 * size)
     norm_rows(numbers[-1:].data_ptr(), 1, width, weight.data_ptr(), np.float32(1e-5), alone.data_ptr())
     assert torch.equal(normed[-1], alone[0])
-    gate, shape = numbers.clone(), np.zeros(PASS_FIELDS, np.int64)
-    shape[[0, 1, 6]] = 1, rows, width
-    gate_rows(shape, gate.data_ptr(), up.data_ptr())
+    gate = numbers.clone()
+    multiply_by_gate(gate.data_ptr(), up.data_ptr(), gate.numel())
     assert torch.allclose(gate, torch.nn.functional.silu(numbers) * up, rtol=1e-5, atol=1e-30)
 
 
@@ -126,9 +130,8 @@ def test_what_is_no_number_stays_none() -> None:
 
 @pytest.mark.parametrize("number", [-1e30, -90.0, -87.5, -1.0, 0.0, 1.0, 87.0, 1e30, float("nan"), float("-inf")])
 def test_the_gate_of_large_numbers(number: float) -> None:
-    gate, up, shape = torch.full((1, LANES), number), torch.ones(1, LANES), np.zeros(PASS_FIELDS, np.int64)
-    shape[[0, 1, 6]] = 1, 1, LANES
-    gate_rows(shape, gate.data_ptr(), up.data_ptr())
+    gate, up = torch.full((LANES,), number), torch.ones(LANES)
+    multiply_by_gate(gate.data_ptr(), up.data_ptr(), LANES)
     expected = torch.nn.functional.silu(torch.tensor(number))
     if expected.isnan():
         assert gate.isnan().all() or number == float("-inf")

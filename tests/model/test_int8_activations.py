@@ -13,19 +13,21 @@ from hdtool.cli.app import run as command
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
-from hdtool.runtime.engines.cpu.int8.int8_linear import Int8Linear, has_int8_activations
+from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.kernels.packed.formats import FORMATS
-from hdtool.runtime.model.fused.compiled_passes import PIECE
 from hdtool.runtime.model.gguf import file_identity
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
 from tests.support.one_sequence import OneSequence
+from tests.support.oracle import assert_same_logits, plain_logits
 from tests.support.trees import LyingDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
@@ -55,7 +57,7 @@ def target_of(file: Path, activations: str = "int8") -> Target:
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafted_answers_are_those_of_plain_decoding(kind: str, tmp_path: Path) -> None:
     target = target_of(file_of(tmp_path, kind))
-    assert has_int8_activations(target.model)
+    assert compiled(target).activations_are_int8
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
         plain = said(run(target, PROMPT, sampling))
         liar = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
@@ -99,25 +101,18 @@ def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> N
         assert torch.equal(one.verify(tree), found)
 
 
-def test_rows_with_gaps_between_them_are_copied(tmp_path: Path) -> None:
-    """The last rows of several prompts are a slice of all rows."""
-    layers = [module for module in target_of(file_of(tmp_path)).model.modules() if isinstance(module, Int8Linear)]
-    numbers = torch.randn(3, 4, layers[0].in_features)[:, -1:]
-    with torch.no_grad():
-        assert torch.equal(layers[0](numbers), layers[0](numbers.contiguous()))
-
-
 def test_a_replaced_weight_is_used(tmp_path: Path) -> None:
-    """Adapters that are merged change weights after panels were made of them."""
+    """Adapters that are merged change weights after panels were made of them: the library's code computes then."""
     target = target_of(file_of(tmp_path, "Q8_0"))
-    layers = [module for module in target.model.modules() if isinstance(module, Int8Linear)]
-    assert len(layers) == 15
     before = said(run(target, PROMPT, SAMPLINGS["greedy"], most=8))
+    layers = [module for module in target.model.modules() if isinstance(module, CompiledLinear)]
+    assert len(layers) == 15 and compiled(target).is_current
     for layer in layers:
         layer.weight = torch.nn.Parameter(layer.weight.detach().flip(0), requires_grad=False)
-    numbers = torch.randn(3, layers[0].in_features)
-    with torch.no_grad():
-        assert torch.allclose(layers[0](numbers), numbers @ layers[0].weight.T, rtol=1e-4, atol=1e-4)
+    one = OneSequence(target)
+    found = one.prefill(PROMPT)
+    assert not compiled(target).is_current
+    assert_same_logits(found[0], plain_logits(target.model, PROMPT))
     assert said(run(target, PROMPT, SAMPLINGS["greedy"], most=8)) != before
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
 from hdtool.runtime.engines.cpu.int8.integer_code import ANY_PROCESSOR
 from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART, panel_format
 from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_tile
@@ -22,7 +21,7 @@ from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.tile_choice import by_rows
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_scales, some_matrix
+from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
@@ -110,9 +109,8 @@ def test_numbers_that_have_no_8_bits(format: BlockFormat) -> None:
 
 FREED = """
 import torch
-from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
 from hdtool.runtime.engines.cpu.int8.panels import Panels
-from tests.support.packed_blocks import NAMES, some_matrix
+from tests.support.packed_blocks import NAMES, int8_linear, some_matrix
 
 matrix = some_matrix(NAMES["Q8_0"], 16, 512)
 int8_linear(torch.randn(400, 512), Panels(matrix.blocks, matrix.format))

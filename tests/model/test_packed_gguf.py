@@ -24,10 +24,8 @@ from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_linear import ProductChoice
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
-from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.gguf import file_identity, packing, weights_in_turn
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.converted import converted
@@ -37,6 +35,7 @@ from hdtool.runtime.model.precision import logits_after, more_precise
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
 from tests.support.one_sequence import OneSequence
 from tests.support.trees import LyingDrafter
@@ -53,12 +52,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(file_identity, "SETTLED", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
-
-
-@pytest.fixture(autouse=True)
-def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, the product could be another one for expanded weights, and its bits with it."""
-    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
 
 
 def file_of(folder: Path, kind: str = "Q4_1", seed: int = 0, **changed: Any) -> Path:
@@ -92,9 +85,7 @@ def all_logits(model: Any, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_logits_and_answers_are_those_of_the_expanded_model(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_logits_and_answers_are_those_of_the_expanded_model(kind: str, tmp_path: Path) -> None:
     packed, wide = both(file_of(tmp_path, kind))
     assert packed_names(packed.model) == matrices(wide.model) and not packed_names(wide.model)
     assert packed.dtype == torch.float32
@@ -108,9 +99,6 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(
         assert said(run(packed, prompt, sampling, drafter=liar)) == plain
         assert liar.accepted > 0
     assert packed_names(packed.model) == matrices(wide.model), "no weight was expanded"
-    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: False)
-    for length in LENGTHS[1:]:  # for one row, the product of torch depends on the address of the weight
-        assert torch.equal(all_logits(packed.model, length), all_logits(wide.model, length)), length
 
 
 SLOW = pytest.mark.long
@@ -118,19 +106,16 @@ METHODS = ["hd", "lade", "hd+logitspec"]
 OTHERS = ["hd-paper", "pld", "suffix", "sam", "tr", "racer", "logitspec"]
 
 
-def test_compiled_layers_multiply_by_packed_weights(tmp_path: Path) -> None:
+def test_compiled_passes_multiply_by_packed_weights(tmp_path: Path) -> None:
     shape = WIDE | {"num_attention_heads": 4, "num_key_value_heads": 2}  # heads as wide as vectors
     packed, wide = both(file_of(tmp_path, "Q4_K", **shape))
     tree = DraftTree.of(3, [5, 8, 13, 21], [-1, 0, 0, 2])
     found = []
     for target in (packed, wide):
-        stack = stack_of(target.model)
-        assert stack, "the layers are in compiled code"
-        one = OneSequence(target)
+        one, before = OneSequence(target), compiled(target).passes
         one.prefill(prompt_of(30))
-        before = stack.passes
         found.append(one.verify(tree).clone())
-        assert stack.passes == before + 1
+        assert compiled(target).passes == before + 2
     assert torch.equal(*found)
 
 
@@ -153,7 +138,7 @@ def test_the_disk_holds_only_what_is_not_packed(tied: bool, tmp_path: Path) -> N
     assert not (folder / WEIGHTS).exists()
     rest = load_file(folder / REST)
     odd = {f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)}
-    assert matrices(model) - packed_names(model) == odd, "96 columns are no multiple of what the product takes"
+    assert matrices(model) - packed_names(model) == odd, "96 columns are no multiple of what the matmul takes"
     orders = {name for name in rest if name.endswith(packing.ORDER)}
     assert {name.split(".")[4] for name in orders} == {"q_proj", "k_proj"}
     assert {name for name in rest if "norm" not in name} == odd | orders
@@ -237,7 +222,7 @@ def test_blocks_are_mapped_and_not_copied(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_formats_that_no_product_takes_are_expanded(tmp_path: Path) -> None:
+def test_formats_that_no_matmul_takes_are_expanded(tmp_path: Path) -> None:
     file = file_of(tmp_path, "Q5_0")
     packed, wide = both(file)
     assert not packed_names(packed.model)
@@ -251,7 +236,7 @@ def test_without_the_instructions_the_file_is_expanded(tmp_path: Path, monkeypat
     assert not packed_names(hdtool.load(str(file_of(tmp_path))).target.model)
 
 
-def test_where_the_product_differs_weights_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_matmul_differs_weights_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact_layers, "_has_same_bits", lambda stored: False)
     file = file_of(tmp_path)
     model = hdtool.load(str(file)).target.model

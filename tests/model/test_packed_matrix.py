@@ -1,4 +1,4 @@
-"""Products with the blocks of GGUF files and of torchao: every bit is that of the library's numbers in float32."""
+"""Matmuls with the blocks of GGUF files and of torchao: every bit is that of the library's numbers in float32."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
-from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
-from hdtool.runtime.kernels.expanded_linear import BLOCK_NUMBERS, BlockwiseLinear
-from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
-from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
 from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
+from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
+from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS
-from hdtool.runtime.kernels.small_batch_linear import own_linear
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, set_scales, some_matrix
+from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
@@ -85,15 +83,15 @@ def test_all_bytes_at_all_places(format: BlockFormat, scale: float) -> None:
     st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None)
-def test_products_have_the_bits_of_float32(
+def test_results_have_the_bits_of_float32(
     format: BlockFormat, rows: int, outs: int, wholes: int, bias: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
     matrix = some_matrix(format, outs, wholes * LONGEST_BLOCK, seed)
     numbers, added = torch.randn(rows, wholes * LONGEST_BLOCK), torch.randn(outs) if bias else None
     wide = torch.from_numpy(expected(matrix))
-    found = own_linear(numbers, matrix, added)
-    assert torch.equal(found, own_linear(numbers, wide, added))
+    found = compiled_linear(numbers, matrix, added)
+    assert torch.equal(found, compiled_linear(numbers, wide, added))
     exact = numbers.double() @ wide.double().T + (0 if added is None else added)
     magnitude = numbers.double().abs() @ wide.double().abs().T + (0 if added is None else added.abs())
     assert ((found - exact).abs() <= numbers.shape[1] * torch.finfo(torch.float32).eps * magnitude).all()
@@ -104,19 +102,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> Non
     """Nor on their number."""
     columns = 2 * LONGEST_BLOCK
     matrix, numbers = some_matrix(format, MOST_OUTS + 3, columns), torch.randn(2 * MOST_IN_REGISTERS, columns)
-    alone = torch.cat([own_linear(row, matrix) for row in numbers.split(1)])
+    alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
     for rows in (*range(1, 2 * MOST_ROWS + 2), MOST_IN_REGISTERS, MOST_IN_REGISTERS + 1, len(numbers)):
-        assert torch.equal(own_linear(numbers[:rows], matrix), alone[:rows])
+        assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
         others = torch.full((rows, columns), float("nan"))
         others[rows // 2] = numbers[rows // 2]
-        assert torch.equal(own_linear(others, matrix)[rows // 2], alone[rows // 2])
-
-
-@pytest.mark.parametrize("format", ALL)
-def test_blocks_of_a_matrix_have_the_bits_of_the_product_of_torch(format: BlockFormat) -> None:
-    matrix = some_matrix(format, 2 * BLOCK_NUMBERS // LONGEST_BLOCK + 5, LONGEST_BLOCK)
-    numbers, bias = torch.randn(1, 70, LONGEST_BLOCK), torch.randn(len(matrix))
-    assert torch.equal(BlockwiseLinear()(numbers, matrix, bias), linear(numbers, matrix.float(), bias))
+        assert torch.equal(compiled_linear(others, matrix)[rows // 2], alone[rows // 2])
 
 
 @pytest.mark.parametrize("format", ALL)
@@ -146,19 +137,18 @@ binding.get_host_cpu_features = lambda: features
 import torch
 from hashlib import sha256
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
 from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
-from hdtool.runtime.kernels.small_batch_linear import own_linear
-from tests.support.packed_blocks import expected, some_matrix
+from hdtool.runtime.kernels.linear import compiled_linear
+from tests.support.packed_blocks import expected, int8_linear, some_matrix
 
 for format in [one for one in ALL_FORMATS if one.name in NAMES]:
     matrix, numbers = some_matrix(format, 11, 512), torch.randn(30, 512)
     wide = torch.from_numpy(expected(matrix))
     assert torch.equal(matrix.float(), wide), format
-    alone = torch.cat([own_linear(row, wide) for row in numbers.split(1)])
+    alone = torch.cat([compiled_linear(row, wide) for row in numbers.split(1)])
     for rows in (1, 2, 3, 4, 5, 8, 9, 30):
-        assert torch.equal(own_linear(numbers[:rows], matrix), alone[:rows]), (format, rows)
+        assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows]), (format, rows)
     numbers = torch.sin(torch.arange(5 * 512.0)).view(5, 512)
     print(sha256(int8_linear(numbers, Panels(matrix.blocks, format)).numpy()).hexdigest())
 print(LANES)

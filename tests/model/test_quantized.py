@@ -23,7 +23,7 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.evaluation.model_shapes import load_shape
 from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
-from hdtool.runtime.kernels.small_batch_linear import SmallBatchLinear, use_small_batch_products
+from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers
 from hdtool.runtime.model import quantization as quantizing
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load, load_stock
@@ -195,9 +195,9 @@ def test_quantized_layers_multiply_as_their_library_does() -> None:
 
     model: Any = torch.nn.ModuleList([Linear(64, 64, bias=False), Linear(64, 64, bias=False)])
     model[0].weight = Packed(model[0].weight.detach())
-    use_small_batch_products(model)
+    compile_linear_layers(model)
     assert type(model[0].weight) is Packed
-    assert [type(layer) for layer in model] == [Linear, SmallBatchLinear]
+    assert [type(layer) for layer in model] == [Linear, CompiledLinear]
 
 
 def test_the_fingerprint_tells_quantized_from_not() -> None:

@@ -1,4 +1,4 @@
-"""Threads that share a product: the same bits as one thread, whichever of them computes a part."""
+"""Threads that share a matmul: the same bits as one thread, whichever of them computes a part."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
 from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.packed.formats import FORMATS
-from hdtool.runtime.kernels.small_batch_linear import own_linear
 from hdtool.runtime.kernels.team import LEAST_NUMBERS, Team, team_of
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import LONGEST_BLOCK, some_matrix
+from tests.support.packed_blocks import LONGEST_BLOCK, int8_linear, some_matrix
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
@@ -41,8 +40,12 @@ def results(threads: int) -> list[torch.Tensor]:
     for rows in (1, 3, 9, 33):
         torch.manual_seed(rows)
         numbers, bias = torch.randn(rows, COLUMNS), torch.randn(OUTS)
-        found += [own_linear(numbers, wide, bias), own_linear(numbers, matrix), int8_linear(numbers, panels, bias)]
-        found += [own_linear(numbers, wide.bfloat16())]
+        found += [
+            compiled_linear(numbers, wide, bias),
+            compiled_linear(numbers, matrix),
+            int8_linear(numbers, panels, bias),
+        ]
+        found += [compiled_linear(numbers, wide.bfloat16())]
     return found
 
 
@@ -56,13 +59,13 @@ def test_two_passes_at_once() -> None:
     """One of them has the threads, the other computes by itself."""
     torch.set_num_threads(3)
     matrix, numbers = some_matrix(Q4_1, OUTS, COLUMNS), torch.randn(2, COLUMNS)
-    expected = own_linear(numbers, matrix)
+    expected = compiled_linear(numbers, matrix)
     wrong: list[int] = []
 
     def compute(place: int) -> None:
         torch.set_num_threads(3)  # each thread of the interpreter has a number of its own
         for _ in range(200):
-            if not torch.equal(own_linear(numbers, matrix), expected):
+            if not torch.equal(compiled_linear(numbers, matrix), expected):
                 wrong.append(place)
 
     both = [threading.Thread(target=compute, args=(place,)) for place in range(2)]
@@ -86,15 +89,15 @@ def test_a_team_of_one_and_a_team_that_is_busy_are_closed() -> None:
 FORKED = """
 import os, torch
 from hdtool.runtime.kernels.packed.formats import FORMATS
-from hdtool.runtime.kernels.small_batch_linear import own_linear
+from hdtool.runtime.kernels.linear import compiled_linear
 from tests.support.packed_blocks import some_matrix
 
 torch.set_num_threads(3)
 matrix, numbers = some_matrix(FORMATS[3], 500, 256), torch.ones(2, 256)
-expected = own_linear(numbers, matrix)
+expected = compiled_linear(numbers, matrix)
 child = os.fork()
 if not child:
-    os._exit(0 if torch.equal(own_linear(numbers, matrix), expected) else 1)
+    os._exit(0 if torch.equal(compiled_linear(numbers, matrix), expected) else 1)
 print(os.waitpid(child, 0)[1])
 """
 

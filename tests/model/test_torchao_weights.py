@@ -18,19 +18,17 @@ from transformers import AutoTokenizer, TorchAoConfig
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.kernels import small_batch_linear
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
-from hdtool.runtime.engines.cpu.int8.int8_linear import Int8Linear
+from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.packed.formats import INT8
 from hdtool.runtime.kernels.packed.torchao_weights import packed_int4, packed_int8, packed_weight
-from hdtool.runtime.kernels.small_batch_linear import ProductChoice, own_linear
 from hdtool.runtime.model import compact_layers
-from hdtool.runtime.model.fused.layer_stack import stack_of
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
 from tests.support.one_sequence import OneSequence
 from tests.support.trees import LyingDrafter
@@ -47,12 +45,6 @@ def torchao() -> Any:
     return pytest.importorskip("torchao.quantization")
 
 
-@pytest.fixture
-def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, the product could be another one for expanded weights, and its bits with it."""
-    monkeypatch.setattr(ProductChoice, "own", lambda choice, rows: rows <= 64)
-
-
 @st.composite
 def levels_and_scales(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     """With a scale for all weights, for each row, or for a group of columns of each row."""
@@ -66,7 +58,7 @@ def levels_and_scales(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]
 
 @given(levels_and_scales(), st.integers(1, 20))
 @settings(deadline=None)
-def test_products_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tensor, int], rows: int) -> None:
+def test_results_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tensor, int], rows: int) -> None:
     levels, scales, group = given
     matrix = packed_int8(levels, scales, group)
     assert matrix is not None
@@ -74,8 +66,8 @@ def test_products_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tens
     wide = levels.float() * scales.float().repeat_interleave(group, 1)
     assert torch.equal(matrix.float(), wide)
     numbers = torch.randn(rows, levels.shape[1])
-    found = own_linear(numbers, matrix)
-    assert torch.equal(found, own_linear(numbers, wide))
+    found = compiled_linear(numbers, matrix)
+    assert torch.equal(found, compiled_linear(numbers, wide))
     exact = numbers.double() @ wide.double().T
     magnitude = numbers.double().abs() @ wide.double().abs().T
     assert ((found - exact).abs() <= levels.shape[1] * torch.finfo(torch.float32).eps * magnitude).all()
@@ -83,7 +75,7 @@ def test_products_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tens
 
 @given(levels_and_scales(), st.integers(1, 20))
 @settings(deadline=None)
-def test_products_of_4_bits_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tensor, int], rows: int) -> None:
+def test_results_of_4_bits_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tensor, int], rows: int) -> None:
     levels, scales, group = given
     levels, minima = levels >> 4, torch.randn_like(scales)
     matrix = packed_int4(two_in_a_byte(levels), scales, minima, group)
@@ -92,8 +84,8 @@ def test_products_of_4_bits_have_the_bits_of_float32(given: tuple[torch.Tensor, 
     wide = levels.float() * scale + minimum
     assert torch.equal(matrix.float(), wide)
     numbers = torch.randn(rows, levels.shape[1])
-    found = own_linear(numbers, matrix)
-    assert torch.equal(found, own_linear(numbers, wide))
+    found = compiled_linear(numbers, matrix)
+    assert torch.equal(found, compiled_linear(numbers, wide))
     exact, magnitude = numbers.double() @ wide.double().T, numbers.double().abs() @ wide.double().abs().T
     assert ((found - exact).abs() <= levels.shape[1] * torch.finfo(torch.float32).eps * magnitude).all()
 
@@ -130,7 +122,7 @@ def test_numbers_are_those_of_the_library(torchao: Any, dtype: torch.dtype) -> N
             continue
         assert found is not None
         assert torch.equal(found.float(), layer.weight.dequantize(torch.float32))
-        torch.testing.assert_close(own_linear(numbers, found), layer(numbers), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(compiled_linear(numbers, found), layer(numbers), rtol=1e-5, atol=1e-5)
 
 
 def test_weights_of_other_kinds_are_not_packed(torchao: Any) -> None:
@@ -160,7 +152,7 @@ def in_int4(torchao: Any, weight: torch.Tensor, group: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_checkpoints_of_4_bits(torchao: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    """torchao has no product for them on a CPU."""
+    """torchao has no matmul for them on a CPU."""
     weight = torch.randn(24, 256)
     quantized = in_int4(torchao, weight, 128, dtype)
     found = packed_weight(quantized)
@@ -180,7 +172,7 @@ def test_checkpoints_of_4_bits(torchao: Any, dtype: torch.dtype, tmp_path: Path)
     AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(tmp_path)
     for activations in ("float32", "int8"):
         target = load(ModelConfig(str(tmp_path), device="cpu", activations=activations)).target
-        assert len(packed_layers(target.model)) == 14 and stack_of(target.model)
+        assert len(packed_layers(target.model)) == 14 and target.compiled
         plain = said(run(target, PROMPT, SAMPLINGS["greedy"]))
         liar = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
         assert said(run(target, PROMPT, SAMPLINGS["greedy"], drafter=liar)) == plain
@@ -221,7 +213,6 @@ def packed_layers(model: Module) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear) and is_packed(module.weight)]
 
 
-@pytest.mark.usefixtures("own_products")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_logits_and_answers_are_those_of_the_expanded_model(
     torchao: Any, dtype: torch.dtype, tmp_path: Path
@@ -229,8 +220,8 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(
     folder = saved(tmp_path, dtype)
     packed, library = target_of(folder), target_of(folder, dtype="float32")
     assert packed.dtype == library.dtype == torch.float32
-    assert len(packed_layers(packed.model)) == 14 and stack_of(packed.model)
-    assert not any(map(is_compact, library.model.parameters())) and not stack_of(library.model)
+    assert len(packed_layers(packed.model)) == 14 and packed.compiled
+    assert not any(map(is_compact, library.model.parameters())) and not library.compiled
     wide = target_of(folder)
     for layer in packed_layers(wide.model):
         layer.weight = Parameter(layer.weight.stored.float(), requires_grad=False)  # type: ignore[attr-defined]
@@ -254,26 +245,20 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(
 @pytest.mark.parametrize("activations", ["float32", "int8"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(torchao: Any, activations: str, tmp_path: Path) -> None:
     target = target_of(saved(tmp_path), activations=activations)
-    kinds = [isinstance(layer, Int8Linear) for layer in packed_layers(target.model)]
-    assert kinds == [activations == "int8"] * 14
-    stack = stack_of(target.model)
-    assert stack
+    assert len(packed_layers(target.model)) == 14
+    assert compiled(target).activations_are_int8 == (activations == "int8")
     one = OneSequence(target)
     one.prefill(context_of(30), room=80)
-    before = stack.passes
+    before = compiled(target).passes
     alone = one.verify(DraftTree.bare(3))[0].clone()
     for nodes in (1, 2, 3, 4, 7, 8, 15, 40):
         found = one.verify(DraftTree.of(3, list(range(5, 5 + nodes)), [-1] * nodes))
         assert torch.equal(found[0], alone), nodes
-    assert stack.passes == before + 9
+    assert compiled(target).passes == before + 9
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_activations_in_8_bits_have_the_same_bits_in_every_pass(
-    torchao: Any, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_in_8_bits_have_the_same_bits_in_every_pass(torchao: Any, tmp_path: Path) -> None:
     """The output layer is not quantized."""
-    monkeypatch.setattr(small_batch_linear, "uses_own_matmul", lambda rows, columns: own)
     target = target_of(saved(tmp_path), activations="int8")
     one, slots = OneSequence(target), target.allocate(3)
     context = context_of(70)
@@ -286,7 +271,7 @@ def test_activations_in_8_bits_have_the_same_bits_in_every_pass(
         assert torch.equal(one.verify(tree), found)
 
 
-def test_layers_that_no_product_takes_are_those_of_the_library(torchao: Any, tmp_path: Path) -> None:
+def test_layers_that_no_matmul_takes_are_those_of_the_library(torchao: Any, tmp_path: Path) -> None:
     target = target_of(saved(tmp_path, intermediate_size=480))
     odd = {type(layer.mlp.down_proj.weight).__name__ for layer in target.model.model.layers}
     assert odd == {"Int8Tensor"} and len(packed_layers(target.model)) == 12

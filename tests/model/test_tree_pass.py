@@ -1,4 +1,4 @@
-"""Passes over trees in one compiled call: the logits and the walk of the way through torch, to the last bit."""
+"""Passes over trees in one compiled call: logits of the library, and walks and rankings of acceptance and top-k."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.kernels.small_batch_linear import ProductChoice
+from hdtool.runtime.engines.cpu import pass_kernel
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, topk
 from hdtool.runtime.model.cache import position_moves
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, StaticKVCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree
 from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
+from tests.support import fused
 from tests.support.families import VOCABULARY
 from tests.support.fused import TREE, after, both, widen
 from tests.support.one_sequence import OneSequence
-from tests.support.oracle import prompt_of
-from tests.support.trees import trees
+from tests.support.oracle import assert_same_logits, prompt_of
+from tests.support.trees import tokens_to, trees
 
 CONTEXT = prompt_of(40)
 WALK, RANK, BOTH = Want(walk=True), Want(rank=True), Want(walk=True, rank=True)
@@ -34,40 +35,47 @@ WALK, RANK, BOTH = Want(walk=True), Want(rank=True), Want(walk=True, rank=True)
 def one() -> Iterator[OneSequence]:
     with pytest.MonkeyPatch.context() as patches:
         widen(patches)
-        patches.setattr(ProductChoice, "own", lambda choice, rows: True)
         yield after(both()[1], CONTEXT, room=200)
 
 
 def compiled(one: OneSequence, tree: DraftTree, want: Want = LOGITS_ALONE) -> Verified:
     """The outcome of a pass, which compiled code has computed."""
+    before = passes_of(one)
     one.verify(tree, want)
-    assert is_compiled(one, one.verified)
+    assert passes_of(one) == before + 1
     return one.verified
 
 
-def is_compiled(one: OneSequence, verified: Verified, slots: int = 1) -> bool:
-    memory = one.target._compiled._by_slots[slots]._logits
-    return verified.logits.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+def passes_of(one: OneSequence) -> int:
+    return fused.compiled(one.target).passes
 
 
 def takes(one: OneSequence, tree: DraftTree) -> bool:
     """Whether compiled code computes a pass over a tree."""
-    return one.target._compiled.verify(one.cache, [tree], [LOGITS_ALONE]) is not None
+    return fused.compiled(one.target).verify(one.cache, [tree]) is not None
 
 
 def with_certain(tree: DraftTree, certain: list[int]) -> DraftTree:
     return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, np.array(certain, np.int64))
 
 
-@given(tree=trees(VOCABULARY, most=24), length=st.integers(1, len(CONTEXT)))
-def test_the_logits_have_the_bits_of_the_way_through_torch(one: OneSequence, tree: DraftTree, length: int) -> None:
-    one.cache.slots[0].kv.length = length
-    found = compiled(one, tree)
-    assert found.walk is None
+@given(tree=trees(VOCABULARY, most=24), length=st.integers(1, len(CONTEXT)), data=st.data())
+def test_the_logits_are_those_of_the_library_and_of_each_path(
+    one: OneSequence, tree: DraftTree, length: int, data: st.DataObject
+) -> None:
+    kv = one.cache.slots[0].kv
     with torch.inference_mode():
-        by_torch = one.target.stock.verify_alone(one.cache.slots[0], tree)
-    assert not is_compiled(one, by_torch)
-    assert torch.equal(found.logits, by_torch.logits)
+        kv.length = length
+        found = compiled(one, tree)
+        assert found.walk is None
+        logits, before = found.logits.clone(), passes_of(one)
+        assert_same_logits(logits, one.target.stock.verify_alone(one.cache.slots[0], tree).logits)
+        assert passes_of(one) == before
+    node = data.draw(st.integers(ROOT, len(tree) - 1))
+    tokens = tokens_to(tree, node)
+    path = DraftTree.of(tokens[0], tokens[1:], range(-1, len(tokens) - 2))
+    assert torch.equal(compiled(one, path).logits[-1], logits[node + 1])
+    kv.length = len(CONTEXT)
 
 
 @given(tree=trees(3, most=24), most=st.integers(1, 30))
@@ -117,22 +125,31 @@ def test_an_overflow_is_seen_where_a_token_is_certain(one: OneSequence, certain:
         weights.data.copy_(before)
 
 
-def test_a_pass_that_cannot_be_computed_here_is_that_of_torch(one: OneSequence) -> None:
-    expected = one.verify(TREE).clone()
+def test_an_overflow_shows_in_its_own_row_without_logits(one: OneSequence) -> None:
+    table, head = fused.compiled(one.target).table, one.target.model.get_output_embeddings()
+    hidden, normed = torch.randn(2, 3, table.width)
+    hidden[1, 7] = torch.inf
+    logits, scratch = torch.empty(3, VOCABULARY), torch.empty(hidden.numel())
+    shape, ends = table.shape_of(1, 3, None, one.cache.storage), table.ends(3)
+    ends[pass_kernel.NORMED], ends[pass_kernel.LOGITS] = normed.data_ptr(), logits.data_ptr()
+    certain = np.array([4, 5, OPEN])
+    pass_kernel._write_open_logits(shape, ends, certain, hidden.data_ptr(), scratch.data_ptr())
+    assert logits[0, 4] == 0 and logits[1, 5].isnan()
+    with torch.inference_mode():
+        assert torch.equal(logits[2], head(normed)[2])
+
+
+def test_passes_that_are_not_computed_here(one: OneSequence) -> None:
     assert takes(one, TREE)
     with torch.autocast("cpu", torch.bfloat16):
         assert not takes(one, TREE)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3 - min(2, threads))
-        assert torch.equal(one.verify(TREE), expected)
-    finally:
-        torch.set_num_threads(threads)
-    unknown = DraftTree.of(TREE.root, [VOCABULARY], [ROOT])
-    assert not takes(one, unknown)
+    assert not takes(one, DraftTree.of(TREE.root, [VOCABULARY], [ROOT]))
+    assert not takes(one, DraftTree.bare(-1))
     kv = one.cache.slots[0].kv
-    length, kv.length = kv.length, kv.capacity - 3
-    assert not takes(one, TREE)
+    length, rows = kv.length, len(TREE) + 1
+    for end, expected in ((kv.capacity, True), (kv.capacity + 1, False)):
+        kv.length = end - rows
+        assert takes(one, TREE) == expected
     kv.length = length
 
 
@@ -208,9 +225,11 @@ def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
     for slot, (tree, length, _) in enumerate(drawn):
         target.prefill(cache, slot, prompt_of(length), room=20)
         drafted.append(with_certain(tree, [OPEN, *[5] * len(tree)]) if certain and slot != 1 else tree)
+    before = passes_of(one)
     verified = target.verify(cache, drafted, [Want(walks, rank) for _, _, walks in drawn])
+    assert passes_of(one) == before + 1
     for found, tree, (_, length, walks) in zip(verified, drafted, drawn, strict=True):
-        assert is_compiled(one, found, slots=3) and len(found) == len(tree) + 1
+        assert len(found) == len(tree) + 1
         assert (found.walk is not None) == walks and (found.maxima is not None) == rank
         alone = compiled(after(target, prompt_of(length)), tree, BOTH)
         rows = [0] if tree.certain is not None else list(range(len(tree) + 1))

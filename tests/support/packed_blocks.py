@@ -1,4 +1,4 @@
-"""Random blocks in the formats of GGUF files and of torchao, and their numbers by ``gguf`` and by numpy."""
+"""Random blocks in the formats of GGUF files and of torchao, their numbers by ``gguf`` and by numpy, and matmuls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from hdtool.runtime.engines.cpu.int8.matmul_address import int8_matmul_of
+from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.kernels.linear import multiply
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, INT4, INT8, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
@@ -39,6 +42,11 @@ def expected(matrix: PackedMatrix) -> npt.NDArray[np.float32]:
         return _of_int4(matrix.blocks.numpy())
     with np.errstate(all="ignore"):
         return np.ascontiguousarray(dequantize(matrix.blocks.numpy(), GGMLQuantizationType[matrix.format.name]))
+
+
+def int8_linear(input: torch.Tensor, panels: Panels, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As ``torch.nn.functional.linear`` with a contiguous float32 input, which is rounded to 8 bits."""
+    return multiply(int8_matmul_of(panels.format.kind).address, panels.data_ptr(), panels.shape, input, bias)
 
 
 def _of_int8(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

@@ -11,7 +11,7 @@ import torch
 
 from hdtool.runtime.engines.cpu.tree_pass import PIECE, TreePass
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
-from hdtool.runtime.model.checks.unchanged import RecordedModel
+from hdtool.runtime.model.checks.recorded_model import RecordedModel
 from hdtool.runtime.model.library import attention_of
 from hdtool.runtime.model.pass_log import PROMPT
 from hdtool.runtime.tree import DraftTree
@@ -29,7 +29,7 @@ class CompiledModel:
     def __init__(self, parts: ModelParts, log: PassLog) -> None:
         self._parts, self._log = parts, log
         self.table = WeightTable(parts)
-        self._passes: dict[int, TreePass] = {}
+        self._passes = {1: TreePass(self.table)}
         """By the number of slots for which a pass has memory."""
         self.is_current = False
         """Whether the model was the compiled one when the last prompt was read."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn import Module
 
-from hdtool.runtime.model.checks.unchanged import RecordedModel
+from hdtool.runtime.model.checks.recorded_model import RecordedModel
 
 
 class ModelChanges:

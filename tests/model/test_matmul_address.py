@@ -1,4 +1,4 @@
-"""Products that compiled code calls by their address."""
+"""Matmuls that compiled code calls by their address."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ import pytest
 import torch
 from numba import njit
 
-from hdtool.runtime.engines.cpu.int8.int8_linear import int8_linear
+from hdtool.runtime.engines.cpu.int8.matmul_address import int8_matmul_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.kernels.linear import compiled_linear
+from hdtool.runtime.kernels.matmul_address import call_at, matmul_of
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
-from hdtool.runtime.kernels.matmul_address import call_at, int8_product_of, product_of
-from hdtool.runtime.kernels.small_batch_linear import own_linear
 from hdtool.runtime.kernels.team import MULTIPLE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import LONGEST_BLOCK, some_matrix
+from tests.support.packed_blocks import LONGEST_BLOCK, int8_linear, some_matrix
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 OUTS, ROWS = MULTIPLE + 3, 7
 
 
 @njit(nogil=True)
-def called(product: int, matrix: int, inputs: int, outputs: int, bias: int, first: int, end: int) -> None:
-    call_at(product, matrix, OUTS, LONGEST_BLOCK, inputs, ROWS, outputs, bias, first, end)
+def called(matmul: int, matrix: int, inputs: int, outputs: int, bias: int, first: int, end: int) -> None:
+    call_at(matmul, matrix, OUTS, LONGEST_BLOCK, inputs, ROWS, outputs, bias, first, end)
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(OUTS)], ids=["without bias", "bias"])
 @pytest.mark.parametrize("in_8_bits", [False, True], ids=["float32", "int8"])
 @pytest.mark.parametrize("format", [pytest.param(one, id=one.name) for one in FORMATS.values()])
-def test_parts_of_a_product_are_the_whole(format: BlockFormat, in_8_bits: bool, bias: torch.Tensor | None) -> None:
+def test_parts_of_a_matmul_are_the_whole(format: BlockFormat, in_8_bits: bool, bias: torch.Tensor | None) -> None:
     matrix, numbers = some_matrix(format, OUTS, LONGEST_BLOCK), torch.randn(ROWS, LONGEST_BLOCK)
     panels = Panels(matrix.blocks, format)
-    expected = int8_linear(numbers, panels, bias) if in_8_bits else own_linear(numbers, matrix, bias)
-    product = int8_product_of(format.kind) if in_8_bits else product_of(format.kind, format.bytes)
+    expected = int8_linear(numbers, panels, bias) if in_8_bits else compiled_linear(numbers, matrix, bias)
+    matmul = int8_matmul_of(format.kind) if in_8_bits else matmul_of(format.kind, format.bytes)
     weights, found = (panels if in_8_bits else matrix).data_ptr(), torch.empty(ROWS, OUTS)
     for first, end in ((0, MULTIPLE), (MULTIPLE, OUTS)):
         added = 0 if bias is None else bias.data_ptr()
-        called(product.address, weights, numbers.data_ptr(), found.data_ptr(), added, first, end)
+        called(matmul.address, weights, numbers.data_ptr(), found.data_ptr(), added, first, end)
     assert torch.equal(found, expected)
 
 
-def test_a_product_is_made_once() -> None:
+def test_a_matmul_is_made_once() -> None:
     format = next(iter(FORMATS.values()))
-    assert product_of(format.kind, format.bytes) is product_of(format.kind, format.bytes)
+    assert matmul_of(format.kind, format.bytes) is matmul_of(format.kind, format.bytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, contains, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,46 +24,6 @@ OF_EVERY_MODULE = frozenset(vars(Module()))
 """Attributes that torch gives to a module."""
 
 PLAIN = (bool, int, float, str, type(None))
-
-
-class Unchanged:
-    """True if modules, weights and their memory are the recorded ones and nothing is hooked to them.
-
-    Hundreds of objects are compared by functions in C; after a pass, none of them is in the caches of the processor.
-    """
-
-    def __init__(self, modules: Iterable[Module]) -> None:
-        self._modules = modules = list(modules)
-        self._hooks = hooks_of(modules)
-        self._attributes: list[dict[str, Any]] = [vars(module) for module in modules]
-        self._weights = RecordedWeights(modules)
-        self._memory = self._weights.memory()
-        """Held, so that compiled code reads no memory that was freed if weights are replaced within an answer."""
-
-        self._is_checked = False
-
-    def check_again(self) -> None:
-        """Compare at the next call; until then, what was found unchanged is taken for it."""
-        self._is_checked = False
-
-    def __call__(self) -> bool:
-        self._is_checked = self._is_checked or self._is_same()
-        return self._is_checked
-
-    def _is_same(self) -> bool:
-        return (
-            self._has_weights()
-            and not any(self._hooks)
-            and not any(map(contains, self._attributes, repeat("forward")))
-            and not any(map(attrgetter("training"), self._modules))
-        )
-
-    def _has_weights(self) -> bool:
-        """Whether all weights are the recorded ones; if they were replaced, their memory is given back."""
-        same = bool(self._memory) and self._weights.are_same()
-        if not same:
-            self._memory.clear()
-        return same
 
 
 class RecordedWeights:

@@ -1,0 +1,355 @@
+"""The library computes models of other kinds, models that were changed, and passes that compiled code does not take."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Linear, Parameter
+from transformers.cache_utils import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from hdtool.data import demo
+from hdtool.runtime.budget.measure_passes import _saved_file
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.kernels.linear import compile_linear_layers, has_compiled_layers
+from hdtool.runtime.model.library import cache_argument
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.precision import more_precise
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+from tests.support import families
+from tests.support.families import FAMILIES
+from tests.support.fused import TREE, after, both, compile_target, compiled, logits_of, model_of, widen
+from tests.support.oracle import assert_same_logits, prompt_of
+
+SAME = ("llama", "qwen2", "qwen3", "granite", "smollm3")
+"""Families whose models are of this kind with the settings of the tests."""
+
+
+@pytest.fixture(autouse=True)
+def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "deepseek_v3" not in request.node.name:
+        widen(monkeypatch)
+
+
+def double(module: Any, inputs: Any, output: Any) -> Any:
+    return output * 2
+
+
+def with_a_hook(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.register_forward_hook(double)
+
+
+def with_a_hook_after_the_layers(model: Any) -> None:
+    model.model.norm.register_forward_hook(double)
+
+
+def with_another_module(model: Any) -> None:
+    layer = model.model.layers[0].mlp
+    layer.up_proj = Linear(64, 128, bias=False)
+    torch.nn.init.normal_(layer.up_proj.weight)
+
+
+def with_another_weight(model: Any) -> None:
+    model.model.layers[0].self_attn.q_proj.weight.data = torch.rand(64, 64)
+
+
+def with_another_embedding(model: Any) -> None:
+    model.model.embed_tokens.weight.data = torch.rand_like(model.model.embed_tokens.weight)
+
+
+def with_another_parameter(model: Any) -> None:
+    model.model.layers[1].input_layernorm.weight = Parameter(torch.rand(64))
+
+
+def with_another_norm(model: Any) -> None:
+    model.model.norm.weight = Parameter(torch.rand(64))
+
+
+def with_another_function(model: Any) -> None:
+    norm = model.model.layers[1].input_layernorm
+    norm.forward = lambda hidden: hidden * 2
+
+
+def with_another_forward(model: Any) -> None:
+    usual = model.forward
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        found = usual(*arguments, **options)
+        found.logits = found.logits * 2
+        return found
+
+    model.forward = forward
+
+
+CHANGES = [
+    with_a_hook,
+    with_a_hook_after_the_layers,
+    with_another_module,
+    with_another_weight,
+    with_another_embedding,
+    with_another_parameter,
+    with_another_norm,
+    with_another_function,
+    with_another_forward,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_was_changed_computes_what_it_became(change: Callable[[Any], None], dtype: torch.dtype) -> None:
+    usual, fused = both(dtype=dtype)
+    unchanged = logits_of(fused, prompt_of(20))
+    passes = compiled(fused).passes
+    for target in (usual, fused):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            change(target.model)
+    found = logits_of(fused, prompt_of(20))
+    assert compiled(fused).passes == passes
+    assert torch.equal(found, logits_of(usual, prompt_of(20)))
+    assert (found - unchanged).abs().max() > 0.1
+
+
+def test_weights_that_are_replaced_within_an_answer_are_not_freed() -> None:
+    """The answer goes on with those that computed its keys and values; the next prompt is read with the new ones."""
+    usual, fused = both()
+    one = after(fused, prompt_of(20))
+    before = one.verify(TREE).clone()
+    weight = fused.model.model.layers[0].self_attn.q_proj.weight
+    memory = weakref.ref(weight.untyped_storage())
+    with_another_weight(fused.model)
+    assert memory() is not None and torch.equal(one.verify(TREE), before)
+    usual.model.model.layers[0].self_attn.q_proj.weight.data = weight.data
+    assert torch.equal(logits_of(fused, prompt_of(20)), logits_of(usual, prompt_of(20)))
+    assert memory() is None
+
+
+def test_a_prompt_that_continues_kept_context_notices_replaced_weights() -> None:
+    usual, fused = (after(target, prompt_of(30)) for target in both())
+    for one in (usual, fused):
+        torch.manual_seed(5)
+        with_another_weight(one.target.model)
+    found, expected = (one.read_on([*prompt_of(30), 4, 5]) for one in (fused, usual))
+    assert torch.equal(found, expected)
+    assert fused.cached_tokens == usual.cached_tokens == 0
+
+
+def test_a_weight_that_is_changed_in_place_is_read_as_it_is() -> None:
+    usual, fused = both()
+    unchanged = logits_of(fused, prompt_of(20))
+    for target in (usual, fused):
+        with torch.no_grad():
+            target.model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    found = logits_of(fused, prompt_of(20))
+    assert_same_logits(found, logits_of(usual, prompt_of(20)))
+    assert (found - unchanged).abs().max() > 0.1
+    assert is_compiled(fused)
+
+
+def is_compiled(target: Target, block: Any = None) -> bool:
+    """Whether the passes of an answer are computed in compiled code, in a block."""
+    with block or nullcontext():
+        one = after(target, prompt_of(9))  # the first prompt after a change proves the model
+        before = compiled(target).passes
+        one.prefill(prompt_of(9))
+        one.verify(TREE)
+    passes = compiled(target).passes - before
+    assert passes in (0, 2)
+    return passes > 0
+
+
+def test_the_model_itself_is_the_librarys() -> None:
+    usual, fused = both()
+    model, passes = fused.model, compiled(fused).passes
+    ids = torch.tensor([prompt_of(6)])
+    for cached in (False, True):
+        found, expected = (
+            one.model(ids, **cache_argument(one.model, DynamicCache() if cached else None)) for one in (fused, usual)
+        )
+        assert found.logits.requires_grad and torch.equal(found.logits, expected.logits)
+    with more_precise(model, torch.device("cpu")):
+        assert model(ids).logits.dtype == torch.float64
+    assert compiled(fused).passes == passes
+    assert is_compiled(fused)
+
+
+def test_passes_that_compiled_code_does_not_take() -> None:
+    _, fused = both()
+    model = fused.model
+    assert is_compiled(fused) and is_compiled(fused, torch.enable_grad())
+    assert not is_compiled(fused, torch.autocast("cpu", torch.bfloat16))
+    model.train()
+    assert not is_compiled(fused)
+    model.eval()
+    assert is_compiled(fused)
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    assert not is_compiled(fused)
+    hook.remove()
+    assert is_compiled(fused)
+    model.set_attn_implementation("eager")
+    assert not is_compiled(fused)
+    model.set_attn_implementation("sdpa")
+    assert is_compiled(fused)
+
+
+def test_the_library_may_record_the_outputs_of_layers() -> None:
+    """It does so by hooks, which stay."""
+    usual, fused = both()
+    ids = torch.tensor([prompt_of(6)])
+    found, expected = (one.model(ids, output_hidden_states=True) for one in (fused, usual))
+    assert all(map(torch.equal, found.hidden_states, expected.hidden_states)) and len(found.hidden_states) == 3
+    assert not is_compiled(fused)
+    assert torch.equal(logits_of(fused, prompt_of(9)), logits_of(usual, prompt_of(9)))
+
+
+def test_hidden_states_are_those_of_a_model_that_was_changed() -> None:
+    found: list[torch.Tensor] = []
+    for target in both():
+        target.watch_hidden()
+        after(target, prompt_of(20))
+        torch.manual_seed(5)
+        with_another_weight(target.model)
+        one = after(target, prompt_of(20))
+        one.verify(TREE)
+        assert one.verified.hidden is not None
+        found.append(one.verified.hidden)
+    assert torch.equal(*found)
+
+
+def test_tokens_without_an_embedding_are_refused_by_the_library() -> None:
+    _, fused = both()
+    one = after(fused, prompt_of(20))
+    counted = compiled(fused).passes
+    with pytest.raises(IndexError):
+        one.verify(DraftTree.of(1, [fused.vocabulary], [-1]))
+    with pytest.raises(IndexError):
+        one.prefill([1, fused.vocabulary])
+    assert compiled(fused).passes == counted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_other_kinds_are_the_librarys(family: str) -> None:
+    torch.manual_seed(1)
+    model = FAMILIES[family]()
+    compile_linear_layers(model)
+    target = Target(model)
+    before = logits_of(target, prompt_of(30))
+    target.compiled = compile_cpu(target)
+    assert (target.compiled is not None) == (family in SAME)
+    if target.compiled is None:
+        assert torch.equal(logits_of(target, prompt_of(30)), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("Granite", {}, True),
+        ("Granite", {"logits_scaling": 2.0}, False),
+        ("Granite", {"embedding_multiplier": 3.0}, False),
+        ("Granite", {"residual_multiplier": 0.5}, False),
+        (
+            "Llama",
+            {
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+                "max_position_embeddings": 64,
+            },
+            False,
+        ),
+    ],
+    ids=["granite", "logits", "embeddings", "residuals", "positions that depend on the length"],
+)
+def test_models_of_other_numbers_are_the_librarys(name: str, changes: dict[str, Any], expected: bool) -> None:
+    torch.manual_seed(1)
+    model = families._of(name, **changes)
+    compile_linear_layers(model)
+    target = Target(model)
+    before = logits_of(target, prompt_of(30))
+    target.compiled = compile_cpu(target)
+    assert (target.compiled is not None) == expected
+    assert_same_logits(logits_of(target, prompt_of(30)), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [
+        (LlamaRMSNorm, lambda norm, x, usual=LlamaRMSNorm.forward: usual(norm, x) * 1.001),
+        (LlamaMLP, lambda unit, x, usual=LlamaMLP.forward: usual(unit, x) + 0.001 * x),
+    ],
+)
+def test_layers_of_other_numbers_are_refused_at_loading(
+    kind: type, other: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the same structure, but a norm is scaled, or the unit adds a part of its input."""
+    monkeypatch.setattr(kind, "forward", other)
+    model = model_of()
+    compile_linear_layers(model)
+    assert compile_cpu(Target(model)) is None
+    monkeypatch.undo()
+
+
+def test_a_model_with_other_parts_is_the_librarys() -> None:
+    model = model_of()
+    model.model.add_module("adapter", torch.nn.Identity())
+    compile_linear_layers(model)
+    assert compile_cpu(Target(model)) is None
+
+
+def test_copies_and_files_have_the_model_of_the_library(tmp_path: Path) -> None:
+    usual, fused = both()
+    expected = logits_of(usual, prompt_of(9))
+    torch.save(fused.model, tmp_path / "model.pt")
+    copies = copy.deepcopy(fused.model), torch.load(tmp_path / "model.pt", weights_only=False)
+    for copied in copies:
+        assert has_compiled_layers(copied)
+        assert torch.equal(logits_of(Target(copied), prompt_of(9)), expected)
+    assert fused.model.state_dict().keys() == usual.model.state_dict().keys() == model_of().state_dict().keys()
+    with_another_weight(copies[0])
+    assert is_compiled(fused)
+    fused.compiled = None
+    assert torch.equal(logits_of(fused, prompt_of(9)), expected)
+
+
+def test_a_copy_may_be_compiled_too() -> None:
+    _, fused = both()
+    copied = Target(copy.deepcopy(fused.model))
+    compile_target(copied)
+    assert torch.equal(logits_of(copied, prompt_of(9)), logits_of(fused, prompt_of(9)))
+    assert is_compiled(copied)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"dtype": "float32"}, True),
+        ({"fused_layers": False}, False),
+        ({"attn_implementation": "sdpa"}, False),
+        ({"attn_implementation": "eager"}, False),
+        ({"dtype": "bfloat16"}, False),
+    ],
+)
+def test_loading_compiles_a_model_unless_told_otherwise(
+    tmp_path: Path, changes: dict[str, Any], expected: bool
+) -> None:
+    model_of(dtype=torch.bfloat16).bfloat16().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.MODEL / name, tmp_path)
+    loaded = load(ModelConfig(str(tmp_path), device="cpu", **changes))
+    assert (loaded.target.compiled is not None) == expected
+    assert loaded.target.log.passes == 0 and loaded.target.log.seconds == 0
+
+
+def test_costs_of_passes_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    usual, fused = both()
+    assert _saved_file(usual) != _saved_file(fused)

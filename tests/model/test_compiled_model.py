@@ -1,0 +1,357 @@
+"""Compiled passes: the logits and hidden states of the library up to rounding, and the same answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, SamplingConfig
+from hdtool.runtime.decode import decode_batch
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, tree_kernel, weight_table
+from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.cpu.tree_pass import PIECE
+from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.loop import Request
+from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import OPEN, DraftTree
+from hdtool.runtime.verified import Verified, Want
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import VOCABULARY
+from tests.support.fused import KINDS, TREE, after, both, compile_target, compiled, logits_of, model_of, widen
+from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
+from tests.support.trees import LyingDrafter, tokens_to
+
+LARGE = DraftTree.of(4, list(range(40)), [-1] * 40)
+CERTAIN = replace(TREE, certain=np.array([OPEN, 5, OPEN, 3, 8, OPEN, 1], np.int64))
+LENGTHS = (1, 2, 31, 64, PIECE, PIECE + 1, 3 * PIECE + 9)
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    widen(monkeypatch)
+
+
+@pytest.fixture
+def without_the_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[Target], None]:
+    """A pass of a model of the same class raises from now on."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the library computes a pass")
+
+    return lambda target: monkeypatch.setattr(type(target.model), "__call__", refuse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_logits_are_those_of_the_library(
+    kind: str, dtype: torch.dtype, without_the_library: Callable[[Target], None]
+) -> None:
+    usual, fused = both(kind, dtype)
+    expected = [list(some_logits(usual, length)) for length in LENGTHS]
+    without_the_library(fused)
+    for length, logits in zip(LENGTHS, expected, strict=True):
+        for one, other in zip(some_logits(fused, length), logits, strict=True):
+            assert one.shape == other.shape
+            assert_same_logits(one, other)
+
+
+def some_logits(target: Target, length: int) -> Iterator[torch.Tensor]:
+    """Of trees after a prompt, of the prompt itself and of one that continues it."""
+    one = after(target, prompt_of(length), room=200)
+    yield one.verified.logits.clone()
+    for tree in (TREE, DraftTree.bare(7), LARGE):
+        yield one.verify(tree).clone()
+    yield one.prefill([3, 9], length).clone()
+    yield one.prefill(prompt_of(PIECE + 5), length).clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_hidden_states_are_those_of_the_library(
+    dtype: torch.dtype, without_the_library: Callable[[Target], None]
+) -> None:
+    usual, fused = both("qwen3", dtype)
+    for target in (usual, fused):
+        target.watch_hidden()
+    expected = list(hidden_of_passes(usual))
+    without_the_library(fused)
+    for found, other in zip(hidden_of_passes(fused), expected, strict=True):
+        assert found.shape == other.shape
+        assert_same_logits(found, other)
+
+
+def hidden_of_passes(target: Target) -> Iterator[torch.Tensor]:
+    """Of prompts, trees and accepted nodes, alone and in a batch."""
+
+    def given(verified: Verified) -> torch.Tensor:
+        assert verified.hidden is not None
+        return verified.hidden
+
+    kept = []
+    for length in LENGTHS:
+        one = after(target, prompt_of(length))
+        yield given(one.verified)
+        for tree in (LARGE, CERTAIN, TREE):
+            one.verify(tree, Want(walk=True))
+            kept.append(given(one.verified))
+            yield kept[-1].clone()
+        one.commit([1, 3])
+        one.prefill(prompt_of(PIECE + 5), length + 3)
+        yield given(one.verified)
+    cache = target.allocate(3)
+    for slot, length in enumerate((20, PIECE + 12, 1)):
+        yield given(target.prefill(cache, slot, prompt_of(length), room=64))
+    for trees in ([TREE, DraftTree.bare(7)], [CERTAIN, TREE, LARGE]):
+        yield from map(given, target.verify(cache, trees))
+    for slot in range(3):
+        target.commit(cache, slot, [0])
+    yield from (given(target.prefill(cache, slot, [3, 9], cache.slots[slot].length)) for slot in range(3))
+    yield given(target.recompute(cache, 1, 5))
+    yield from kept  # a later pass leaves those of earlier ones as they are
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_16_bits_give_the_bits_of_float32(dtype: torch.dtype) -> None:
+    wide = model_of("qwen3", dtype)
+    compile_linear_layers(wide)
+    target = Target(wide)
+    compile_target(target)
+    _, compact = both("qwen3", dtype)
+    for tree in (TREE, DraftTree.bare(7)):
+        assert torch.equal(logits_of(compact, prompt_of(30), tree), logits_of(target, prompt_of(30), tree))
+
+
+def test_a_row_has_the_same_bits_beside_any_other_rows() -> None:
+    _, fused = both("qwen3")
+    context = prompt_of(40)
+    whole = logits_of(fused, context)
+    for node in range(len(TREE)):
+        tokens = tokens_to(TREE, node)
+        assert torch.equal(logits_of(fused, context, chain(tokens))[-1], whole[node + 1])
+        one = after(fused, context)
+        for token in tokens:
+            alone = one.verify(DraftTree.bare(token))
+            one.commit([])
+        assert torch.equal(alone[0], whole[node + 1]), "one token in each pass"
+        assert torch.equal(after(fused, [*context, *tokens]).verified.logits[0], whole[node + 1]), "in the prompt"
+
+
+def chain(tokens: Sequence[int]) -> DraftTree:
+    return DraftTree.of(tokens[0], tokens[1:], range(-1, len(tokens) - 2))
+
+
+def test_a_prompt_has_the_same_bits_in_pieces_of_any_length() -> None:
+    _, fused = both("qwen3")
+    prompt = prompt_of(2 * PIECE + 7)
+    whole = after(fused, prompt)
+    expected = whole.verified.logits.clone(), whole.verify(TREE).clone()
+    for first in (1, 100, PIECE + 30):
+        one = after(fused, prompt[:first], room=2 * PIECE)
+        assert torch.equal(one.prefill(prompt[first:], first), expected[0])
+        assert torch.equal(one.verify(TREE), expected[1])
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_several_threads_share_a_pass_and_give_the_same_bits(threads: int) -> None:
+    _, fused = both("qwen3")
+    cases, usual = [(length, tree) for length in (9, PIECE + 2) for tree in (TREE, LARGE)], torch.get_num_threads()
+    found = []
+    for number in (1, threads):
+        torch.set_num_threads(number)
+        try:
+            found.append([logits_of(fused, prompt_of(length), tree) for length, tree in cases] + batch_logits(fused))
+        finally:
+            torch.set_num_threads(usual)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def batch_logits(target: Target) -> list[torch.Tensor]:
+    """Of two sequences of different lengths."""
+    cache = target.allocate(2)
+    for slot, length in enumerate((20, 90)):
+        target.prefill(cache, slot, prompt_of(length), room=9)
+    return [verified.logits.clone() for verified in target.verify(cache, [TREE, DraftTree.bare(7)])]
+
+
+def test_the_capacity_of_the_cache_changes_no_bit() -> None:
+    _, fused = both()
+    small = logits_of(fused, prompt_of(40))
+    one = after(fused, prompt_of(40), room=1000)
+    assert one.cache.capacity > 1000
+    with torch.inference_mode():
+        one.cache.storage.tensors[0][:, :, :, 47:] = float("nan")
+    assert torch.equal(one.verify(TREE), small)
+
+
+def test_positions_beyond_those_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_table, "FEWEST_POSITIONS", 4)
+    usual, fused = both()
+    for length in (3, 50, 12, 200):
+        assert_same_logits(logits_of(fused, prompt_of(length)), logits_of(usual, prompt_of(length)))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.each_value
+def test_drafts_do_not_change_the_answer(kind: str, sampling: SamplingConfig) -> None:
+    usual, fused = both(kind)
+    prompt = prompt_of(20)
+    plain = said(run(fused, prompt, sampling))
+    assert plain == said(run(usual, prompt, sampling))
+    liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=1)
+    assert said(run(fused, prompt, sampling, drafter=liar)) == plain
+    assert liar.accepted > 0
+    if sampling == SamplingConfig():
+        assert plain == generated(fused.model, prompt, 48)
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(NEED_HEADS) - {"rest"}))
+def test_every_method_gives_the_answer_of_plain_decoding(method: str) -> None:
+    _, fused = both("qwen3")
+    prompt = prompt_of(12) * 3
+    plain = said(run(fused, prompt, SamplingConfig()))
+    drafter = drafter_within(lambda *_: FixedBudget(9), DecodeConfig(method), StoreSet(), fused)
+    assert said(run(fused, prompt, SamplingConfig(), drafter=drafter)) == plain
+
+
+def test_an_answer_longer_than_the_cache_at_first() -> None:
+    usual, fused = both()
+    cache = fused.allocate(2)
+    for slot, length in enumerate((3, 9)):
+        fused.prefill(cache, slot, prompt_of(length), room=1)
+    at_first = cache.capacity
+    contexts = [prompt_of(3), prompt_of(9)]
+    for token in range(90):
+        verified = fused.verify(cache, [DraftTree.bare(token), DraftTree.bare(token)])
+        for slot in range(2):
+            fused.commit(cache, slot, [])
+            contexts[slot].append(token)
+    assert cache.capacity > at_first
+    for slot in range(2):
+        assert_same_logits(verified[slot].logits[0], plain_logits(usual.model, contexts[slot]))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_overflow_affects_no_other_pass(slots: int) -> None:
+    usual, fused = both("qwen3")
+    for target in (usual, fused):
+        with torch.no_grad():
+            target.model.get_input_embeddings().weight[8] = torch.inf
+    cache, contexts = fused.allocate(slots), [prompt_of(20), prompt_of(9)][:slots]
+    assert TREE.tokens[1] == 8 and not any(8 in context for context in contexts)
+    fused.notice_changes()
+    for slot, context in enumerate(contexts):
+        fused.prefill(cache, slot, context, room=9)
+    of_tree, *others = fused.verify(cache, [TREE, DraftTree.bare(7)][:slots])
+    assert not of_tree.logits.isfinite().all()
+    assert all(bool(one.logits.isfinite().all()) for one in others)
+    for root in (3, 5):
+        alone = fused.recompute(cache, 0, root).logits
+        assert_same_logits(alone[0], plain_logits(usual.model, [*contexts[0], root]))
+        fused.commit(cache, 0, [])
+        contexts[0].append(root)
+    for slot, context in enumerate(contexts):
+        again = fused.prefill(cache, slot, [*context, 4]).logits
+        assert_same_logits(again[0], plain_logits(usual.model, [*context, 4]))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]])
+def test_answers_of_a_batch_are_those_given_alone(size: int, sampling: SamplingConfig) -> None:
+    _, fused = both("qwen2")
+    lengths = (1, 40, 7, 23)
+    alone = {length: said(run(fused, prompt_of(length), sampling, 24)) for length in lengths}
+
+    def requests() -> Iterator[Request[int]]:
+        for length in lengths:
+            liar = LyingDrafter(length, alone[length], VOCABULARY, seed=length)
+            yield Request(length, prompt_of(length), Sampler(sampling, prompt_of(length)), liar)
+
+    asked, answers = requests(), dict[int, list[int]]()
+    before = compiled(fused).passes
+    for request, step in decode_batch(fused, lambda: next(asked, None), size, max_new_tokens=24):
+        answers.setdefault(request.key, []).extend(step.tokens)
+    assert answers == alone
+    assert compiled(fused).passes > before
+
+
+def test_a_later_turn_continues_the_cache_of_the_first() -> None:
+    usual, fused = (after(target, prompt_of(30)) for target in both())
+    for one in (usual, fused):
+        one.verify(TREE)
+        one.commit([0, 1])
+    context = [*prompt_of(30), 3, 5, 8, 60, 61]
+    found, expected = (one.read_on(context) for one in (fused, usual))
+    assert fused.cached_tokens == usual.cached_tokens == 32
+    assert_same_logits(found, expected)
+
+
+def test_the_proof_passes_with_a_tenth_of_its_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    usual = proof.distance
+
+    def noted(*given: torch.Tensor) -> float:
+        seen.append(usual(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(proof, "distance", noted)
+    for kind in KINDS:
+        both(kind)
+    assert seen and max(seen) < proof.TOLERANCE / 10
+
+
+def test_a_context_of_the_proof_is_not_used_again() -> None:
+    """The proof leaves layers out, so the keys and values of its contexts are incomplete."""
+    usual, fused = both()
+    context = some_context(proof.SHORT + 3, fused.vocabulary)
+    found, expected = (run(target, context, SamplingConfig(), 8) for target in (fused, usual))
+    assert found[0].cached_tokens == 0
+    assert said(found) == said(expected)
+
+
+def test_passes_are_counted_once() -> None:
+    _, fused = both()
+    counted = fused.log.passes, compiled(fused).passes
+    logits_of(fused, prompt_of(20))
+    assert (fused.log.passes - counted[0], compiled(fused).passes - counted[1]) == (2, 2)
+
+
+def test_no_pass_compiles_anything() -> None:
+    """Loading has compiled all kinds of passes, also where a model was proved before."""
+    model = model_of()
+    compile_linear_layers(model)
+    target = Target(model)
+    target.compiled = compile_cpu(target, proved=True)
+
+    def signatures() -> dict[str, list[Any]]:
+        return {name: one.signatures for module in KERNELS for name, one in functions_of(module)}
+
+    before = signatures()
+    one = after(target, prompt_of(PIECE + 5))
+    for tree in (TREE, DraftTree.bare(1), CERTAIN):
+        for want in (Want(), Want(walk=True), Want(rank=True)):
+            one.verify(tree, want)
+    cache = target.allocate(2)
+    for slot in range(2):
+        target.prefill(cache, slot, prompt_of(9), room=9)
+    for trees in ([TREE], [TREE, DraftTree.bare(1)], [CERTAIN, TREE]):
+        target.verify(cache, trees, [Want(walk=True, rank=True)] * len(trees))
+    assert signatures() == before
+    assert {"compute_layers", "compute_pass", "compute_tree", "compute_trees"} <= before.keys()
+
+
+KERNELS = (layer_kernel, pass_kernel, tree_kernel)
+
+
+def functions_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    return ((name, one) for name, one in vars(module).items() if hasattr(one, "signatures"))
