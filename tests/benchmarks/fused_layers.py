@@ -52,6 +52,7 @@ def without_matmuls(model: str, is_compiled: bool, context: int) -> OneSequence:
     if is_compiled:
         with mock.patch.object(weight_table, "matmul_of", lambda *_: zeros):
             target.compiled = compile_cpu(target, proved=True)
+            assert target.compiled, "a model of another kind"
             return after(target, context)
     target.compiled = None
     for layer in target.model.modules():

@@ -34,7 +34,7 @@ from tests.support.oracle import assert_same_logits, generated, plain_logits, pr
 from tests.support.trees import LyingDrafter
 
 MOST = 256
-"""Rows of a piece of a prompt."""
+"""Rows, more than a pass of the compiled model has."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +65,9 @@ def wide() -> Any:
 
 
 def layer_of(columns: int = COLUMN_MULTIPLE, outs: int = 5, *, bias: bool = True) -> Linear:
-    layers: Any = torch.nn.ModuleList([Linear(columns, outs, bias=bias)])
-    compile_linear_layers(layers)
-    layer = layers[0]
+    model = torch.nn.Sequential(Linear(columns, outs, bias=bias))
+    compile_linear_layers(model)
+    layer = model[0]
     assert isinstance(layer, CompiledLinear)
     return layer
 

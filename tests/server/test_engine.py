@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from hdtool.runtime.config import DecodeConfig, StoresConfig
-from hdtool.runtime.integrations.server.engine.job import Job
-from hdtool.runtime.integrations.server.engine.scheduler import EngineError, OverloadError, Scheduler
-from hdtool.runtime.integrations.server.engine.tenants import Tenants
+from hdtool.runtime.integrations.server.engine import EngineError, Job, OverloadError, Scheduler, Tenants
 from hdtool.runtime.model.load import Loaded
 
 

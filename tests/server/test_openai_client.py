@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hdtool.data.chat import encode_conversation, encode_text
-from hdtool.runtime.integrations.server.engine.penalties import AnswerPenalty, LogitBias
+from hdtool.runtime.integrations.server.preparation import AnswerPenalty, LogitBias
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.text_stream import text_of
 from tests.server.plain import plain_ids, plain_text

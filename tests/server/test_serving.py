@@ -16,7 +16,7 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
-from hdtool.runtime.integrations.server.api_keys import ApiKeys
+from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.launch import Launch
 from tests.support.server import RunningServer
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.integrations.server.protocol.tool_calls import ToolCall, ToolCallReader, calls_of
+from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
 from hdtool.runtime.model.load import load_tokenizer
 
 TOOL: dict[str, Any] = {

@@ -19,8 +19,8 @@ from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter, HistoryDrafter
 from hdtool.runtime.drafters.methods import history_for
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.integrations.server.api_keys import ApiKeys
-from hdtool.runtime.integrations.server.engine.tenants import Tenants
+from hdtool.runtime.integrations.server.app import ApiKeys
+from hdtool.runtime.integrations.server.engine import Tenants
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet

@@ -1,5 +1,7 @@
-"""An OpenAI-compatible server over hdtool's own loop: requests, the engine that answers them, and HTTP.
+"""An OpenAI-compatible server over hdtool's own loop.
 
-It may import everything in ``runtime``; ``starlette``, ``uvicorn``, ``pydantic`` and ``prometheus_client`` are the
-extra ``server``.
+A request goes through ``app`` (HTTP), ``requests``, ``preparation``, ``answers`` and ``engine``; its answer returns
+through ``answers`` and ``responses``. Only ``app``, ``launch`` and ``monitoring`` import libraries of HTTP. The server
+may import everything in ``runtime``; ``starlette``, ``uvicorn``, ``pydantic`` and ``prometheus_client`` are the extra
+``server``.
 """

@@ -1,47 +1,114 @@
-"""The paths of the server."""
+"""The HTTP side of the server: API keys, limits of size and time, and the handlers of its paths."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import hmac
 import json
+import re
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hdtool.data.errors import ContextError, HdtoolError
+from hdtool.data.errors import ContextError, HdtoolError, OptionError
+from hdtool.data.inputs import text_in
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server.answers import Answers
-from hdtool.runtime.integrations.server.api_keys import ApiKeys
-from hdtool.runtime.integrations.server.engine.scheduler import Scheduler
-from hdtool.runtime.integrations.server.http import parsed, read_body
-from hdtool.runtime.integrations.server.metrics import Metrics
+from hdtool.runtime.integrations.server.engine import Scheduler
+from hdtool.runtime.integrations.server.monitoring import ENTRY, Entry, Metrics, RequestLog
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
-from hdtool.runtime.integrations.server.protocol.delta import Delta
-from hdtool.runtime.integrations.server.protocol.errors import AUTHENTICATION, DISCONNECTED, SERVER, RequestError
-from hdtool.runtime.integrations.server.protocol.responses import ChatFormat, CompletionFormat, Format, usage_of
-from hdtool.runtime.integrations.server.protocol.schema import Asked, ChatRequest, CompletionRequest
-from hdtool.runtime.integrations.server.request_log import ENTRY, Entry, RequestLog
+from hdtool.runtime.integrations.server.requests import ChatRequest, CompletionRequest, GenerationRequest
+from hdtool.runtime.integrations.server.responses import (
+    AUTHENTICATION,
+    DISCONNECTED,
+    SERVER,
+    ChatFormat,
+    CompletionFormat,
+    Delta,
+    Format,
+    RequestError,
+    usage_of,
+)
 from hdtool.runtime.model.load import Loaded
 
-T = TypeVar("T")
+KEY_VARIABLE = "HDTOOL_API_KEY"
+SHARED_TENANT = ""
+"""The tenant of servers without keys, and of keys without a name."""
+TENANT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
+HEADER_SECONDS = 10.0
+"""A connection that has sent no request after this time is closed."""
 COLLECTION_SECONDS = 5.0
 PREPARING = 4
 """Requests that are prepared at once."""
+MIB = 2**20
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 Handler = Callable[[Request], Awaitable[Response]]
+R = TypeVar("R", bound=GenerationRequest)
+
+
+@dataclass(frozen=True)
+class ApiKeys:
+    """The tenants by their keys; without keys, everybody may ask."""
+
+    tenant_of_key: Mapping[str, str]
+
+    @classmethod
+    def read(cls, path: Path | None, environment: Mapping[str, str]) -> ApiKeys:
+        """The keys of a file, else the one in the environment.
+
+        A line of the file is a key, or the name of a tenant and its key. Empty lines and lines that begin with # are
+        skipped.
+        """
+        if path is None:
+            key = environment.get(KEY_VARIABLE, "").strip()
+            return cls({key: SHARED_TENANT} if key else {})
+        keys: dict[str, str] = {}
+        for number, line in enumerate(text_in(path, "give the keys as UTF-8 text").splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            *tenant, key = words
+            if len(tenant) > 1 or not all(map(TENANT_NAME.fullmatch, tenant)) or key in keys:
+                raise OptionError(
+                    f"{path}, line {number}: a line must be a key that no other line has, or the name of a tenant "
+                    "(letters, digits, _ . -) and its key"
+                )
+            keys[key] = tenant[0] if tenant else SHARED_TENANT
+        if not keys:
+            raise OptionError(f"{path} holds no API key: write one on a line, or leave out --api-key-file")
+        return cls(keys)
+
+    @property
+    def tenants(self) -> list[str]:
+        return sorted({*self.tenant_of_key.values()}) or [SHARED_TENANT]
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """The tenant of an ``Authorization`` header; None if its key is missing or wrong."""
+        if not self.tenant_of_key:
+            return SHARED_TENANT
+        scheme, _, given = (authorization or "").partition(" ")
+        found = None
+        # All keys are compared, in constant time each, so that the time of the answer shows nothing about them.
+        for key, tenant in self.tenant_of_key.items():
+            if hmac.compare_digest(key.encode(), given.strip().encode()) and scheme.lower() == "bearer":
+                found = tenant
+        return found
 
 
 class Server:
@@ -105,24 +172,23 @@ class Server:
         return tenant
 
     async def _chat(self, request: Request) -> Response:
-        asked, choices = await self._prepared(request, ChatRequest, self._preparer.chat)
-        return await self._answer(request, asked, choices, ChatFormat(self._name, self._loaded.tokenizer))
+        body, choices = await self._prepared(request, ChatRequest, self._preparer.chat)
+        return await self._answer(request, body, choices, ChatFormat(self._name, self._loaded.tokenizer))
 
     async def _completion(self, request: Request) -> Response:
-        asked, choices = await self._prepared(request, CompletionRequest, self._preparer.completion)
-        echoes = [choice.asked.echo for choice in choices]
-        return await self._answer(request, asked, choices, CompletionFormat(self._name, self._loaded.tokenizer, echoes))
+        body, choices = await self._prepared(request, CompletionRequest, self._preparer.completion)
+        echoes = [choice.prompt.echo for choice in choices]
+        return await self._answer(request, body, choices, CompletionFormat(self._name, self._loaded.tokenizer, echoes))
 
     async def _prepared(
-        self, request: Request, kind: type[Any], prepare: Callable[[Any], list[Choice]]
-    ) -> tuple[Any, list[Choice]]:
-        config = self._config
-        body = await read_body(request, config.max_body_mib, config.body_seconds)
+        self, request: Request, kind: type[R], prepare: Callable[[R], list[Choice]]
+    ) -> tuple[R, list[Choice]]:
+        json_text = await _read_body(request, self._config.max_body_mib, self._config.body_seconds)
 
-        def prepared() -> tuple[Any, list[Choice]]:
-            asked = parsed(kind, body)
-            self._check_model(asked.model)
-            return asked, prepare(asked)
+        def prepared() -> tuple[R, list[Choice]]:
+            body = kind.read(json_text)
+            self._check_model(body.model)
+            return body, prepare(body)
 
         return await to_thread.run_sync(prepared, limiter=self._limiter)
 
@@ -135,13 +201,15 @@ class Server:
                 code="model_not_found",
             )
 
-    async def _answer(self, request: Request, asked: Asked, choices: Sequence[Choice], form: Format) -> Response:
+    async def _answer(
+        self, request: Request, body: GenerationRequest, choices: Sequence[Choice], form: Format
+    ) -> Response:
         answers = Answers(self._engine, self._metrics, self._loaded, self._preparer, choices)
         answers.submit(request.state.tenant)
         entry: Entry = request.scope[ENTRY]
         entry.model, entry.answers = self._name, answers
-        if asked.stream:
-            with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        if body.stream:
+            with_usage = bool(body.stream_options and body.stream_options.include_usage)
             return StreamingResponse(
                 _events(answers, entry, len(choices), form, with_usage=with_usage),
                 media_type="text/event-stream",
@@ -172,17 +240,52 @@ class Server:
 
     async def _http_error(self, request: Request, error: HTTPException) -> Response:
         status = error.status_code
-        known = ", ".join(PATHS)
         place = request.url.path[:200]
         if allowed := (error.headers or {}).get("Allow"):
             message = f"{place} does not take {request.method}: use {allowed}"
         else:
-            message = f"there is no {place} here: the paths are {known}"
+            message = f"there is no {place} here: the paths are {', '.join(PATHS)}"
         self._metrics.request("other", status)
         return _refused(request, RequestError(message, status=status))
 
     async def _fault(self, request: Request, error: Exception) -> Response:
-        return _refused(request, RequestError("the server failed; its log has the reason", status=500, kind=SERVER))
+        return _refused(request, _failure())
+
+
+class TimedProtocol(H11Protocol):
+    """Closes connections that send no request in time."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_SECONDS, self._close_without_request)
+
+    def _close_without_request(self) -> None:
+        scope: object = self.scope  # None until a request has arrived
+        if scope is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+async def _read_body(request: Request, most_mib: int, seconds: float) -> bytes:
+    """The body of a request; raises if it is larger, or takes longer to arrive."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > most_mib * MIB:
+        raise _too_large(most_mib)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most_mib * MIB:
+                    raise _too_large(most_mib)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
+    except ClientDisconnect:
+        raise RequestError("the client closed the connection", status=DISCONNECTED) from None
+    return bytes(body)
+
+
+def _too_large(most_mib: int) -> RequestError:
+    return RequestError(f"the body is larger than {most_mib} MiB", status=413, code="request_too_large")
 
 
 async def _collect_garbage() -> None:
@@ -213,7 +316,7 @@ async def _events(
         raise
     except Exception:
         traceback.print_exc(file=sys.stderr)
-        failure = RequestError("the server failed; its log has the reason", status=500, kind=SERVER)
+        failure = _failure()
         entry.status, entry.error = failure.status, failure.name
         yield _event(failure.body)
     finally:
@@ -248,6 +351,10 @@ async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[
 
 def _event(row: dict[str, Any]) -> str:
     return f"data: {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _failure() -> RequestError:
+    return RequestError("the server failed; its log has the reason", status=500, kind=SERVER)
 
 
 def _refused(request: Request, error: HdtoolError) -> Response:

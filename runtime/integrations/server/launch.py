@@ -14,25 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hdtool.data.errors import ServeError
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.integrations.server.api_keys import KEY_VARIABLE, ApiKeys
-from hdtool.runtime.integrations.server.app import Server
-from hdtool.runtime.integrations.server.engine.scheduler import Scheduler
-from hdtool.runtime.integrations.server.engine.tenants import Tenants
-from hdtool.runtime.integrations.server.http import MIB
+from hdtool.runtime.integrations.server.app import KEY_VARIABLE, MIB, ApiKeys, Server, TimedProtocol
+from hdtool.runtime.integrations.server.engine import Scheduler, Tenants
 from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import load
 
 LAST_SECONDS = 5
 """Time for the last events of answers that were ended."""
-HEADER_SECONDS = 10.0
-"""A connection that has sent no request after this time is closed."""
 
 
 class Launch:
@@ -84,7 +78,7 @@ class Launch:
         """Answer requests until SIGINT or SIGTERM; answers in progress have ``shutdown_seconds`` to end."""
         config = uvicorn.Config(
             self._app,
-            http=_TimedProtocol,
+            http=TimedProtocol,
             ws="none",
             log_level="warning",
             access_log=False,
@@ -98,19 +92,6 @@ class Launch:
         gc.collect()
         server = _GracefulServer(config, self._engine, self._config.shutdown_seconds)
         asyncio.run(server.serve(sockets=[self._socket]))
-
-
-class _TimedProtocol(H11Protocol):
-    """Closes connections that send no request in time."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.loop.call_later(HEADER_SECONDS, self._close_without_request)
-
-    def _close_without_request(self) -> None:
-        scope: object = self.scope  # None until a request has arrived
-        if scope is None and not self.transport.is_closing():
-            self.transport.close()
 
 
 class _GracefulServer(uvicorn.Server):

@@ -6,48 +6,58 @@ import secrets
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
+
+import torch
+from transformers import LogitsProcessor
 
 from hdtool.data.chat import conversation_text, encode_answer, encode_conversation, encode_text
 from hdtool.data.grammar import Grammar, grammar_of
 from hdtool.data.predictions import prediction_of
 from hdtool.data.tools import tools_of
 from hdtool.data.unicode import lone_surrogate
+from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import guided
 from hdtool.runtime.grammar.processor import masks_of
-from hdtool.runtime.integrations.server.engine.job import Job
-from hdtool.runtime.integrations.server.engine.logprobs import LogprobRecorder, TokenLogprobs
-from hdtool.runtime.integrations.server.engine.penalties import AnswerPenalty, LogitBias
-from hdtool.runtime.integrations.server.protocol.errors import RequestError
-from hdtool.runtime.integrations.server.protocol.messages import require_text_answers, template_messages
-from hdtool.runtime.integrations.server.protocol.schema import MOST_PROMPTS, Asked, ChatRequest, CompletionRequest
-from hdtool.runtime.integrations.server.protocol.tool_choice import NO_TOOLS, ToolChoice
+from hdtool.runtime.integrations.server.engine import Job
+from hdtool.runtime.integrations.server.requests import (
+    MOST_PROMPTS,
+    NO_TOOLS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ToolChoice,
+    require_text_answers,
+    template_messages,
+)
+from hdtool.runtime.integrations.server.responses import RequestError, TokenLogprobs
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step, room_for
 from hdtool.runtime.text_stream import text_of
+from hdtool.runtime.verified import Verified
 
 MOST_GRAMMAR = 65_536
 """Characters of a grammar; larger ones would take seconds to compile."""
 
 
 @dataclass(frozen=True)
-class Asking:
+class Prompt:
     """A prompt and its settings; all choices of an answer share them."""
 
-    prompt: list[int]
-    most: int
-    """Limit of the tokens of an answer."""
+    tokens: list[int]
+    limit: int
+    """Of the tokens of an answer."""
     grammar: Grammar | None = None
     prediction: Sequence[int] = ()
     logprobs: int | None = None
     """The number of alternatives to report for each token; None reports no log-probabilities."""
     tools: ToolChoice = NO_TOOLS
-    prompt_text: str = ""
+    text: str = ""
     """What the model reads; only where tools are presented."""
     echo: str = ""
     """Text before the answer."""
@@ -57,7 +67,7 @@ class Asking:
 class Choice:
     """One answer, ready to be generated."""
 
-    asked: Asking
+    prompt: Prompt
     sampler: Sampler
     stops: Container[int]
     stop_texts: tuple[str, ...]
@@ -73,44 +83,44 @@ class Preparer:
         self._loaded, self._decoding, self._defaults = loaded, decoding, defaults
         self._lock = threading.Lock()
 
-    def chat(self, asked: ChatRequest) -> list[Choice]:
+    def chat(self, body: ChatRequest) -> list[Choice]:
         """The choices of a chat request."""
         tokenizer = self._loaded.tokenizer
-        require_text_answers(asked)
-        messages = template_messages(asked.messages)
-        tools = tools_of(asked.tools, "the request")
-        choice = ToolChoice.of(asked.tool_choice, tools, parallel=asked.parallel_tool_calls is not False)
-        grammar = grammar_of(asked.structure, "the request")
+        require_text_answers(body)
+        messages = template_messages(body.messages)
+        tools = tools_of(body.tools, "the request")
+        choice = ToolChoice.of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
+        grammar = grammar_of(body.structure, "the request")
         if grammar and choice.grammar:
             raise RequestError("response_format and tool_choice exclude each other", param="tool_choice")
-        predicted = prediction_of(asked.prediction, "the request")
+        predicted = prediction_of(body.prediction, "the request")
         ids = encode_conversation(tokenizer, messages, tools=choice.tools)
-        one = Asking(
+        prompt = Prompt(
             ids,
-            self._limit(ids, asked.max_completion_tokens or asked.max_tokens),
+            self._limit(ids, body.max_completion_tokens or body.max_tokens),
             grammar or choice.grammar,
             encode_answer(tokenizer, messages, predicted) if predicted else (),
-            (asked.top_logprobs or 0) if asked.logprobs or asked.top_logprobs else None,
+            (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None,
             choice,
             conversation_text(tokenizer, messages, chat=True, tools=choice.tools) if choice.tools else "",
         )
-        return self._choices(asked, [one])
+        return self._choices(body, [prompt])
 
-    def completion(self, asked: CompletionRequest) -> list[Choice]:
+    def completion(self, body: CompletionRequest) -> list[Choice]:
         """The choices of a completion request, prompt by prompt."""
-        tokenizer, prompts = self._loaded.tokenizer, asked.prompts
+        tokenizer, prompts = self._loaded.tokenizer, body.prompts
         if not 1 <= len(prompts) <= MOST_PROMPTS:
             raise RequestError(f"prompt must hold 1 to {MOST_PROMPTS} prompts, got {len(prompts)}", param="prompt")
-        grammar = grammar_of(asked.structure, "the request")
-        predicted = prediction_of(asked.prediction, "the request")
+        grammar = grammar_of(body.structure, "the request")
+        predicted = prediction_of(body.prediction, "the request")
         prediction = encode_text(tokenizer, predicted, special=False) if predicted else ()
-        made = []
+        prepared = []
         for prompt in prompts:
             ids = self._ids(prompt)
-            echo = (prompt if isinstance(prompt, str) else text_of(tokenizer, ids)) if asked.echo else ""
-            limit = self._limit(ids, asked.max_tokens)
-            made.append(Asking(ids, limit, grammar, prediction, asked.logprobs, echo=echo))
-        return self._choices(asked, made)
+            echo = (prompt if isinstance(prompt, str) else text_of(tokenizer, ids)) if body.echo else ""
+            limit = self._limit(ids, body.max_tokens)
+            prepared.append(Prompt(ids, limit, grammar, prediction, body.logprobs, echo=echo))
+        return self._choices(body, prepared)
 
     def job(self, choice: Choice, tenant: str, deliver: Callable[[Step | Exception], None]) -> Job:
         """The job of the engine that generates a choice."""
@@ -118,48 +128,48 @@ class Preparer:
         def request(job: Job, drafter: Drafter) -> Request[Job]:
             drafter = guided(drafter, choice.guide, self._decoding.draft_tokens)
             if choice.recorded is not None:
-                drafter = LogprobRecorder(drafter, choice.asked.logprobs or 0, choice.recorded)
+                drafter = LogprobRecorder(drafter, choice.prompt.logprobs or 0, choice.recorded)
             return Request(
                 job,
-                choice.asked.prompt,
+                choice.prompt.tokens,
                 choice.sampler,
                 drafter,
                 choice.stops,
-                choice.asked.prediction,
-                choice.asked.most,
+                choice.prompt.prediction,
+                choice.prompt.limit,
                 tenant,
             )
 
         return Job(tenant, request, deliver)
 
-    def _choices(self, asked: Asked, made: Sequence[Asking]) -> list[Choice]:
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        biases = self._biases(asked.logit_bias or {})
+    def _choices(self, body: GenerationRequest, prepared: Sequence[Prompt]) -> list[Choice]:
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        biases = self._biases(body.logit_bias or {})
         with self._lock:  # the library's preparation of ``generate`` is not made for several threads
             return [
-                self._choice(asked, one, (seed + number) % 2**64, biases)
-                for one in made
-                for number in range(asked.n or 1)
+                self._choice(body, prompt, (seed + number) % 2**64, biases)
+                for prompt in prepared
+                for number in range(body.n or 1)
             ]
 
-    def _choice(self, asked: Asked, one: Asking, seed: int, biases: Mapping[int, float]) -> Choice:
+    def _choice(self, body: GenerationRequest, prompt: Prompt, seed: int, biases: Mapping[int, float]) -> Choice:
         given: dict[str, Any] = {
-            "temperature": asked.temperature,
-            "top_k": None if asked.top_k is None else max(0, asked.top_k),
-            "top_p": asked.top_p,
-            "repetition_penalty": asked.repetition_penalty,
+            "temperature": body.temperature,
+            "top_k": None if body.top_k is None else max(0, body.top_k),
+            "top_p": body.top_p,
+            "repetition_penalty": body.repetition_penalty,
         }
         set_here = {name: value for name, value in given.items() if value is not None}
-        config = replace(self._defaults, seed=seed, stop=asked.stops, **set_here)
-        guide = self._guide(one.grammar)
+        config = replace(self._defaults, seed=seed, stop=body.stops, **set_here)
+        guide = self._guide(prompt.grammar)
         first = masks_of(guide)
-        if asked.presence_penalty or asked.frequency_penalty:
-            first.append(AnswerPenalty(len(one.prompt), asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0))
+        if body.presence_penalty or body.frequency_penalty:
+            first.append(AnswerPenalty(len(prompt.tokens), body.presence_penalty or 0.0, body.frequency_penalty or 0.0))
         if biases:
             first.append(LogitBias(biases))
-        sampler, stops = self._loaded.sampler(config, one.prompt, max_new_tokens=one.most, first=first)
-        recorded: list[TokenLogprobs] | None = [] if one.logprobs is not None else None
-        return Choice(one, sampler, stops, config.stop, guide, recorded)
+        sampler, stops = self._loaded.sampler(config, prompt.tokens, max_new_tokens=prompt.limit, first=first)
+        recorded: list[TokenLogprobs] | None = [] if prompt.logprobs is not None else None
+        return Choice(prompt, sampler, stops, config.stop, guide, recorded)
 
     def _guide(self, grammar: Grammar | None) -> Guide | None:
         if grammar and len(grammar.text) > MOST_GRAMMAR:
@@ -169,9 +179,9 @@ class Preparer:
             )
         return self._loaded.guide(grammar)
 
-    def _limit(self, ids: Sequence[int], asked: int | None) -> int:
+    def _limit(self, ids: Sequence[int], given: int | None) -> int:
         """The limit of tokens of an answer; raises if the prompt leaves no room in the context."""
-        most = self._decoding.max_new_tokens if asked is None else asked
+        most = self._decoding.max_new_tokens if given is None else given
         room, _ = room_for(self._loaded.target, ids, most)
         return room
 
@@ -190,3 +200,50 @@ class Preparer:
                 f"logit_bias names token {wrong[:40]!r}: its keys are token ids below {vocabulary}", param="logit_bias"
             )
         return {int(key): bias for key, bias in given.items()}
+
+
+class AnswerPenalty(LogitsProcessor):
+    """Lowers the scores of tokens that the answer holds: by ``presence``, and by ``frequency`` for each occurrence."""
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self._start, self._presence, self._frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        tokens, counts = input_ids[0, self._start :].unique(return_counts=True)
+        lowered = scores.clone()
+        lowered[0, tokens] -= self._presence + self._frequency * counts
+        return cast(torch.FloatTensor, lowered)
+
+
+class LogitBias(LogitsProcessor):
+    """Adds a number to the scores of some tokens."""
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._tokens, self._biases = torch.tensor(list(biases)), torch.tensor(list(biases.values()))
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        biased = scores.clone()
+        biased[0, self._tokens.to(scores.device)] += self._biases.to(scores.device, scores.dtype)
+        return cast(torch.FloatTensor, biased)
+
+
+class LogprobRecorder(WrappedDrafter):
+    """A drafter that also records the log-probabilities of the accepted tokens."""
+
+    reads_logits = True
+
+    def __init__(self, drafter: Drafter, most: int, recorded: list[TokenLogprobs]) -> None:
+        """``most`` is the number of alternatives for each token; all are appended to ``recorded``."""
+        super().__init__(drafter)
+        self._most, self._recorded = most, recorded
+
+    @torch.inference_mode()
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        rows = [0, *(node + 1 for node in accepted.path)][: len(accepted.tokens)]
+        scores = verified.logits[rows].float().log_softmax(-1)
+        chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
+        best = scores.topk(min(self._most, scores.shape[1])) if self._most else None
+        for place, token in enumerate(accepted.tokens):
+            pairs = zip(best.indices[place].tolist(), best.values[place].tolist(), strict=True) if best else ()
+            self._recorded.append(TokenLogprobs(token, chosen[place], list(pairs)))
+        super().observe(accepted, verified)

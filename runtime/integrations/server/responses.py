@@ -1,15 +1,15 @@
-"""Answers in the JSON of OpenAI's API, as a whole and in chunks."""
+"""Answers and errors in the JSON of OpenAI's API: as a whole, and in chunks."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hdtool.runtime.integrations.server.engine.logprobs import TokenLogprobs
-from hdtool.runtime.integrations.server.protocol.delta import Delta
-from hdtool.runtime.integrations.server.protocol.tool_calls import ToolCall
+from hdtool.data.errors import HdtoolError
+from hdtool.runtime.integrations.server.tool_calls import ToolCall
 from hdtool.runtime.stats import Stats
 from hdtool.runtime.text_stream import bytes_of, text_of
 
@@ -17,6 +17,69 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = dict[str, Any]
+INVALID, AUTHENTICATION, OVERLOADED, SERVER = (
+    "invalid_request_error",
+    "authentication_error",
+    "overloaded_error",
+    "server_error",
+)
+DISCONNECTED = 499
+"""The status of a request whose client has gone, as nginx logs it; nobody reads the response."""
+
+
+class RequestError(HdtoolError):
+    """A request that is refused."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self._kind, self._param, self._code = status, kind, param, code
+
+    @property
+    def name(self) -> str:
+        """The code of the error, or its type; neither quotes the request."""
+        return self._code or self._kind
+
+    @property
+    def body(self) -> Row:
+        error = {"message": str(self), "type": self._kind, "param": self._param, "code": self._code}
+        return {"error": error}
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of a token, and the most probable tokens in its place, before temperature and penalties."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass
+class Delta:
+    """What one step adds to an answer, or several of them."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls or self.logprobs or self.finish)
+
+    def add(self, later: Delta) -> None:
+        self.text += later.text
+        self.reasoning += later.reasoning
+        self.calls += later.calls
+        self.logprobs += later.logprobs
+        self.finish = later.finish or self.finish
 
 
 class ChatFormat:

@@ -1,21 +1,29 @@
-"""The engine of a server: one thread that decodes the requested answers in a batch."""
+"""The engine of a server: one thread that decodes the requested answers in a batch, and the drafters of each tenant."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.config import DecodeConfig
+from hdtool.data.stores.home import namespace_among
+from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.budget.node_budget import Budget, Together
+from hdtool.runtime.config import DecodeConfig, StoresConfig
+from hdtool.runtime.config.methods import OPTION_METHODS
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.integrations.server.engine.job import Job
-from hdtool.runtime.integrations.server.engine.tenants import Tenants
+from hdtool.runtime.drafters.methods import budget_for, drafter_within, history_for
 from hdtool.runtime.loop import Loop, Outcome, Reading, Request
+from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.prefix_cache import PrefixCache
+from hdtool.runtime.sequence import Step
+from hdtool.runtime.stores.store_set import StoreSet
 
 PIECE_ALONE, PIECE_BESIDE = 512, 128
 """Tokens of a prompt that are read in one pass, without and with other answers that wait for it."""
@@ -27,6 +35,69 @@ class OverloadError(HdtoolError):
 
 class EngineError(Exception):
     """The engine failed; the message is for its log alone."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request to the engine, and where its steps go."""
+
+    tenant: str
+    request: Callable[[Job, Drafter], Request[Job]]
+    """Makes the request of this job once a drafter is free."""
+    deliver: Callable[[Step | Exception], None]
+    """Called in the engine's thread with each step, and with the error that ends the answer if there is one."""
+    is_cancelled: bool = False
+    """Nobody waits for the rest of the answer."""
+    submitted: float = field(default_factory=time.monotonic)
+
+
+class Tenants:
+    """The drafters of all tenants; one drafter serves one answer at a time."""
+
+    def __init__(self, loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig, names: list[str]) -> None:
+        self._loaded, self._decoding = loaded, decoding
+        self.rows: Callable[[], int] = lambda: 1
+        """Answers that are being generated; the server sets it."""
+        self.store_sets = {name: self._stores_of(stores, name) for name in names}
+        self._free: dict[str, list[Drafter]] = {name: [] for name in names}
+        self._measure()
+        for name in names:  # faults of stores are found here, and not by the first answer
+            self.put(name, self._made(name))
+
+    def take(self, tenant: str) -> Drafter:
+        free = self._free[tenant]
+        return free.pop() if free else self._made(tenant)
+
+    def put(self, tenant: str, drafter: Drafter) -> None:
+        """Give a drafter back at the end of its answer."""
+        self._free[tenant].append(drafter)
+
+    def _stores_of(self, stores: StoresConfig, tenant: str) -> StoreSet:
+        loaded, decoding = self._loaded, self._decoding
+        namespace = stores.namespace or namespace_among([tenant] if tenant else [])
+        opened = StoreSet.for_tokenizer(
+            loaded.tokenizer,
+            replace(stores, namespace=namespace),
+            decoding.databases,
+            model=loaded.checkpoint,
+            identified=decoding.keeps_history,
+        )
+        return replace(opened, history=history_for(decoding, loaded.target, opened, tenant=tenant))
+
+    def _made(self, tenant: str) -> Drafter:
+        return drafter_within(self._budget, self._decoding, self.store_sets[tenant], self._loaded.target)
+
+    def _measure(self) -> None:
+        """Time the passes for 1, 2, 4 … answers at once, if the method has a choice of sizes."""
+        target, decoding, size = self._loaded.target, self._decoding, self._decoding.batch_size
+        if decoding.draft_tokens is not None or decoding.method not in OPTION_METHODS["draft_tokens"]:
+            return
+        numbers = {min(size, 2**power) for power in range(size.bit_length() + 1)}
+        curves = {rows: cost_here(target, rows) for rows in sorted(numbers)}
+        self._together = Together(target.log, curves, only_timed_sizes=target.captures)
+
+    def _budget(self) -> Budget:
+        return budget_for(self._decoding, lambda: self._together, lambda: max(1, self.rows()))
 
 
 class Scheduler:

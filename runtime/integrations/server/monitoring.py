@@ -1,4 +1,4 @@
-"""One line on standard error for each finished request: what it cost, and nothing of what it said."""
+"""What operators see of the requests: the figures of ``/metrics`` for Prometheus, and a log of one line for each."""
 
 from __future__ import annotations
 
@@ -7,22 +7,75 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hdtool.runtime.config.serving import JSON_LINES
-from hdtool.runtime.integrations.server.protocol.responses import usage_of
+from hdtool.runtime.integrations.server.engine import Scheduler
+from hdtool.runtime.integrations.server.responses import usage_of
+from hdtool.runtime.sequence import Step
 
 if TYPE_CHECKING:
     from hdtool.runtime.integrations.server.answers import Answers
 
+BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""Upper ends of the histograms, in seconds."""
 ENTRY = "hdtool.request"
 """The key of the entry in the scope of a request."""
 POLLED = ("/health", "/metrics")
 """Paths that monitors ask all the time; only failures of them are logged."""
 LONGEST_PATH = 200
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self, engine: Scheduler) -> None:
+        registry = self._registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=BUCKETS)
+        self._requests = counter("hdtool_requests", "Requests, by path and status.", ["path", "status"])
+        self._tokens = counter("hdtool_generated_tokens", "Tokens of answers.")
+        self._prompt_tokens = counter("hdtool_prompt_tokens", "Tokens of prompts.")
+        self._cached = counter("hdtool_cached_prompt_tokens", "Tokens of prompts not read again.")
+        self._drafted = counter("hdtool_draft_tokens", "Draft tokens, by source.", ["source"])
+        self._accepted = counter("hdtool_accepted_draft_tokens", "Accepted draft tokens, by source.", ["source"])
+        self._steps = counter("hdtool_steps", "Forward passes, summed over the answers in them.")
+        self._first = histogram("hdtool_time_to_first_token_seconds", "From the end of a request to its first token.")
+        self._whole = histogram("hdtool_answer_seconds", "From the end of a request to its last token.")
+        running = gauge("hdtool_running_answers", "Answers that are being generated.")
+        running.set_function(lambda: engine.running)
+        waiting = gauge("hdtool_waiting_answers", "Answers that wait for a place.")
+        waiting.set_function(lambda: engine.waiting)
+        kept = gauge("hdtool_prefix_cache_bytes", "Bytes of the contexts that are kept.")
+        kept.set_function(lambda: engine.prefixes.bytes if engine.prefixes else 0)
+
+    def request(self, path: str, status: int) -> None:
+        self._requests.labels(path, str(status)).inc()
+
+    def step(self, step: Step, prompt_tokens: int, submitted: float, *, is_first: bool) -> None:
+        """Count one step of an answer to a prompt."""
+        self._tokens.inc(len(step.tokens))
+        self._steps.inc()
+        waited = time.monotonic() - submitted
+        if is_first:
+            self._prompt_tokens.inc(prompt_tokens)
+            self._cached.inc(step.cached_tokens)
+            self._first.observe(waited)
+        if step.finish:
+            self._whole.observe(waited)
+
+    def drafts(self, source: str, drafted: int, accepted: int) -> None:
+        """Count the draft tokens of an answer that has ended."""
+        self._drafted.labels(source).inc(drafted)
+        self._accepted.labels(source).inc(accepted)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
 
 
 @dataclass

@@ -1,0 +1,259 @@
+"""The bodies of requests as OpenAI's API describes them: their fields, the messages of a chat, and the tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from hdtool.data.grammar import Grammar
+from hdtool.runtime.integrations.server.responses import RequestError
+
+MOST_CHOICES, MOST_STOPS, MOST_LOGPROBS, MOST_PROMPTS = 16, 16, 20, 64
+TEXT = "text"
+UNSUPPORTED = "unsupported_content"
+TOOL_CHOICE_FORMS = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+    include_usage: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """The fields that chat and text completions share."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prediction: Any = None
+    response_format: Any = None
+    json_schema: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """The body as a request; raises with the first field that is wrong."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
+            message = first["msg"].removeprefix("Value error, ")
+            raise RequestError(f"{place}: {message}" if place else message, param=place or None) from None
+
+    @field_validator("stop")
+    @classmethod
+    def _stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        texts = [stop] if isinstance(stop, str) else stop or []
+        if len(texts) > MOST_STOPS or not all(texts) or any(len(text) > 1000 for text in texts):
+            raise ValueError(f"at most {MOST_STOPS} texts of 1 to 1,000 characters each")
+        return stop
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The fields that say what the answer must match."""
+        names = ("json_schema", "regex", "grammar", "response_format")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class Part(BaseModel):
+    """A part of a message. Parts of other types than text are refused by their type."""
+
+    model_config = ConfigDict(strict=True)
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(strict=True)
+    name: str
+    arguments: str | None = None
+
+
+class Call(BaseModel):
+    model_config = ConfigDict(strict=True)
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        return (
+            "".join(part.text or "" for part in self.content) if isinstance(self.content, list) else self.content or ""
+        )
+
+
+class ChatRequest(GenerationRequest):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: None = Field(None, description="the former name of tools")
+    modalities: list[str] | None = None
+    audio: Any = None
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of ``/v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [part for part in self.prompt if isinstance(part, int)]
+        return [ids] if ids else [part for part in self.prompt if not isinstance(part, int)]
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages with texts as contents, and with the arguments of tool calls as objects."""
+    return [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
+
+
+def _message(message: ChatMessage, where: str) -> dict[str, Any]:
+    if message.content is None and not message.tool_calls:
+        raise RequestError(f"{where}: a message needs a content", param=f"{where}.content")
+    _require_text(message, where)
+    role = "system" if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": message.text}
+    if message.name is not None:
+        made["name"] = message.name
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        made["tool_calls"] = [_call(call, where) for call in message.tool_calls]
+    return made
+
+
+def _require_text(message: ChatMessage, where: str) -> None:
+    for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        if part.type != TEXT:
+            raise RequestError(
+                f"this server answers text only, and part {place + 1} of {where} is of type {part.type[:40]!r}: leave "
+                "it out, or describe it in a part of type 'text'",
+                param=f"{where}.content.{place}.type",
+                code=UNSUPPORTED,
+            )
+        if part.text is None:
+            raise RequestError(f"part {place + 1} of {where} has no text", param=f"{where}.content.{place}.text")
+
+
+def require_text_answers(request: ChatRequest) -> None:
+    """Refuse a request for sound, which OpenAI's API asks for by two fields."""
+    other = next((kind for kind in request.modalities or () if kind != TEXT), None)
+    if other is not None or request.audio is not None:
+        raise RequestError(
+            f"this server answers text only, and the request asks for {(other or 'audio')[:40]!r}: leave out "
+            f"{'modalities' if other else 'audio'}",
+            param="modalities" if other else "audio",
+            code=UNSUPPORTED,
+        )
+
+
+def _call(call: Call, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        raise RequestError(
+            f"{where}: the arguments of the call of {call.function.name} are not JSON", param=f"{where}.tool_calls"
+        ) from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """The tools that are presented to the model, and the grammar of calls that it must make."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+    grammar: Grammar | None = None
+    """Of a JSON array of calls; None where the model decides by itself whether it calls a function."""
+
+    @classmethod
+    def of(cls, choice: Any, tools: Sequence[dict[str, Any]], *, parallel: bool) -> ToolChoice:
+        """``parallel`` allows several calls in one answer."""
+        if not tools:
+            if choice not in (None, "none", "auto"):
+                raise RequestError("tool_choice needs tools: send them, or leave it out", param="tool_choice")
+            return cls()
+        if choice == "none":
+            return cls()
+        if choice in (None, "auto"):
+            return cls(tuple(tools))
+        if choice == "required":
+            return cls(tuple(tools), _calls_of(tools, most=None if parallel else 1))
+        named = choice.get("function", {}) if isinstance(choice, dict) and choice.get("type") == "function" else None
+        if not isinstance(named, dict):
+            raise RequestError(TOOL_CHOICE_FORMS, param="tool_choice")
+        wanted = [tool for tool in tools if tool["function"]["name"] == named.get("name")]
+        if not wanted:
+            raise RequestError(f"tool_choice names no function of tools: {TOOL_CHOICE_FORMS}", param="tool_choice")
+        return cls(tuple(tools), _calls_of(wanted, most=1))
+
+
+NO_TOOLS = ToolChoice()
+
+
+def _calls_of(tools: Sequence[dict[str, Any]], most: int | None) -> Grammar:
+    """JSON arrays of calls of these functions, at least one."""
+    calls = []
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters") or {"type": "object"}
+        properties = {"name": {"const": function["name"]}, "arguments": parameters}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    array = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+    return Grammar.json_schema(array | ({"maxItems": most} if most else {}))
+
+
+def _is_branch(part: str | int) -> bool:
+    """Whether a part of a place names one of several types that a field may have, and not a field."""
+    return isinstance(part, str) and (part in ("str", "int", "none") or "[" in part)
