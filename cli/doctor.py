@@ -28,12 +28,12 @@ def doctor(
     """
     from hdtool.cli.output.findings_table import in_words
     from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.runtime.diagnosis.decoding import decoding_findings
-    from hdtool.runtime.diagnosis.finding import MEND
-    from hdtool.runtime.diagnosis.folders import folder_findings, store_findings
-    from hdtool.runtime.diagnosis.machine import machine_findings
-    from hdtool.runtime.diagnosis.model import model_findings
-    from hdtool.runtime.diagnosis.packages import package_findings
+    from hdtool.builders.diagnosis.decoding import decoding_findings
+    from hdtool.builders.diagnosis.finding import MEND
+    from hdtool.builders.diagnosis.folders import folder_findings, store_findings
+    from hdtool.builders.diagnosis.machine import machine_findings
+    from hdtool.builders.diagnosis.model import model_findings
+    from hdtool.builders.diagnosis.packages import package_findings
 
     quiet_libraries()
     groups = {

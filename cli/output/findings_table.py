@@ -11,7 +11,7 @@ from hdtool.cli.output.show_answers import colors_shown
 from hdtool.data.tally import counted
 
 if TYPE_CHECKING:
-    from hdtool.runtime.diagnosis.finding import Finding
+    from hdtool.builders.diagnosis.finding import Finding
 
 SIGNS = {"ok": "✓", "note": "·", "mend": "✗"}
 COLORS = {"ok": 32, "note": 33, "mend": 31}

@@ -12,7 +12,7 @@ import pytest
 
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.runtime.diagnosis import decoding
+from hdtool.builders.diagnosis import decoding
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_a_package_that_cannot_be_imported(capfd: pytest.CaptureFixture[str], mo
     def fail(name: str) -> None:
         raise ImportError(f"Numba needs NumPy 2.3 or less, for {name}\nmore lines")
 
-    monkeypatch.setattr("hdtool.runtime.diagnosis.packages.import_module", fail)
+    monkeypatch.setattr("hdtool.builders.diagnosis.packages.import_module", fail)
     found = checked(capfd, code=1)["numba"]
     assert found["state"] == "mend" and "Numba needs NumPy 2.3 or less" in found["found"]
     assert "more lines" not in found["found"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from hdtool.data.stores.home import home
-from hdtool.runtime.diagnosis.finding import MEND, NOTE, Finding
+from hdtool.builders.diagnosis.finding import MEND, NOTE, Finding
 from hdtool.runtime.kernels.cpu_name import processor_name
 
 DRIVERS = ("nvidia-smi", "rocm-smi")

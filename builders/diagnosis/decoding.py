@@ -11,7 +11,7 @@ from hdtool.data.errors import reason_of
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.diagnosis.finding import MEND, Finding
+from hdtool.builders.diagnosis.finding import MEND, Finding
 
 PROMPT = "def read(path):"
 TOKENS = 10
