@@ -19,7 +19,7 @@ END = "--- end of the output ---"
 NUMBER = re.compile(r"[0-9a-f]{16}|\d+(?:[.,]\d+)*")
 """A figure or a fingerprint."""
 FOLDER = re.compile(r"\S*/(?=site-packages/|gguf/|stores/|setups/)")
-MEASURED = ("verdict", "next")
+MEASURED = ("verdict", "advice", "next")
 """Lines that depend on what was measured."""
 OCCASIONAL = ("preparing the drafter for this machine", "Loading weights:")
 """Lines that are printed on the first run of a machine only, or that show progress."""
