@@ -50,12 +50,12 @@ column on, and the last values."""
 
 
 class _Numbers:
-    """Generates the code that reads the rows of a matrix of numbers, in steps of one vector."""
+    """Generates the code that reads the rows of a matrix of numbers, in steps of one vector or more."""
 
-    def __init__(self, code: VectorCode, kind: Any) -> None:
+    def __init__(self, code: VectorCode, kind: Any, vectors: int = 1) -> None:
         self.code = code
         self.number, self.size = NUMBERS[kind]
-        self.step, self.vectors = LANES, 1
+        self.step, self.vectors = LANES * vectors, vectors
 
     def stride(self, columns: Any) -> Any:
         """The bytes of a matrix row."""
@@ -71,10 +71,10 @@ class _Numbers:
         def step(column: Any, values: list[Any]) -> Sequence[Any]:
             return body(column, [self._expander(self.code.after(row, self.offset(column))) for row in rows], values)
 
-        return self.code.loop(columns, carried, step)
+        return self.code.loop(columns, carried, step, self.step)
 
     def _expander(self, address: Any) -> Expand:
-        return lambda place: self._expanded(address)
+        return lambda place: self._expanded(self.code.after(address, place * LANES * self.size))
 
     def _expanded(self, address: Any) -> Any:
         builder, code = self.code.builder, self.code
@@ -152,8 +152,9 @@ def tile(outs: int, rows: int, *, interleaved: bool = False) -> Tile:
 
     def generate(builder: Any, kind: Any, matrix: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> None:
         code = VectorCode(builder)
-        stride, zeros = _read(code, kind).stride(columns), [_zero(code)] * (outs * rows)
-        sums = _sums(code, kind, matrix, stride, columns, inputs, zeros, rows, interleaved, prefetches=True)
+        read, zeros = _read(code, kind), [_zero(code)] * (outs * rows)
+        stride = read.stride(columns)
+        sums = _sums(code, read, matrix, stride, columns, inputs, zeros, rows, interleaved, prefetches=True)
         _write_totals(code, sums, rows, outputs, apart)
 
     return generate
@@ -163,11 +164,11 @@ def partial_tile(outs: Mapping[int, int], *, last: bool) -> Any:
     """An intrinsic that does so for some columns of a float32 matrix, which may be the ``last`` ones.
 
     Rows of the matrix are ``stride`` bytes from each other. ``sums`` has the sums of the columns before, a vector each,
-    but for the ``first`` columns. The number of interleaved input rows, its last argument, is a key of ``outs``, the
-    matrix rows beside them.
+    but for the ``first`` columns. As many bytes as there are columns are prefetched ``near`` and ``far``. The number of
+    interleaved input rows, its last argument, is a key of ``outs``, the matrix rows beside them.
     """
 
-    @generated(*[types.int64] * 5, types.boolean, *[types.int64] * 3)
+    @generated(*[types.int64] * 5, types.boolean, *[types.int64] * 5)
     def run(
         builder: Any,
         matrix: Any,
@@ -178,6 +179,8 @@ def partial_tile(outs: Mapping[int, int], *, last: bool) -> Any:
         first: Any,
         outputs: Any,
         apart: Any,
+        near: Any,
+        far: Any,
         rows: Any,
     ) -> None:
         code = VectorCode(builder)
@@ -186,7 +189,10 @@ def partial_tile(outs: Mapping[int, int], *, last: bool) -> Any:
             places = [code.after(start, LANES * place) for place in range(beside * number)]
             kept = [code.load(place, code.vector, ITEM_SIZE) for place in places]
             before = [builder.select(first, _zero(code), one) for one in kept]
-            found = _sums(code, types.float32, matrix, stride, columns, inputs, before, number, interleaved=True)
+            read = _Numbers(code, types.float32, CACHE_LINE // LANES)
+            found = _sums(
+                code, read, matrix, stride, columns, inputs, before, number, interleaved=True, prefetched=(near, far)
+            )
             if last:
                 _write_totals(code, found, number, outputs, apart)
             else:
@@ -202,7 +208,7 @@ def _zero(code: VectorCode) -> Any:
 
 def _sums(
     code: VectorCode,
-    kind: Any,
+    read: Any,
     matrix: Any,
     stride: Any,
     columns: Any,
@@ -211,12 +217,14 @@ def _sums(
     rows: int,
     interleaved: bool,
     prefetches: bool = False,
+    prefetched: Sequence[Any] = (),
 ) -> list[Any]:
     """The sums, matrix row by matrix row, after the products of these columns are added to the ``first`` ones.
 
-    With ``prefetches``, later rows of the matrix are fetched from memory meanwhile.
+    With ``prefetches``, later rows of the matrix are fetched from memory meanwhile; at the ``prefetched`` addresses, as
+    many bytes as there are columns.
     """
-    builder, read, outs = code.builder, _read(code, kind), len(first) // rows
+    builder, outs = code.builder, len(first) // rows
     start = builder.inttoptr(matrix, BYTES)
     places = [code.after(start, builder.mul(stride, INDEX(out))) for out in range(outs)]
     numbers = builder.inttoptr(inputs, FLOAT.as_pointer())
@@ -227,6 +235,8 @@ def _sums(
         if prefetches:
             ahead = builder.add(distance, builder.mul(read.offset(column), INDEX(outs)))
             _prefetch(code, code.after(start, ahead), read, outs)
+        for address in prefetched:
+            code.prefetch(builder.inttoptr(builder.add(address, column), BYTES))
         for place in range(read.vectors):
             at = builder.add(column, INDEX(place * LANES))
             factors = _factors(code, numbers, at, columns, rows, interleaved)

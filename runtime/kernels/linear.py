@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from torch.nn import Linear, Module
+from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from hdtool.runtime.kernels.compact_weight import Stored, is_compact
@@ -17,6 +17,8 @@ from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.team import multiply_together, team_of
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+PLAIN = (torch.Tensor, Parameter)
+"""Classes of tensors that have memory of their own; those of quantization libraries may have none."""
 
 
 class CompiledLinear(Linear):
@@ -47,17 +49,26 @@ class CompiledLinear(Linear):
         return linear(input, weight, self.bias)
 
     def takes(self, input: torch.Tensor) -> bool:
-        """Whether the compiled matmul takes this input and the weight."""
-        weight = self.weight
+        """Whether the compiled matmul takes this input and the parameters, which may have been replaced."""
+        weight, bias = self.weight, self.bias
         return (
             input.dtype == weight.dtype == torch.float32
             and input.is_cpu
             and weight.is_cpu
+            and (type(weight) in PLAIN or is_compact(weight))
             and weight.is_contiguous()
-            and input.shape[-1] == self.in_features
+            and weight.dim() == 2
+            and weight.shape[1] == input.shape[-1] == self.in_features
+            and (bias is None or _fits_bias(bias, weight.shape[0]))
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         )
+
+
+def _fits_bias(bias: torch.Tensor, outs: int) -> bool:
+    """Whether the compiled matmul reads a bias as the numbers that it has."""
+    ordinary = type(bias) in PLAIN and bias.dtype == torch.float32 and bias.is_cpu and bias.is_contiguous()
+    return ordinary and bias.shape == (outs,)
 
 
 def compiled_linear(input: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None) -> torch.Tensor:

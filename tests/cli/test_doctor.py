@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from hdtool.builders.diagnosis import decoding
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.builders.diagnosis import decoding
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from hdtool.runtime.kernels.linear import (
     has_compiled_layers,
     share_weights,
 )
-from hdtool.runtime.kernels.many_rows_gemm import BLOCK_NUMBERS, GROUP, MOST_COLUMNS, MOST_TOGETHER
+from hdtool.runtime.kernels.many_rows_gemm import BLOCK_OUTS, GROUP, MOST_COLUMNS, MOST_TOGETHER
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_OF_NUMBERS
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
@@ -128,7 +128,7 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, compiled_rows: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MOST_COLUMNS, MOST_COLUMNS + COLUMN_MULTIPLE, 3 * MOST_COLUMNS])
 def test_rows_of_prompts_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
-    outs = BLOCK_NUMBERS // columns + 2 * MOST_OUTS + 3
+    outs = BLOCK_OUTS + 2 * MOST_OUTS + 3
     matrix, numbers = torch.randn(outs, columns).to(dtype), torch.randn(MOST_TOGETHER + GROUP + 1, columns)
     alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
     for rows in (MOST_OF_NUMBERS + 1, MOST_OF_NUMBERS + GROUP - 1, MOST_TOGETHER, len(numbers)):

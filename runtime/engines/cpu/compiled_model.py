@@ -49,6 +49,8 @@ class CompiledModel:
             self._memory = self._recorded.memory() if self._is_same else []
             """Held, so that no memory is read that was freed if weights are replaced within an answer."""
         config: Any = self._parts.model.config
+        if self._is_same:
+            self.table.check_rotary()
         self.is_current = self._is_same and attention_of(config.get_text_config(decoder=True)) == "sdpa"
 
     def use_int8_activations(self) -> bool:

@@ -152,7 +152,7 @@ class _LayerProof:
         cos, sin = (one.expand(slots, -1, -1).contiguous() for one in rotary)
         shape[COS], shape[SIN] = cos.data_ptr(), sin.data_ptr()
         hidden = hidden.clone(memory_format=torch.contiguous_format)
-        scratch = torch.empty(scratch_numbers(shape, max(starts) + new))
+        scratch = torch.empty(scratch_numbers(shape, max(starts) + new), dtype=torch.float32)
         layer = self._table.with_cache(storage)[number : number + 1]
         with team_of(torch.get_num_threads()).open() as shape[TEAM]:
             compute_layers(shape, layer, np.array(starts, np.int64), hidden.data_ptr(), scratch.data_ptr())

@@ -58,8 +58,8 @@ class TreePass:
         self._found = np.zeros((slots, 2), np.int64)
         """The length of each slot's walk, and whether its logits are finite."""
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
-            self._logits = torch.empty(slots * ROWS, table.vocabulary)
-            self._normed = torch.empty(rows, table.width)
+            self._logits = torch.empty(slots * ROWS, table.vocabulary, dtype=torch.float32)
+            self._normed = torch.empty(rows, table.width, dtype=torch.float32)
         self._storage: object = None
         """The KV cache whose addresses the record has."""
         self._version = self._threads = 0
@@ -162,9 +162,10 @@ class TreePass:
         record["rows"], record["used"], record["mask_width"] = self._rows, table.used, capacity
         memory["layers"], memory["shown"][:] = table.with_cache(storage), 0
         with torch.inference_mode(False):
-            memory["hidden"] = torch.empty(rows, table.width).numpy()
-            memory["scratch"] = torch.empty(pass_numbers(shape, capacity)).numpy()
-            memory["mask"] = torch.zeros(rows, capacity).numpy()  # pages that nobody writes take no memory
+            memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
+            memory["scratch"] = torch.empty(pass_numbers(shape, capacity), dtype=torch.float32).numpy()
+            # Pages that nobody writes take no memory.
+            memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()
         for name, part in memory.items():
             record[name] = part.ctypes.data
         ends = record["ends"]

@@ -40,6 +40,8 @@ class WeightTable:
         self.used = len(parts.layers)
         """Layers that a pass computes."""
         self._rotary = torch.empty(0), torch.empty(0)
+        self._frequencies: list[torch.Tensor] = []
+        """Copies of the buffers that the rotary positions were computed from."""
         self._filled: tuple[weakref.ref[KVTensors], layers.Numbers] | None = None
         """The last KV cache, and the table of layers with its addresses."""
         self._fill()
@@ -150,11 +152,19 @@ class WeightTable:
             called, matrix = matmul_of(*form_of(stored)), stored.data_ptr()
         return called.address, matrix, layer.out_features, layer.in_features, bias
 
+    def check_rotary(self) -> None:
+        """Discard the rotary positions if their frequencies were written in place."""
+        buffers = list(self._parts.rotary.buffers())
+        if not (len(buffers) == len(self._frequencies) and all(map(torch.equal, buffers, self._frequencies))):
+            self._frequencies = [buffer.clone() for buffer in buffers]
+            self._rotary = torch.empty(0), torch.empty(0)
+            self.version += 1
+
     def _rotary_below(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and sines of all positions below a number, which the model's own module has computed."""
         if self._rotary[0].shape[0] < positions:
             count = max(FEWEST_POSITIONS, positions + positions // 4)
-            cos, sin = self._parts.rotary(torch.empty(0), torch.arange(count)[None])
+            cos, sin = self._parts.rotary(torch.empty(0, dtype=torch.float32), torch.arange(count)[None])
             self._rotary = cos[0].contiguous(), sin[0].contiguous()
             self.version += 1  # other passes have the addresses of the old ones
         return self._rotary

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+LAYOUT = attrgetter("shape", "dtype")
+"""What beside its address and its strides tells how a tensor lies in memory: a transposed one has the same address."""
 
 OF_EVERY_MODULE = frozenset(vars(Module()))
 """Attributes that torch gives to a module."""
@@ -61,8 +64,9 @@ class RecordedWeights:
         """None for a weight that became an ordinary parameter: it stays the same object."""
         return list(map(getattr, self._compact, repeat("stored"), repeat(None)))
 
-    def _now_at(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._tensors))
+    def _now_at(self) -> list[tuple[Any, ...]]:
+        readers = torch.Tensor.data_ptr, torch.Tensor.stride, LAYOUT
+        return list(zip(*(map(read, self._tensors) for read in readers), strict=True))
 
 
 class RecordedModel:
