@@ -26,14 +26,14 @@ def doctor(
     Decodes ten tokens with the embedded model, with and without drafts. Prints what was found, and for what is missing
     or wrong the command that mends it. The exit code is 1 if something does not work.
     """
-    from hdtool.cli.output.findings_table import in_words
-    from hdtool.cli.output.show_answers import quiet_libraries
     from hdtool.builders.diagnosis.decoding import decoding_findings
     from hdtool.builders.diagnosis.finding import MEND
     from hdtool.builders.diagnosis.folders import folder_findings, store_findings
     from hdtool.builders.diagnosis.machine import machine_findings
     from hdtool.builders.diagnosis.model import model_findings
     from hdtool.builders.diagnosis.packages import package_findings
+    from hdtool.cli.output.findings_table import in_words
+    from hdtool.cli.output.show_answers import quiet_libraries
 
     quiet_libraries()
     groups = {

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
+from hdtool.builders.diagnosis.finding import MEND, Finding
 from hdtool.data import demo
 from hdtool.data.errors import reason_of
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.builders.diagnosis.finding import MEND, Finding
 
 PROMPT = "def read(path):"
 TOKENS = 10

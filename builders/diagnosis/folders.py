@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import hdtool
+from hdtool.builders.diagnosis.finding import MEND, NOTE, OK, Finding
 from hdtool.data.stores.home import home
 from hdtool.data.stores.inventory import StoredItem, stored_items
 from hdtool.data.tally import counted
-from hdtool.builders.diagnosis.finding import MEND, NOTE, OK, Finding
 
 LITTLE = 2 * 10**9
 """Bytes free on a disk below which a converted or downloaded model does not fit."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from hdtool.data.stores.home import home
 from hdtool.builders.diagnosis.finding import MEND, NOTE, Finding
+from hdtool.data.stores.home import home
 from hdtool.runtime.kernels.cpu_name import processor_name
 
 DRIVERS = ("nvidia-smi", "rocm-smi")

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from hdtool.builders.diagnosis.finding import MEND, NOTE, Finding
+from hdtool.builders.diagnosis.machine import available_memory
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.tally import counted
 from hdtool.runtime.config import ModelConfig
-from hdtool.builders.diagnosis.finding import MEND, NOTE, Finding
-from hdtool.builders.diagnosis.machine import available_memory
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.checkpoint.weight_files import weight_files

@@ -7,9 +7,9 @@ from importlib import import_module, metadata
 
 from packaging.requirements import Requirement
 
+from hdtool.builders.diagnosis.finding import MEND, NOTE, Finding
 from hdtool.data.errors import reason_of
 from hdtool.data.extras import install_command, requirements_of
-from hdtool.builders.diagnosis.finding import MEND, NOTE, Finding
 
 IMPORTED = ("numba", "transformers", "datasets", "lmdb")
 """Packages that fail when they are imported if another one is too new or too old for them."""

@@ -52,13 +52,16 @@ class CompiledLinear(Linear):
         """Whether the compiled matmul takes this input and the parameters, which may have been replaced."""
         weight, bias = self.weight, self.bias
         return (
-            input.dtype == weight.dtype == torch.float32
+            not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # these see operations of torch only
+            and type(input) in PLAIN
+            and input.dtype == weight.dtype == torch.float32
             and input.is_cpu
             and weight.is_cpu
             and (type(weight) in PLAIN or is_compact(weight))
             and weight.is_contiguous()
             and weight.dim() == 2
             and weight.shape[1] == input.shape[-1] == self.in_features
+            and self.in_features % COLUMN_MULTIPLE == 0
             and (bias is None or _fits_bias(bias, weight.shape[0]))
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")

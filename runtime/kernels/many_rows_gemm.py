@@ -153,7 +153,7 @@ def _multiply_group(
 @njit(cache=True, nogil=True)
 def bytes_before(column: int, kind: Any, columns: int, stride: int) -> int:
     """The bytes of a matrix row before a column."""
-    return column // block_numbers(kind) * (stride // (columns // block_numbers(kind)))
+    return column // block_numbers(kind) * (stride // (columns // block_numbers(kind)))  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)

@@ -45,9 +45,10 @@ for method in sys.argv[1:]:
     before = ready()
     drafter.begin(words)
     drafted = size = 0
-    for _ in range(9):
+    for turn in range(9):
         words.append(words[-7])
-        drafter.observe(Accepted([], words[-1:]), Verified(torch.zeros(1 + size, 4096)))
+        hidden = torch.zeros(1 + size if turn else 40, target.config.hidden_size)
+        drafter.observe(Accepted([], words[-1:]), Verified(torch.zeros(1 + size, 4096), hidden))
         tree = drafter.draft(words)
         size = len(tree)
         drafted += size

@@ -20,6 +20,7 @@ from hdtool.data import demo
 from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.kernels.compact_weight import in_float32
 from hdtool.runtime.kernels.linear import compile_linear_layers, has_compiled_layers
 from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.load import load
@@ -80,6 +81,20 @@ def with_another_function(model: Any) -> None:
     norm.forward = lambda hidden: hidden * 2
 
 
+def with_a_transposed_weight(model: Any) -> None:
+    """It lies where it was."""
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = in_float32(weight).data.t()
+
+
+def with_fewer_units(model: Any) -> None:
+    """The parts of weights in float32 lie where the whole ones began."""
+    mlp = model.model.layers[0].mlp
+    for layer in (mlp.gate_proj, mlp.up_proj):
+        layer.weight.data = in_float32(layer.weight).data[:64]
+    mlp.down_proj.weight.data = in_float32(mlp.down_proj.weight).data[:, :64]
+
+
 def with_another_forward(model: Any) -> None:
     usual = model.forward
 
@@ -100,6 +115,8 @@ CHANGES = [
     with_another_parameter,
     with_another_norm,
     with_another_function,
+    with_a_transposed_weight,
+    with_fewer_units,
     with_another_forward,
 ]
 
@@ -154,6 +171,18 @@ def test_a_weight_that_is_changed_in_place_is_read_as_it_is() -> None:
     assert_same_logits(found, logits_of(usual, prompt_of(20)))
     assert (found - unchanged).abs().max() > 0.1
     assert is_compiled(fused)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_rotary_frequencies_that_are_written_in_place_are_read_as_they_are(through_data: bool) -> None:
+    usual, fused = (after(target, prompt_of(30)) for target in both())
+    for one in (usual, fused):
+        frequencies: torch.Tensor = one.target.model.model.rotary_emb.inv_freq
+        (frequencies.data if through_data else frequencies).mul_(0.5)
+    found, expected = (one.read_on([*prompt_of(30), 4, 5]) for one in (fused, usual))
+    assert_same_logits(found, expected)
+    assert fused.cached_tokens == usual.cached_tokens == 0
+    assert is_compiled(fused.target)
 
 
 def is_compiled(target: Target, block: Any = None) -> bool:
@@ -295,6 +324,16 @@ def test_layers_of_other_numbers_are_refused_at_loading(
     compile_linear_layers(model)
     assert compile_cpu(Target(model)) is None
     monkeypatch.undo()
+
+
+def test_a_class_whose_code_is_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, fused = both()
+    logits_of(fused, prompt_of(20))
+    monkeypatch.setattr(LlamaMLP, "forward", lambda unit, rows: unit.down_proj(unit.up_proj(rows)))
+    assert torch.equal(logits_of(fused, prompt_of(20)), logits_of(usual, prompt_of(20)))
+    assert not is_compiled(fused)
+    monkeypatch.undo()
+    assert is_compiled(fused)
 
 
 def test_a_model_with_other_parts_is_the_librarys() -> None:

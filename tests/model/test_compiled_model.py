@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -200,6 +202,21 @@ def test_positions_beyond_those_that_are_known(monkeypatch: pytest.MonkeyPatch) 
         assert_same_logits(logits_of(fused, prompt_of(length)), logits_of(usual, prompt_of(length)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_torch_changes_no_bit(dtype: torch.dtype) -> None:
+    """Loading another model changes it meanwhile."""
+    contexts, (_, fused) = [prompt_of(length) for length in (40, 1100)], both()
+    expected = [logits_of(fused, context) for context in contexts] + batch_logits(fused)
+    target, usual = Target(fused.model), torch.get_default_dtype()
+    target.compiled = compile_cpu(target, proved=True)
+    torch.set_default_dtype(dtype)
+    try:
+        found = [logits_of(target, context) for context in contexts] + batch_logits(target)
+    finally:
+        torch.set_default_dtype(usual)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.each_value
@@ -239,6 +256,19 @@ def test_an_answer_longer_than_the_cache_at_first() -> None:
     assert cache.capacity > at_first
     for slot in range(2):
         assert_same_logits(verified[slot].logits[0], plain_logits(usual.model, contexts[slot]))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_memory_of_a_cache_is_given_back_with_it(slots: int) -> None:
+    _, fused = both()
+    cache = fused.allocate(slots)
+    for slot in range(slots):
+        fused.prefill(cache, slot, prompt_of(9), room=9)
+    fused.verify(cache, [TREE] * slots)
+    memory = weakref.ref(cache.storage.tensors[0])
+    del cache
+    gc.collect()  # a cache and its layers refer to each other
+    assert memory() is None
 
 
 @pytest.mark.parametrize("slots", [1, 2])

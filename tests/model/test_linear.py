@@ -213,6 +213,42 @@ def test_a_replaced_layer_keeps_parameters_hooks_and_sharing() -> None:
     assert called == [True]
 
 
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [
+        (torch.ones(3, COLUMN_MULTIPLE), torch.ones(1)),
+        (torch.ones(3, COLUMN_MULTIPLE), torch.arange(6.0)[::2]),
+        (torch.arange(6.0 * COLUMN_MULTIPLE).view(3, -1)[:, ::2], torch.ones(3)),
+    ],
+    ids=["one bias", "bias with gaps", "weight with gaps"],
+)
+def test_parameters_that_were_replaced_are_read_as_torch_reads_them(weight: torch.Tensor, bias: torch.Tensor) -> None:
+    layer = CompiledLinear.of(Linear(COLUMN_MULTIPLE, 3))
+    layer.weight, layer.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+    input = torch.rand(2, COLUMN_MULTIPLE)
+    with torch.inference_mode():
+        assert torch.equal(layer(input), linear(input, weight, bias))
+
+
+@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, 3 * COLUMN_MULTIPLE])
+@pytest.mark.parametrize("outs", [3, 1])
+def test_parameters_that_do_not_fit_are_refused_by_torch(columns: int, outs: int) -> None:
+    layer = CompiledLinear.of(Linear(2 * COLUMN_MULTIPLE, 3))
+    layer.weight, layer.bias = torch.nn.Parameter(torch.ones(outs, columns)), torch.nn.Parameter(torch.ones(2))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"size|shape"):
+        layer(torch.rand(2, 2 * COLUMN_MULTIPLE))
+
+
+def test_a_layer_may_be_traced_and_compiled_by_torch() -> None:
+    layer, inputs = CompiledLinear.of(Linear(COLUMN_MULTIPLE, 3)), torch.rand(2, 5, COLUMN_MULTIPLE)
+    with torch.no_grad():
+        for made in (
+            torch.jit.trace(layer, (inputs[0],)),
+            torch.compile(layer, backend="eager", fullgraph=True),
+        ):
+            assert torch.equal(made(inputs[1]), linear(inputs[1], layer.weight, layer.bias))
+
+
 def test_drafts_do_not_change_the_answer_of_a_model(compiled_rows: list[int]) -> None:
     stock, model = wide(), wide()
     compile_linear_layers(model)

@@ -6,7 +6,8 @@ there are few of them here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,8 @@ class TreePass:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
             self._logits = torch.empty(slots * ROWS, table.vocabulary, dtype=torch.float32)
             self._normed = torch.empty(rows, table.width, dtype=torch.float32)
-        self._storage: object = None
-        """The KV cache whose addresses the record has."""
+        self._storage: Callable[[], KVTensors | None] = lambda: None
+        """The KV cache whose addresses the record has, if it is still in use: its memory is not kept for it."""
         self._version = self._threads = 0
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Logits by their first row and their number."""
@@ -146,7 +147,7 @@ class TreePass:
         if is_autocast_enabled("cpu") or end > storage.capacity:
             return False
         threads = get_num_threads()
-        if self._storage is not storage or self._threads != threads or self._version != self._table.version:
+        if self._storage() is not storage or self._threads != threads or self._version != self._table.version:
             self._prepare(storage, threads)
         return True
 
@@ -158,7 +159,7 @@ class TreePass:
         record: Any = self._record[0]
         record["shape"] = shape = table.shape_of(self._slots, self._rows, None, storage)
         record["ends"] = table.ends(capacity)
-        self._storage, self._threads, self._version = storage, threads, table.version
+        self._storage, self._threads, self._version = weakref.ref(storage), threads, table.version
         record["rows"], record["used"], record["mask_width"] = self._rows, table.used, capacity
         memory["layers"], memory["shown"][:] = table.with_cache(storage), 0
         with torch.inference_mode(False):

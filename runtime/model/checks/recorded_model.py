@@ -103,7 +103,8 @@ class RecordedModel:
         """Ids of hooks are never used twice."""
         hooks: Iterator[Hashable] = map(tuple, hooks_of(self._modules))
         forwards = (vars(module).get("forward") for module in self._modules)
-        return [*hooks, *map(type, self._modules), *forwards]
+        kinds: list[Any] = list(map(type, self._modules))
+        return [*hooks, *kinds, *forwards, *(kind.forward for kind in dict.fromkeys(kinds))]
 
     def _settings_now(self) -> list[Hashable]:
         """Plain attributes of modules, such as which adapters are active and how they are scaled."""
