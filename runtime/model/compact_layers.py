@@ -33,7 +33,7 @@ from hdtool.runtime.kernels.linear import KINDS, compiled_linear, fits_compiled_
 from hdtool.runtime.kernels.memory.free_memory import return_free_memory
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.packed.torchao_weights import packed_weight
-from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS, MOST_OF_NUMBERS
+from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint.fingerprint import samples
 from hdtool.runtime.model.checkpoint.weight_files import weight_files
@@ -43,7 +43,7 @@ Place = tuple[Module, str]
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
 """The method of transformers that names parameters with a dtype of their own."""
-TRIED_ROWS = (*range(1, MOST_ROWS + 1), MOST_IN_REGISTERS + 1, MOST_OF_NUMBERS + 1)
+TRIED_ROWS = (*range(1, MOST_ROWS + 1), MOST_IN_REGISTERS + 1)
 """Together, these use all tiles of the compiled matmul."""
 _loading = Lock()
 

@@ -26,7 +26,7 @@ from hdtool.runtime.kernels.linear import (
     share_weights,
 )
 from hdtool.runtime.kernels.many_rows_gemm import BLOCK_OUTS, GROUP, MOST_COLUMNS, MOST_TOGETHER
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_OF_NUMBERS
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
 from tests.support.families import SHAPE, VOCABULARY
@@ -99,7 +99,7 @@ def test_nan_stays_in_its_row(rows: int, outs: int, data: st.DataObject) -> None
 
 def test_a_row_does_not_depend_on_other_rows(compiled_rows: list[int]) -> None:
     layer, numbers = layer_of(256, 30), torch.randn(MOST, 256)
-    tried = [*range(1, MOST_OF_NUMBERS + 2 * GROUP), MOST]
+    tried = [*range(1, MOST_IN_REGISTERS + 6 * GROUP), MOST]
     with torch.inference_mode():
         alone = torch.cat([layer(row) for row in numbers.split(1)])
         for rows in tried:
@@ -131,7 +131,7 @@ def test_rows_of_prompts_have_the_bits_of_single_rows(columns: int, dtype: torch
     outs = BLOCK_OUTS + 2 * MOST_OUTS + 3
     matrix, numbers = torch.randn(outs, columns).to(dtype), torch.randn(MOST_TOGETHER + GROUP + 1, columns)
     alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
-    for rows in (MOST_OF_NUMBERS + 1, MOST_OF_NUMBERS + GROUP - 1, MOST_TOGETHER, len(numbers)):
+    for rows in (MOST_IN_REGISTERS + 1, MOST_IN_REGISTERS + GROUP - 1, MOST_TOGETHER, len(numbers)):
         assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
         others = torch.full((rows, columns), float("nan"))
         others[rows // 2] = numbers[rows // 2]
