@@ -16,7 +16,7 @@ from hdtool.runtime.config import LARGEST_BUDGET
 from hdtool.runtime.drafters.heads.calibration import BUCKETS, bucket_of, centre_of
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult
 from hdtool.runtime.drafters.heads.modules import Heads
-from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import BEST
+from hdtool.runtime.drafters.hierarchy.evidence import BEST_OF_HEAD as BEST
 
 BATCH = 8
 """Examples in one pass."""

@@ -17,7 +17,7 @@ import torch
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.drafters.growing_context import GrowingContext
-from hdtool.runtime.drafters.hierarchy.sources.last_logits import MOST_CANDIDATES
+from hdtool.runtime.drafters.hierarchy.rankings import MOST_CANDIDATES
 from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie
 from hdtool.runtime.kernels.compiled import Ints, compiled

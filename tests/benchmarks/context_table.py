@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hdtool.runtime.config import PaperConfig
-from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable
+from hdtool.runtime.drafters.hierarchy.matches import ContextTable
 from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
 from hdtool.runtime.environment import machine
 

@@ -18,12 +18,10 @@ import torch
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
+from hdtool.runtime.drafters.hierarchy.adjustments import prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.estimator import expand
-from hdtool.runtime.drafters.hierarchy.recency import prob_class
-from hdtool.runtime.drafters.hierarchy.tree_builder import LEAST_LEFT, LEAST_PART, feed
-from hdtool.runtime.drafters.hierarchy.workspace import memory_at
+from hdtool.runtime.drafters.hierarchy.memory import DRAFTING
+from hdtool.runtime.drafters.hierarchy.tree import LEAST_LEFT, LEAST_PART, expand, feed
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.model.load import load
 from hdtool.runtime.stores.store_set import StoreSet
@@ -52,16 +50,16 @@ def _rows(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Chances, similarity classes and which one was emitted, of the candidates at each position of a conversation."""
     drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
-    work = memory_at(drafter.addresses).work[0]
+    work = drafter.work[0]
     for turn in turns:
         drafter.begin(turn.prompt)
         tokens, states = np.array([*turn.prompt, *turn.answer]), _states(model, [*turn.prompt, *turn.answer])
         for at, token in enumerate(turn.answer, len(turn.prompt)):
-            expand(drafter.corpus, drafter.addresses, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
+            expand(drafter.addresses, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
             candidates = work["candidates"][: int(work["size"])].copy()
             classes = _classes(candidates, tokens[:at], states)
             yield work["chances"][: len(candidates)].copy(), classes, candidates == token
-            feed(drafter.corpus, drafter.addresses, np.array([token], np.int64))
+            feed(drafter.addresses, np.array([token], np.int64))
 
 
 def _states(model: OneSequence, tokens: list[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Fits the gains of recency that `runtime/drafters/hierarchy/backoff_weights.py` begins with.
+"""Fits the gains of recency that `runtime/drafters/hierarchy/weights.py` begins with.
 
     python -m tests.benchmarks.recency traces.jsonl --model MODEL --model-db FOLDER --corpus-db FOLDER
 
@@ -16,13 +16,11 @@ import numpy as np
 import torch
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.backoff_weights import RECENCY
-from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
+from hdtool.runtime.drafters.hierarchy.adjustments import prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.estimator import expand
-from hdtool.runtime.drafters.hierarchy.recency import prob_class
-from hdtool.runtime.drafters.hierarchy.tree_builder import LEAST_LEFT, LEAST_PART, feed
-from hdtool.runtime.drafters.hierarchy.workspace import memory_at
+from hdtool.runtime.drafters.hierarchy.memory import DRAFTING
+from hdtool.runtime.drafters.hierarchy.tree import LEAST_LEFT, LEAST_PART, expand, feed
+from hdtool.runtime.drafters.hierarchy.weights import RECENCY
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.methods import parser_of_recordings, read_recordings
@@ -78,15 +76,15 @@ def _rows(turns: Sequence[RecordedTurn], stores: StoreSet) -> Iterator[tuple[np.
     drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
     drafter.recency[:] = 1
     at = drafter.addresses
-    work = memory_at(at).work[0]
+    work = drafter.work[0]
     for turn in turns:
         drafter.begin(turn.prompt)
         for token in turn.answer:
-            expand(drafter.corpus, at, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
+            expand(at, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
             size = int(work["size"])
             chances, recency = work["chances"][:size].copy(), work["recency"][:size].copy()
             yield chances, recency, work["candidates"][:size] == token
-            feed(drafter.corpus, at, np.array([token], np.int64))
+            feed(at, np.array([token], np.int64))
 
 
 def fit(candidates: Candidates, classes: int = SHAPE[0] * SHAPE[1]) -> torch.Tensor:

@@ -17,7 +17,6 @@ import numpy as np
 
 from hdtool.data.traces import read_traces
 from hdtool.runtime.config import MEMORY, ModelConfig, VllmConfig
-from hdtool.runtime.drafters.hierarchy.workspace import memory_at
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.stores.store_set import StoreSet
@@ -35,7 +34,7 @@ class Replayed(NamedTuple):
 
 def replayed(turns: list[RecordedTurn], minimum: float, most: int) -> Replayed:
     drafter = BatchDrafter(StoreSet(), VllmConfig(most, minimum, 256, MEMORY), rows=1, longest=LONGEST)
-    work = memory_at(drafter._hierarchy.addresses).work[0]
+    work = drafter._hierarchy.work[0]
     tokens = steps = 0
     estimates: list[float] = []
     accepted: list[bool] = []

@@ -17,7 +17,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafter import Drafter, NoDraft, draft_many
 from hdtool.runtime.drafters.hierarchy import drafter as hierarchy
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.tree_builder import grow_all
+from hdtool.runtime.drafters.hierarchy.tree import grow_all
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -69,20 +69,20 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many trees were grown at once."""
     found: list[int] = []
 
-    def noted(corpus: Array, at: Array, most: Array, grown: Array) -> None:
+    def noted(at: Array, most: Array, grown: Array) -> None:
         found.append(len(most))
-        grow_all(corpus, at, most, grown)
+        grow_all(at, most, grown)
 
     monkeypatch.setattr(hierarchy, "grow_all", noted)
     return found
 
 
-def test_those_of_other_kinds_or_with_another_corpus_draft_alone(corpus: CorpusIndex, sizes: list[int]) -> None:
+def test_those_of_other_kinds_draft_alone(corpus: CorpusIndex, sizes: list[int]) -> None:
     drafters = drafters_with([corpus, None, corpus, corpus], (8, 8, 8, 8))
     drafters[2] = PromptLookup()
     drafters[2].begin(PROMPTS[2])
     found = draft_many(drafters, PROMPTS)
-    assert sizes == [2]
+    assert sizes == [3]
     alone = drafters_with([corpus, None, corpus, corpus], (8, 8, 8, 8))
     expected = [drafter.draft(prompt) for drafter, prompt in zip(alone, PROMPTS, strict=True)]
     for place in (0, 1, 3):

@@ -7,23 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.drafters.hierarchy.sources.context_evidence import (
-    CONTEXT_MATCHES,
-    LONGEST_SHORT,
-    PLACES_BELOW,
-    find_matches,
-    find_short_matches,
-)
-from hdtool.runtime.drafters.hierarchy.sources.context_table import (
+from hdtool.runtime.drafters.hierarchy.matches import (
     CHAINS,
+    FOUND,
     LONG,
+    LONGEST_SHORT,
     PLACES,
+    PLACES_BELOW,
     WINDOW,
     ContextTable,
+    add_short_matches,
+    find_matches,
     latest_place,
     level_of,
 )
-from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.model_store import sequence_hash
 
@@ -35,20 +32,18 @@ class Finder:
 
     def __init__(self, table: ContextTable) -> None:
         self._table = table.memory[0]
-        self._matches = np.zeros(1, CONTEXT_MATCHES)
-        self._found = np.zeros(1, FOLLOWERS)
+        self._found = np.zeros(1, FOUND)
 
     def find(self, tail: list[int], *, node: int = 0, short: bool = False) -> Places:
         """What followed, and the n-gram order of the match, in the order in which they were found."""
         padded = np.array([-1] * LONGEST_MATCH + tail, np.int64)[-LONGEST_MATCH:]
         hashes = [int(sequence_hash(padded, LONGEST_MATCH - size, size)) for size in range(CHAINS[LONG] + 1)]
         marks = np.array(hashes, np.uint64)
-        self._found["places"] = 0
-        find_matches(self._table, self._matches[0], node, node - 1, padded, marks, self._found[0])
+        find_matches(self._table, self._found[0], node, node - 1, padded, marks)
         if short:
-            find_short_matches(self._table, self._matches[0], node, padded, marks, self._found[0])
-        count = self._found["places"][0]
-        followers, orders = self._found["followers"][0, :count], self._found["orders"][0, :count]
+            add_short_matches(self._table, self._found[0], node, padded, marks)
+        count = self._found["followers"][0]
+        followers, orders = self._found["tokens"][0, :count], self._found["orders"][0, :count]
         return list(zip(followers.tolist(), orders.tolist(), strict=True))
 
 

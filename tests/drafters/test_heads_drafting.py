@@ -22,9 +22,8 @@ from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
-from hdtool.runtime.drafters.hierarchy.backoff_weights import HEADS_ORDERS
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.tree_builder import feed, grow
+from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
@@ -264,7 +263,7 @@ def test_a_heads_evidence_enters_the_estimate_at_its_depth() -> None:
         head = int(tree.depths[node + 1]) - 1
         (rank,) = np.flatnonzero(session.tokens[head] == tree.tokens[node])
         sure = min(7, int(8 * session.probs[head, 0]))
-        weight = drafter.weights[HEADS_ORDERS + head, 3 * sure]
+        weight = drafter.weights(SourceName.HEADS)[head, 3 * sure]
         above = drafter.probs[parent] if parent >= 0 else 1.0
         assert drafter.probs[node] == pytest.approx(above * weight * session.probs[head, rank], rel=1e-3)
 
@@ -273,14 +272,14 @@ def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
     drafter, session, context = heads_alone()
     drafter.draft(context)
     session.run_heads = lambda: None  # type: ignore[method-assign]
-    memory = drafter._memory.heads
+    memory = drafter._heads_record
     for ahead in range(5):
         assert memory["ahead"][0] == ahead
         tokens = set(session.tokens[ahead].tolist()) if ahead < 4 else set()
-        grown = grow(drafter._corpus, drafter._at, 30)
+        grown = grow(drafter.addresses, 30)
         tree = drafter._tokens[:grown][drafter._parents[:grown] == ROOT]
         assert set(tree.tolist()) <= tokens and bool(grown) == bool(tokens)
-        feed(drafter._corpus, drafter._at, np.array([7]))
+        feed(drafter.addresses, np.array([7]))
 
 
 def test_heads_run_only_if_they_pay() -> None:

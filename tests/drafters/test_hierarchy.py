@@ -36,11 +36,28 @@ from hdtool.runtime.verified import Verified
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
-from tests.support.reference_hierarchy import Node, SlowHierarchy
+from tests.support.reference_hierarchy import (
+    CONTEXT_ORDERS,
+    CORPUS_ORDERS,
+    HISTORY_ORDERS,
+    MODEL_ORDERS,
+    ORDERS,
+    RECYCLED_ORDERS,
+    Node,
+    SlowHierarchy,
+)
 from tests.support.trees import check_integrity, path_to
 
 Documents = list[list[int]]
 NO_LOGITS = Verified(torch.empty(0))
+WEIGHTS = {
+    SourceName.CONTEXT: slice(CONTEXT_ORDERS, MODEL_ORDERS),
+    SourceName.MODEL: slice(MODEL_ORDERS, CORPUS_ORDERS),
+    SourceName.CORPUS: slice(CORPUS_ORDERS, RECYCLED_ORDERS),
+    SourceName.RECYCLED: slice(RECYCLED_ORDERS, HISTORY_ORDERS),
+    SourceName.HISTORY: slice(HISTORY_ORDERS, ORDERS),
+}
+"""The rows of the reference's weights."""
 
 
 def stores_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: int) -> tuple[ModelStore, CorpusIndex]:
@@ -119,7 +136,8 @@ def check_answer(
         for token in accepted.tokens:
             slow.hear(token)
         slow.listen([Node(text[:at]), *expected], accepted, logits)
-        np.testing.assert_allclose(hierarchy.weights[: len(slow.weight)], slow.weight, rtol=1e-9)
+        for source, rows in WEIGHTS.items():
+            np.testing.assert_allclose(hierarchy.weights(source), slow.weight[rows], rtol=1e-9)
         np.testing.assert_allclose(hierarchy.rates, slow.rates, rtol=1e-9)
         np.testing.assert_allclose(hierarchy.gains, slow.gains, rtol=1e-9)
         at += len(accepted.tokens)
@@ -236,7 +254,8 @@ def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
     assert len(idle.table) == 6 and len(busy.table) == 15
     switch.most = 16
     assert idle.draft(context).tokens.tolist() == busy.draft(context).tokens.tolist()
-    np.testing.assert_array_equal(idle.weights, busy.weights)
+    for source in WEIGHTS:
+        np.testing.assert_array_equal(idle.weights(source), busy.weights(source))
 
 
 def test_the_next_turn_continues_and_another_conversation_does_not() -> None:
@@ -270,7 +289,7 @@ def test_the_time_of_no_source_goes_down(monkeypatch: pytest.MonkeyPatch) -> Non
     hierarchy = Hierarchy()
     spent_in = [SourceName.MODEL] * TIMED_EVERY + [SourceName.CONTEXT] * TIMED_EVERY
 
-    def grow(corpus: Any, addresses: Any, most: int) -> int:
+    def grow(addresses: Any, most: int) -> int:
         hierarchy._laps[:] = 0
         hierarchy._laps[spent_in.pop(0)] = 1000
         return 0

@@ -16,9 +16,8 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig
-from hdtool.runtime.drafters.hierarchy.backoff_weights import PLUGIN_ORDERS
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import LONGEST_CHAIN
+from hdtool.runtime.drafters.hierarchy.evidence import LONGEST_CHAIN
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.evaluation.report.theme import THEMES
 from hdtool.runtime.kernels.clock import HAS_CLOCK
@@ -76,8 +75,8 @@ def test_its_weight_is_learned_and_its_time_measured(plugin: SourceName) -> None
             emitted = [words[-1] + step]
             words += emitted
             hierarchy.observe(Accepted([], emitted), NO_LOGITS)
-    assert right.weights[PLUGIN_ORDERS].max() > wrong.weights[PLUGIN_ORDERS].max()
-    assert wrong.weights[PLUGIN_ORDERS].min() < right.weights[PLUGIN_ORDERS].min()
+    assert right.weights(SourceName.PLUGIN_1)[0].max() > wrong.weights(SourceName.PLUGIN_1)[0].max()
+    assert wrong.weights(SourceName.PLUGIN_1)[0].min() < right.weights(SourceName.PLUGIN_1)[0].min()
     if HAS_CLOCK:
         assert right.seconds[plugin] > 0
 
@@ -87,12 +86,12 @@ def test_an_emitted_token_off_the_chain_ends_it(plugin: SourceName) -> None:
     hierarchy = drafting(plugin)
     hierarchy.begin([1])
     hierarchy.draft([1])
-    before = hierarchy.weights[PLUGIN_ORDERS].copy()
+    before = hierarchy.weights(SourceName.PLUGIN_1)[0].copy()
     hierarchy.observe(Accepted([], [40, 41]), NO_LOGITS)
-    once = hierarchy.weights[PLUGIN_ORDERS].copy()
+    once = hierarchy.weights(SourceName.PLUGIN_1)[0].copy()
     assert (once <= before).all() and (once < before).any()
     hierarchy.observe(Accepted([], [42]), NO_LOGITS)
-    np.testing.assert_array_equal(hierarchy.weights[PLUGIN_ORDERS], once)
+    np.testing.assert_array_equal(hierarchy.weights(SourceName.PLUGIN_1)[0], once)
 
 
 @pytest.mark.parametrize("found", [{}, {3: float("nan")}, {3: -1.0}, {-5: 1.0, 10**12: 1.0}, {3: 0.0}])

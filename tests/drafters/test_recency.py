@@ -11,8 +11,8 @@ from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.drafters.hierarchy.adjustments import DISTANCES, distance_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.recency import DISTANCES, distance_class
 from hdtool.runtime.stores.model_store import ModelStore
 
 NEW, OLD, LAST = 5, 6, 9

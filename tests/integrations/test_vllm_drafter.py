@@ -10,8 +10,7 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.runtime.config.decoding import NO_HISTORY
-from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable, holds
-from hdtool.runtime.drafters.hierarchy.workspace import memory_at
+from hdtool.runtime.drafters.hierarchy.matches import ContextTable, holds
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
@@ -67,7 +66,7 @@ def test_a_high_minimum_leaves_out_no_draft_that_reaches_it() -> None:
         context = text[start : start + 200]
         asked = engine(context, min_draft_prob=0.001, store_set=store_set)
         drafts = asked.drafts()[0]
-        probs = memory_at(asked.drafter._hierarchy.addresses).work[0]["probs"][1 : len(drafts) + 1]
+        probs = asked.drafter._hierarchy.work[0]["probs"][1 : len(drafts) + 1]
         likely = drafts[: int((probs >= 0.3).sum())]
         found = engine(context, min_draft_prob=0.3, store_set=store_set).drafts()[0]
         assert found == drafts[: len(found)]

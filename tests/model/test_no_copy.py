@@ -13,9 +13,8 @@ from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable
-from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import Rankings
-from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import Recycled
+from hdtool.runtime.drafters.hierarchy.matches import ContextTable
+from hdtool.runtime.drafters.hierarchy.rankings import Rankings
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.model.load import load_tokenizer
@@ -26,7 +25,6 @@ from hdtool.runtime.stores.store_set import StoreSet
 MAKERS: dict[str, Callable[[], object]] = {
     "Hierarchy": Hierarchy,
     "Rankings": lambda: Rankings(recycled=True),
-    "Recycled": Recycled,
     "BatchDrafter": lambda: BatchDrafter(StoreSet(), VllmConfig(), rows=1, longest=16),
     "CorpusIndex": lambda: CorpusIndex(demo.CORPUS_INDEX),
     "ModelStore": lambda: ModelStore(demo.MODEL_STORE),

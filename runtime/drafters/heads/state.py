@@ -13,7 +13,7 @@ from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
-from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import BEST
+from hdtool.runtime.drafters.hierarchy.evidence import BEST_OF_HEAD as BEST
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.target import Target

@@ -1,12 +1,56 @@
-"""The candidates after a node: tokens and their probabilities, in a hash table."""
+"""The candidates after a node: tokens and their probabilities, in a hash table, and how evidence adds to them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import UNNAMED
-from hdtool.runtime.drafters.hierarchy.workspace import CANDIDATES, SLOTS
-from hdtool.runtime.kernels.compiled import compiled
+import numpy as np
+
+from hdtool.runtime.drafters.hierarchy.memory import CANDIDATES, DRAFTING, SLOTS, work_at
+from hdtool.runtime.drafters.hierarchy.weights import weights_at
+from hdtool.runtime.kernels.compiled import Ints, compiled
+
+UNNAMED = 8
+"""The kind of candidates that no neighboring ranking holds."""
+
+
+@compiled
+def contribute(
+    at: Ints,
+    source: int,
+    row: int,
+    tokens: Ints,
+    counts: Ints,
+    read: int,
+    bucket: int,
+    left: float,
+    floor: float,
+    truth: int,
+) -> float:
+    """Give each token of an order its part of what is left, and return what is left then.
+
+    ``row`` and ``bucket`` select the weight; ``tokens`` were counted among so many that were ``read``. With a
+    ``truth``, the emitted token, its share is noted instead.
+    """
+    work = work_at(at)
+    weight = weights_at(at).weight[row, bucket]
+    if truth == DRAFTING:
+        unit = left * weight / read
+        # No count exceeds ``read``, so nothing of a weak order counts.
+        for place in range(len(tokens) if left * weight >= floor else 0):
+            part = unit * min(np.int64(counts[place]), read)
+            # A damaged file may hold tokens outside the vocabulary.
+            if part >= floor and 0 <= tokens[place] < work.vocabulary:
+                put(work, source, np.int64(tokens[place]), part)
+    else:
+        share = 0.0
+        for place in range(len(tokens)):
+            if tokens[place] == truth:
+                count: Any = np.int64(counts[place])
+                share = max(0, min(count, read)) / read
+        work.orders[work.used], work.buckets[work.used], work.shares[work.used] = row, bucket, share
+        work.used += 1
+    return left * (1 - weight)  # type: ignore[no-any-return]
 
 
 @compiled
@@ -27,7 +71,7 @@ def put(work: Any, source: int, token: Any, part: float) -> None:
 
 
 @compiled
-def find(work: Any, token: Any) -> int:
+def index_of(work: Any, token: Any) -> int:
     """The index of a candidate, or -1."""
     slot = _slot_of(work, token)
     return int(work.slots[slot] & (CANDIDATES - 1)) if _is_taken(work, slot) else -1

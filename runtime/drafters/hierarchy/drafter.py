@@ -12,24 +12,43 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds
 from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
-from hdtool.runtime.drafters.hierarchy.backoff_weights import new_weights
-from hdtool.runtime.drafters.hierarchy.calibration import PRIOR
-from hdtool.runtime.drafters.hierarchy.sources.context_evidence import CONTEXT_MATCHES
-from hdtool.runtime.drafters.hierarchy.sources.context_table import ContextTable
-from hdtool.runtime.drafters.hierarchy.sources.followers import FOLLOWERS
-from hdtool.runtime.drafters.hierarchy.sources.heads_evidence import HEADS, note
-from hdtool.runtime.drafters.hierarchy.sources.history_evidence import (
+from hdtool.runtime.drafters.hierarchy.evidence import (
+    HEADS,
+    HEADS_RECORD,
+    MODEL,
+    MOST_PLUGINS,
+    PLUGIN,
+    PLUGIN_RECORD,
+    corpus_source,
+    note_heads,
+    note_plugin,
+)
+from hdtool.runtime.drafters.hierarchy.matches import (
     ANSWERS,
-    LOG_MATCHES,
-    LOGS,
+    CHAINS,
+    CONTEXT,
+    FOUND,
+    HISTORY,
+    LONG,
     PREDICTION,
     STORED,
+    ContextTable,
 )
-from hdtool.runtime.drafters.hierarchy.sources.logit_rankings import RankedNodes, Rankings
-from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS, PLUGIN
-from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import note as note_plugin
-from hdtool.runtime.drafters.hierarchy.tree_builder import grow, grow_all, observe_step, restart
-from hdtool.runtime.drafters.hierarchy.workspace import WORK, Memory
+from hdtool.runtime.drafters.hierarchy.memory import (
+    ADDRESSES,
+    LONGEST_HASH,
+    MOST_EVIDENCE,
+    NEAR_AT,
+    ROW,
+    TABLE_AT,
+    WEIGHTS_AT,
+    WORK,
+    WORK_AT,
+    Source,
+)
+from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, RankedNodes, Rankings
+from hdtool.runtime.drafters.hierarchy.tree import grow, grow_all, observe_step, restart
+from hdtool.runtime.drafters.hierarchy.weights import CALIBRATION_PRIOR, new_weights, rows_of_weights
 from hdtool.runtime.kernels.clock import HAS_CLOCK
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
@@ -47,6 +66,7 @@ from hdtool.runtime.verified import Verified
 TIMED_EVERY = 32
 """Reading the clock in every draft makes it a fifth slower."""
 ANY_TOKEN = 2**31 - 1
+LOG_SOURCES = SourceName.PREDICTION, SourceName.HISTORY
 
 
 class Hierarchy(Pinned):
@@ -71,10 +91,12 @@ class Hierarchy(Pinned):
         history: History | None = None,
         vocabulary: int = ANY_TOKEN,
         remembers: bool = True,
+        sources: Mapping[Source, Array] | None = None,
     ) -> None:
         """No token outside the first ``vocabulary`` ones is drafted. A ``history`` may be shared by drafters.
 
-        Recycled rankings are dropped at the start of another conversation unless it ``remembers`` them.
+        Recycled rankings are dropped at the start of another conversation unless it ``remembers`` them. ``sources`` are
+        compiled ones from outside, with the records that they read.
         """
         self._history = history
         self._forgets = recycled and not remembers
@@ -88,28 +110,43 @@ class Hierarchy(Pinned):
         self.table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
-        self._corpus = self._shards.tokens
         ranges, self._places = range_record(self._shards)
-        self._rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
-        work, learned = np.zeros(1, WORK), new_weights()
-        heads_record, plugin_records = np.zeros(1, HEADS), np.zeros(MOST_PLUGINS, PLUGIN)
-        plugin_records["source"][: len(self._plugins)] = list(self._plugins)
-        self._memory = Memory(
-            work,
-            learned,
-            self.table.memory,
-            model_record(model),
-            ranges,
-            *self._rankings.memories,
-            heads_record,
-            plugin_records,
-            np.zeros(LOGS, FOLLOWERS),
-            np.zeros(LOGS, LOG_MATCHES),
-            np.zeros(1, CONTEXT_MATCHES),
-            np.zeros(1, LANE),
-        )
-        self._at = self._memory.addresses()
-        self._fill_in(work, context, recycled, vocabulary)
+        self._rankings = rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
+        self._heads_record, self._plugin_records = np.zeros(1, HEADS_RECORD), np.zeros(MOST_PLUGINS, PLUGIN_RECORD)
+        self._plugin_records["source"][: len(self._plugins)] = list(self._plugins)
+        self._lane = np.zeros(1, LANE)
+        self._found: dict[int, Array] = {name: np.zeros(1, FOUND) for name in (SourceName.CONTEXT, *LOG_SOURCES)}
+        corpus_row = corpus_source(self._shards.tokens.dtype.name)
+        used: dict[Source, Any] = {HEADS: heads, PLUGIN: plugins, CONTEXT: context, PREDICTION: True, HISTORY: history}
+        used |= {RECYCLED: rankings.is_kept, MODEL: model, corpus_row: corpus, SINGLE: rankings.is_kept, LAST: last}
+        added = dict(sources or {})
+        table = [*added, *used]
+        work, self._learned = np.zeros(1, WORK), new_weights(table)
+        self._weight_rows = rows_of_weights(table)
+        chosen = [source for source in table if source in added or used[source]]
+        self._rows = [(source, source.row(self._first_row(source))) for source in chosen]
+        self._table = np.zeros(MOST_EVIDENCE, ROW)
+        self._records: dict[int, Array] = {
+            WORK_AT: work,
+            WEIGHTS_AT: self._learned,
+            NEAR_AT: rankings.near,
+            TABLE_AT: self._table,
+            **self._found,
+            SourceName.MODEL: model_record(model),
+            SourceName.CORPUS: ranges,
+            SourceName.LAST: rankings.last,
+            SourceName.RECYCLED: rankings.recycled,
+            SourceName.HEADS: self._heads_record,
+            SourceName.PLUGIN_1: self._plugin_records,
+            **{source.name: record for source, record in added.items()},
+        }
+        assert all(record.flags.aligned for record in self._records.values())
+        self._at = np.zeros(ADDRESSES, np.int64)
+        for number, record in self._records.items():
+            self._at[number] = record.ctypes.data
+        self.work = work
+        """The nodes and candidates of the last draft; see ``memory.py``."""
+        self._fill_in(work, context, vocabulary)
         # Each access to a field of a record costs a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
         self._parents, self._calibrated = work["above"][0], work["calibrated"][0]
@@ -126,28 +163,28 @@ class Hierarchy(Pinned):
         self._clocked, self._shared_out = np.zeros((2, len(SourceName)))
         self._compile()
 
-    def _fill_in(self, work: Array, context: bool, recycled: bool, vocabulary: int) -> None:
-        model, corpus = self._stores
+    def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         work["vocabulary"] = min(
             [vocabulary, *(store.manifest.tokenizer.vocab_size for store in self._stores if store)]
         )
-        for source, there in ((SourceName.CONTEXT, context), (SourceName.MODEL, model), (SourceName.CORPUS, corpus)):
-            work["has"][0, source] = bool(there)
+        self._found[SourceName.CONTEXT]["log"][0, ANSWERS] = self.table.memory.ctypes.data
         if self._history:
-            work["has"][0, SourceName.HISTORY] = True
-            self._memory.matches["log"][ANSWERS] = address_of(self._history.answers.memory)
-            self._memory.matches["log"][STORED] = address_of(self._history.stored_log)
-        work["has"][0, SourceName.RECYCLED] = recycled
-        work["accepted"] = work["predicted"] = PRIOR
-        work["plugins"] = len(self._plugins)
+            found = self._found[SourceName.HISTORY]
+            found["log"][0, ANSWERS] = address_of(self._history.answers.memory)
+            found["log"][0, STORED] = address_of(self._history.stored_log)
+            found["lane"] = self._lane.ctypes.data
+        work["accepted"] = work["predicted"] = CALIBRATION_PRIOR
+        work["has_context"], work["plugins"] = context, len(self._plugins)
+        hashes = self._rankings.is_kept or self._stores[0]
+        work["hashed"] = LONGEST_HASH if hashes else CHAINS[LONG]
         work["instant_at"] = work["instant"].ctypes.data
 
     def _compile(self) -> None:
         """Compile everything, or load it from the cache, before the first step."""
         self.predict((0,))
         self.begin(())
-        observe_step(self._corpus, self._at, np.empty(0, np.int64), 0, 0)
-        grow(self._corpus, self._at, 1)
+        observe_step(self._at, np.empty(0, np.int64), 0, 0)
+        grow(self._at, 1)
 
     @property
     def addresses(self) -> Array:
@@ -160,34 +197,31 @@ class Hierarchy(Pinned):
         return len(self._shards.places)
 
     @property
-    def corpus(self) -> Array:
-        """The tokens of the corpus index, which compiled code takes with the addresses."""
-        return self._corpus
-
-    @property
     def probs(self) -> Probs:
         """The probability of each node of the last tree that the target accepts the path down to it."""
         return self._probs[: self._nodes].copy()
 
-    @property
-    def weights(self) -> Any:
-        """The learned weight of each n-gram order, by kind of evidence; see ``backoff_weights.py``."""
-        return self._memory.weights["weight"][0]
+    def weights(self, source: SourceName) -> Any:
+        """The learned weights of a source by n-gram order and by kind of evidence; see ``weights.py``."""
+        return self._learned["weight"][0, self._weight_rows[source]]
+
+    def _first_row(self, source: Source) -> int:
+        return int(self._weight_rows[source.name].start) if source.prior else 0
 
     @property
     def rates(self) -> Any:
         """The learned share of each kind of candidate of the last logit."""
-        return self._memory.weights["rates"][0]
+        return self._learned["rates"][0]
 
     @property
     def gains(self) -> Any:
         """The learned gain of candidates in neighboring rankings, by kind."""
-        return self._memory.weights["gains"][0]
+        return self._learned["gains"][0]
 
     @property
     def recency(self) -> Any:
         """The gain of candidates by their distance from their latest place in the conversation, and by probability."""
-        return self._memory.weights["recency"][0]
+        return self._learned["recency"][0]
 
     @property
     def seconds(self) -> dict[SourceName, float]:
@@ -216,10 +250,10 @@ class Hierarchy(Pinned):
         if self._forgets and new == len(prompt):
             self._rankings.forget()
         if self._history:
-            self._history.start(self._memory.lane, prompt, new)
-            self._memory.matches["owner"][ANSWERS] = self._memory.lane["owner"][0]
-        self._memory.work["has"][0, SourceName.PREDICTION] = False
-        restart(self._corpus, self._at, np.array(prompt[-LONGEST_MATCH:], np.int64))
+            self._history.start(self._lane, prompt, new)
+            self._found[SourceName.HISTORY]["owner"] = self._lane["owner"]
+        self._use_rows(prediction=False)
+        restart(self._at, np.array(prompt[-LONGEST_MATCH:], np.int64))
 
     def predict(self, prediction: Sequence[int]) -> None:
         """Draft this answer from a prediction, too, whose start is expected at the end of the prompt."""
@@ -227,23 +261,29 @@ class Hierarchy(Pinned):
         lane, before = log.lane(), self._tails[0]
         log.start(lane, before[before >= 0])
         log.append(lane, prediction)
-        self._memory.matches["log"][PREDICTION] = address_of(log.memory)
-        self._memory.work["has"][0, SourceName.PREDICTION] = True
+        self._found[SourceName.PREDICTION]["log"][0, ANSWERS] = address_of(log.memory)
+        self._use_rows(prediction=True)
+
+    def _use_rows(self, *, prediction: bool) -> None:
+        """Fill the table of sources, with that of predictions or without it."""
+        rows = [row for source, row in self._rows if prediction or source is not PREDICTION]
+        self._table[: len(rows)] = rows
+        self.work["rows"] = len(rows)
 
     def end(self) -> None:
         self._catch_up()
         if self._history:
-            self._history.finish(self._memory.lane)
+            self._history.finish(self._lane)
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Begin the next tree with a chain of tokens that are almost certain, and continue from its end."""
         size = min(len(tokens), LARGEST_TREE)
-        self._memory.work["chain"][0, :size] = tokens[:size]
-        self._memory.work["expected"] = size
+        self.work["chain"][0, :size] = tokens[:size]
+        self.work["expected"] = size
 
     def set_seed(self, seed: int | None) -> None:
-        self._memory.work["is_sampled"] = seed is not None
-        self._memory.work["seed"] = ExponentialRace(seed or 0).seed
+        self.work["is_sampled"] = seed is not None
+        self.work["seed"] = ExponentialRace(seed or 0).seed
 
     def forget_tree(self) -> None:
         """The last tree was verified in another form: rows of logits are not those of its nodes."""
@@ -254,20 +294,20 @@ class Hierarchy(Pinned):
         if not most:
             return DraftTree.bare(context[-1])
         started = time.perf_counter()
-        grown = grow(self._corpus, self._at, most)
+        grown = grow(self._at, most)
         return self.completed(context, grown, time.perf_counter() - started)
 
     @property
     def joint(self) -> Hashable:
-        return id(self._corpus)
+        return Hierarchy
 
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """The trees of hierarchies with one corpus, grown in one compiled call."""
+        """The trees of hierarchies, grown in one compiled call."""
         if self._together is None or self._together[0] != drafters:
             self._together = list(drafters), np.array([drafter.addresses for drafter in drafters])
         most = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
         grown, started = np.zeros(len(most), np.int64), time.perf_counter()
-        grow_all(self._corpus, self._together[1], np.array(most), grown)
+        grow_all(self._together[1], np.array(most), grown)
         each = (time.perf_counter() - started) / len(drafters)
         return [
             drafter.completed(context, nodes, each) if wanted else DraftTree.bare(context[-1])
@@ -282,13 +322,13 @@ class Hierarchy(Pinned):
         self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:
-            self._memory.work["expected"] = self._nodes = 0
+            self.work["expected"] = self._nodes = 0
             return 0
         self._catch_up()
-        self._memory.work["position"] = len(context)
+        self.work["position"] = len(context)
         if self._heads and (not self._gate or self._gate.now):
             self._heads.run_heads()
-            note(self._memory.heads, self._heads.tokens, self._heads.probs)
+            note_heads(self._heads_record, self._heads.tokens, self._heads.probs)
         if self._plugins:
             self._note_plugins(context)
         if self._drafts % TIMED_EVERY == 0:
@@ -314,7 +354,7 @@ class Hierarchy(Pinned):
     def _note_plugins(self, context: Sequence[int]) -> None:
         for slot, (number, evidence) in enumerate(self._plugins.items()):
             started = time.perf_counter()
-            note_plugin(self._memory.plugins[slot], evidence, context)
+            note_plugin(self._plugin_records[slot], evidence, context)
             self._plugin_seconds[number] += time.perf_counter() - started
 
     @property
@@ -354,5 +394,5 @@ class Hierarchy(Pinned):
     def _learn(self, path: Sequence[int], nodes: int) -> None:
         """Learn from the emitted tokens and from the accepted path of a tree of so many nodes, 0 for none."""
         outcome = np.array([*self._pending, *path], np.int64)
-        observe_step(self._corpus, self._at, outcome, len(self._pending), nodes)
+        observe_step(self._at, outcome, len(self._pending), nodes)
         self._pending.clear()

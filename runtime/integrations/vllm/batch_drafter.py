@@ -10,7 +10,7 @@ import numpy as np
 
 from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import ANY_TOKEN, Hierarchy
-from hdtool.runtime.drafters.hierarchy.sources.context_table import TABLE, clear
+from hdtool.runtime.drafters.hierarchy.matches import TABLE, clear
 from hdtool.runtime.integrations.vllm.chain import draft_rows, no_requests
 from hdtool.runtime.integrations.vllm.finished_answers import FinishedAnswers
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
@@ -97,10 +97,9 @@ class BatchDrafter(Pinned):
         match_rows(
             self._requests.tables[: len(self)], self._rows_of[: len(self)], contexts, lengths, rows, self._chosen
         )
-        memories = self._hierarchy.corpus, self._hierarchy.addresses
         limits = self._longest, self._drafts.shape[1], floor
         batch = contexts, lengths, rows, sampled
-        draft_rows(memories, self._requests, self._chosen, *batch, limits, self._drafts, self._sizes)
+        draft_rows(self._hierarchy.addresses, self._requests, self._chosen, *batch, limits, self._drafts, self._sizes)
 
     def _make_tables(self, wanted: int) -> None:
         """Allocate context tables up to ``wanted`` or the maximum."""

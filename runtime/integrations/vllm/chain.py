@@ -10,18 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.contributions import DRAFTING
-from hdtool.runtime.drafters.hierarchy.estimator import expand
-from hdtool.runtime.drafters.hierarchy.sources.context_table import add
-from hdtool.runtime.drafters.hierarchy.sources.history_evidence import ANSWERS
-from hdtool.runtime.drafters.hierarchy.tree_builder import extend, feed, restart
-from hdtool.runtime.drafters.hierarchy.workspace import Memory, memory_at
+from hdtool.runtime.drafters.hierarchy.evidence import ranges_at
+from hdtool.runtime.drafters.hierarchy.matches import ANSWERS, add, append_to_log, found_at, table_of
+from hdtool.runtime.drafters.hierarchy.memory import DRAFTING, work_at
+from hdtool.runtime.drafters.hierarchy.tree import expand, extend, feed, restart
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, places_of
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
-from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, append, finish, start
+from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, finish, start
 
 WORTH_LOOKING, WORTH_ADDING = 0.1, 0.03
 """Shorter orders and single contributions are skipped below these shares of the minimum probability of a token. With 1
@@ -32,7 +31,7 @@ FIRST_ANSWER = 1 << 10
 """Lower numbers are left to the drafter that the requests share."""
 NEXT, ENDED = range(2)
 """The number of the next answer, and how many answers ended lately."""
-TABLE_AT, LANE_AT = Memory._fields.index("table"), Memory._fields.index("lane")
+CONTEXT, HISTORY, CORPUS = SourceName.CONTEXT.value, SourceName.HISTORY.value, SourceName.CORPUS.value
 
 
 class Requests(NamedTuple):
@@ -67,14 +66,14 @@ def no_requests(most: int, shards: int, *, history: bool = False, ended: bool = 
 
 
 @compiled
-def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
+def grow_chain(at: Ints, most: int, floor: float) -> int:
     """Fill the workspace with at most ``most`` tokens, each with a path probability >= ``floor``; return how many."""
-    work = memory_at(at).work[0]
+    work = work_at(at)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     node = 0
     while node < most:
         least = floor / work.probs[node]
-        expand(corpus, at, node, WORTH_LOOKING * least, WORTH_ADDING * least, DRAFTING)
+        expand(at, node, WORTH_LOOKING * least, WORTH_ADDING * least, DRAFTING)
         best, prob = 0, 0.0
         for candidate in range(work.size):
             if work.chances[candidate] > prob:
@@ -92,33 +91,30 @@ def grow_chain(corpus: Ints, at: Ints, most: int, floor: float) -> int:
 
 
 @compiled
-def catch_up(
-    corpus: Ints, at: Ints, context: Ints, sampled: int, few: int, requests: Requests, is_drafting: bool
-) -> None:
+def catch_up(at: Ints, context: Ints, sampled: int, few: int, requests: Requests, is_drafting: bool) -> None:
     """Append the new tokens of ``context`` to the table, and update the weights with the ``sampled`` ones at its end.
 
     If more than a ``few`` are new, those before the sampled ones are a prompt, and an answer of the history begins.
     Without drafting, the tokens are appended alone, and the root is moved to the end when drafting goes on.
     """
-    memory = memory_at(at)
-    table, tail = memory.table[0], memory.work[0].tails[0]
+    history, tail = found_at(at, HISTORY), work_at(at).tails[0]
+    table = table_of(found_at(at, CONTEXT))
     begins = table.end == 0 or len(context) - table.end > few
     if begins:
         for place in range(table.end, len(context) - sampled):
             add(table, np.int64(context[place]))
     old = last_tokens(context[: table.end], LONGEST_MATCH)
-    if begins or memory.lane[0].owner == 0:
-        begin_answer(memory, requests, old[max(0, len(old) - OVERLAP) :])
+    if begins or history.owner == 0:
+        begin_answer(history, requests, old[max(0, len(old) - OVERLAP) :])
     new = last_tokens(context[table.end :], len(context))
     if is_drafting:
         if begins or tail[LONGEST_MATCH - 1] < 0:
-            restart(corpus, at, old)
-        feed(corpus, at, new)
+            restart(at, old)
+        feed(at, new)
         return
     for token in new:
         add(table, token)
-        if memory.lane[0].owner > 0:
-            append(array_at(memory.matches[ANSWERS].log, 1, LOG)[0], memory.lane[0], token, True)
+        append_to_log(history, token)
     tail[LONGEST_MATCH - 1] = -1
 
 
@@ -132,24 +128,24 @@ def last_tokens(tokens: Ints, most: int) -> Ints:
 
 
 @compiled
-def begin_answer(memory: Any, requests: Requests, before: Ints) -> None:
+def begin_answer(history: Any, requests: Requests, before: Ints) -> None:
     """Begin an answer of the history after some tokens."""
     answers = requests.answers
     if answers[NEXT] == 0:
         return
-    if memory.lane[0].owner > 0 and len(requests.ended) > 0:
-        requests.ended[answers[ENDED]] = memory.lane[0]
+    lane, log = array_at(history.lane, 1, LANE), array_at(history.log[ANSWERS], 1, LOG)
+    if lane[0].owner > 0 and len(requests.ended) > 0:
+        requests.ended[answers[ENDED]] = lane[0]
         answers[ENDED] += 1
-    log = array_at(memory.matches[ANSWERS].log, 1, LOG)
-    finish(log, memory.lane)
-    start(log, memory.lane, answers[NEXT], before, len(before))
-    memory.matches[ANSWERS].owner = answers[NEXT]
+    finish(log, lane)
+    start(log, lane, answers[NEXT], before, len(before))
+    history.owner = answers[NEXT]
     answers[NEXT] += 1
 
 
 @compiled
 def draft_rows(
-    memories: tuple[Ints, Ints],
+    at: Ints,
     requests: Requests,
     chosen: Ints,
     contexts: Ints,
@@ -162,30 +158,29 @@ def draft_rows(
 ) -> None:
     """A chain for each of these ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
 
-    ``memories`` are the corpus and the addresses of a hierarchy. So many tokens of each row were ``sampled`` lately.
+    ``at`` are the addresses of a hierarchy. So many tokens of each row were ``sampled`` lately.
     ``limits`` are the longest context, the most draft tokens and the minimum probability; if that is too high, nothing
     is drafted, and the tokens are appended to tables and answers.
     """
     longest, most, floor = limits
     is_drafting = floor < NO_DRAFT_ABOVE
-    corpus, at = memories[0], memories[1].copy()
+    context, history, work, ranges = found_at(at, CONTEXT), found_at(at, HISTORY), work_at(at), ranges_at(at)
     for turn in range(len(rows)):
         sizes[turn] = 0
         request = chosen[turn]
         if request >= 0:
-            at[TABLE_AT] = requests.tables[request]
-            at[LANE_AT] = requests.lanes_at[request]
-            memory = memory_at(at)
-            memory.matches[ANSWERS].owner = memory.lane[0].owner
-            work, ranges = memory.work[0], memory.ranges[0]
+            context.log[ANSWERS] = requests.tables[request]
+            if history.log[ANSWERS]:
+                history.lane = requests.lanes_at[request]
+                history.owner = array_at(history.lane, 1, LANE)[0].owner
             work.tails[0] = requests.tails[request]
             places_of(ranges)[0] = requests.places[request]
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
             new = min(sampled[turn], length)
-            catch_up(corpus, at, contexts[rows[turn], :length], new, most + 1, requests, is_drafting)
+            catch_up(at, contexts[rows[turn], :length], new, most + 1, requests, is_drafting)
             # The target adds a bonus token after the last draft.
-            size = grow_chain(corpus, at, min(most, longest - length - 1), floor) if is_drafting else 0
+            size = grow_chain(at, min(most, longest - length - 1), floor) if is_drafting else 0
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
             requests.tails[request] = work.tails[0]

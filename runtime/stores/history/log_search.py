@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 
 from hdtool.runtime.kernels.compiled import Ints, compiled
@@ -35,27 +36,72 @@ def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, found: Ints, 
 
     Twice as many places are visited at most. Those of the answer ``owner`` are skipped.
     """
-    places, mask, end = places_of(log), log.size - 1, end_of(log)
-    oldest, count = max(np.int64(0), end - log.size), 0
-    place = latest(log, pair_hash, end)
-    for _ in range(2 * len(found)):
-        if place <= oldest or count == len(found):
+    places, end, owners = places_of(log), end_of(log), np.empty(0, np.int32)
+    if log.owners:
+        owners = owners_of(log)
+    start, oldest = latest(log, pair_hash, end), max(np.int64(0), end - log.size)
+    limits, most = (CHAINED, LONGEST_MATCH), len(found)
+    return follow_chain(
+        places[:, TOKEN],
+        places[:, BEFORE],
+        owners,
+        owner,
+        start,
+        oldest,
+        tail,
+        limits,
+        most,
+        2 * most,
+        found,
+        lengths,
+        0,
+    )
+
+
+@numba.njit(inline="always")
+def follow_chain(
+    tokens: Ints,
+    before: Ints,
+    owners: Ints,
+    owner: int,
+    start: Any,
+    oldest: Any,
+    tail: Ints,
+    limits: tuple[int, int],
+    most: int,
+    visits: int,
+    found: Ints,
+    lengths: Ints,
+    count: int,
+) -> int:
+    """Follow a chain of places back from ``start``, and add those that match the end of ``tail`` to ``count`` others.
+
+    ``tokens`` is a ring, and ``before`` has the place before each on its chain. ``limits`` are the fewest tokens that
+    match, and how many do at most of a place that is added. At most so many places match and are visited. Where blocks
+    have ``owners``, those of nobody and of ``owner`` are skipped. Returns the number of all places.
+    """
+    (least, longest), mask, place, read = limits, len(tokens) - 1, np.int64(start), 0
+    has_owners = len(owners) > 0
+    for _ in range(visits):
+        if place <= oldest or read == most or count == len(found):
             break
-        at = place & mask
-        if log.owners == 0 or (owners_of(log)[at // BLOCK] != NOBODY and owners_of(log)[at // BLOCK] != owner):
-            length, most = 0, min(len(tail), place - oldest)
-            while length < most:
+        whose = owners[(place & mask) // BLOCK] if has_owners else 0
+        if whose != NOBODY and (whose != owner or not has_owners):
+            length, longest_here = 0, min(np.int64(len(tail)), place - oldest)
+            while length < longest_here:
                 token = tail[len(tail) - 1 - length]
-                if token < 0 or places[(place - 1 - length) & mask, TOKEN] != token:
+                if token < 0 or tokens[(place - 1 - length) & mask] != token:
                     break
                 length += 1
-            if length >= CHAINED:
-                found[count], lengths[count] = place, length
-                count += 1
-        before = np.int64(places[at, BEFORE])
-        if before >= place:
+            if length >= least:
+                read += 1
+                if length <= longest:
+                    found[count], lengths[count] = place, length
+                    count += 1
+        earlier = np.int64(before[place & mask])
+        if earlier >= place:
             break  # of a damaged file, or of one that another process writes
-        place = before
+        place = earlier
     return count
 
 

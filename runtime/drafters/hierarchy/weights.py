@@ -1,4 +1,4 @@
-"""The weights of back-off n-gram interpolation (Jelinek and Mercer, 1980), learned online.
+"""The weights of back-off n-gram interpolation (Jelinek and Mercer, 1980), learned online, and their calibration.
 
 Each source has evidence of several n-gram orders: what followed so many of the last tokens. The estimate goes from
 the longest order to the shortest, and each gets its share of the probability that is left:
@@ -11,63 +11,22 @@ token, every order is credited with its part of the estimate: one step of expect
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hdtool.runtime.config import MOST_HEADS
-from hdtool.runtime.drafters.hierarchy.sources.context_table import LEVELS
-from hdtool.runtime.drafters.hierarchy.sources.last_logits import KINDS
-from hdtool.runtime.drafters.hierarchy.sources.neighbor_rankings import KINDS as AGREEMENTS
-from hdtool.runtime.drafters.hierarchy.sources.plugin_evidence import MOST_PLUGINS
-from hdtool.runtime.drafters.hierarchy.sources.recycled_rankings import LONGEST_NODE
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.drafters.hierarchy.memory import MOST_ROWS, WEIGHTS_AT, Source
+from hdtool.runtime.kernels.compiled import Array, Ints, compiled
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX
-
-
-class Prior(NamedTuple):
-    """The n-gram orders of a source, and the weights that they begin with."""
-
-    orders: int
-    """Or places: a trained head, or a plug-in, counts as an order of its own."""
-    remainder: float
-    """Left to shorter orders by evidence of one token,"""
-    decay: float
-    """which each doubling of the evidence multiplies by this."""
-    few: float
-    """The weight of evidence that names few tokens,"""
-    many: float
-    """and of evidence that names many."""
-
-
-PRIORS = {
-    SourceName.CONTEXT: Prior(LEVELS, 0.7, 0.62, 0.6, 0.25),
-    SourceName.MODEL: Prior(LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
-    SourceName.CORPUS: Prior(LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
-    SourceName.RECYCLED: Prior(LONGEST_NODE, 0.9, 0.9, 0.3, 0.3),
-    SourceName.HISTORY: Prior(LEVELS, 0.93, 0.75, 0.4, 0.06),
-    SourceName.HEADS: Prior(MOST_HEADS, 0.5, 0.85, 0.5, 0.5),
-    SourceName.PREDICTION: Prior(LEVELS, 0.7, 0.62, 0.6, 0.25),
-    SourceName.PLUGIN_1: Prior(MOST_PLUGINS, 0.5, 0.85, 0.5, 0.5),
-}
-"""Measured on one model's answers, and soon outweighed."""
-ENDS = dict(zip(PRIORS, np.cumsum([prior.orders for prior in PRIORS.values()]).tolist(), strict=True))
-STARTS = {source: ENDS[source] - prior.orders for source, prior in PRIORS.items()}
-"""The row of the shortest order of each source."""
-CONTEXT_ORDERS, MODEL_ORDERS = STARTS[SourceName.CONTEXT], STARTS[SourceName.MODEL]
-CORPUS_ORDERS, RECYCLED_ORDERS = STARTS[SourceName.CORPUS], STARTS[SourceName.RECYCLED]
-HEADS_ORDERS, PLUGIN_ORDERS = STARTS[SourceName.HEADS], STARTS[SourceName.PLUGIN_1]
-HISTORY_ORDERS, PREDICTION_ORDERS = STARTS[SourceName.HISTORY], STARTS[SourceName.PREDICTION]
-ORDERS = max(ENDS.values())
 
 SIZES = 8
 ONE, FEW, MANY = range(3)
 """How far the evidence spreads: one token, at most a quarter as many tokens as occurrences, or more."""
 BUCKETS = SIZES * 3
-
+KINDS = 8
+"""The kind of a ranked candidate is its probability or share: a half or more, a quarter or more, and so on."""
 STRENGTH = 20.0
 """Observations that the prior is worth."""
 EMA_WINDOW = 100.0
@@ -75,7 +34,8 @@ EMA_WINDOW = 100.0
 UNSEEN = 1 / 32_000
 """The share of a single token in the probability that is left in the end; it suits vocabularies of any size."""
 NEGLIGIBLE = 1e-6
-
+GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
+RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
 RECENCY = (
     (0.42, 0.47, 0.37, 0.93),  # the token never occurred,
     (0.51, 0.72, 1.13, 1.13),  # it is the last token,
@@ -90,38 +50,48 @@ RECENCY = (
     (0.70, 0.61, 0.68, 0.95),
     (0.70, 0.61, 0.68, 0.95),  # or 1,024 and more; conversations that long were too few to fit
 )
-"""Gains by distance and by probability; only their ratios matter (``recency.py``, ``tests/benchmarks/recency.py``)."""
+"""Gains by distance and by probability; only their ratios matter (``tests/benchmarks/recency.py``)."""
+CALIBRATION_PRIOR, CALIBRATION_DECAY = 10.0, 0.995
+"""Tokens that the calibration begins with, both predicted and accepted, and the decay of both in each step."""
+TOLERANCE = 1.1
+"""Probabilities are scaled down only where they exceed acceptance by this factor: smaller differences are noise."""
 
 WEIGHTS = np.dtype(
     [
-        ("weight", np.float64, (ORDERS, BUCKETS)),
-        ("credit", np.float64, (ORDERS, BUCKETS)),
-        ("used", np.float64, (ORDERS, BUCKETS)),
+        ("weight", np.float64, (MOST_ROWS, BUCKETS)),
+        ("credit", np.float64, (MOST_ROWS, BUCKETS)),
+        ("used", np.float64, (MOST_ROWS, BUCKETS)),
         # The share of one candidate of the last logit in the probability that is left, by its kind.
         ("rates", np.float64, KINDS),
         ("rate_credit", np.float64, KINDS),
         ("rate_used", np.float64, KINDS),
-        ("gains", np.float64, AGREEMENTS),  # of candidates in neighboring rankings, by kind
+        ("gains", np.float64, KINDS),  # of candidates in neighboring rankings, by kind
         ("recency", np.float64, (len(RECENCY), len(RECENCY[0]))),  # gains of candidates; not learned
     ],
     align=True,
 )
 
-Memory = npt.NDArray[Any]
 
-GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
-RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
+def rows_of_weights(sources: Sequence[Source]) -> dict[SourceName, slice]:
+    """The rows of weights of each source, one for each n-gram order."""
+    rows, free = dict[SourceName, slice](), 0
+    for source in sources:
+        if source.prior and source.name not in rows:
+            rows[source.name] = slice(free, free + source.prior.orders)
+            free += source.prior.orders
+    assert free <= MOST_ROWS
+    return rows
 
 
-def new_weights() -> Memory:
+def new_weights(sources: Sequence[Source]) -> Array:
     """The weights that a drafter begins with."""
-    memory = np.zeros(1, WEIGHTS)
+    memory, rows = np.zeros(1, WEIGHTS), rows_of_weights(sources)
     weight = memory["weight"][0]
-    for source, prior in PRIORS.items():
-        rows = slice(STARTS[source], ENDS[source])
-        for size in range(SIZES):
-            one = 1 - prior.remainder * prior.decay**size
-            weight[rows, 3 * size : 3 * size + 3] = one, prior.few, prior.many
+    for source in sources:
+        if prior := source.prior:
+            for size in range(SIZES):
+                one = 1 - prior.remainder * prior.decay**size
+                weight[rows[source.name], 3 * size : 3 * size + 3] = one, prior.few, prior.many
     memory["credit"] = weight * STRENGTH
     memory["used"] = STRENGTH
     memory["rates"] = RATES
@@ -133,6 +103,11 @@ def new_weights() -> Memory:
 
 
 @compiled
+def weights_at(at: Ints) -> Any:
+    return array_at(at[WEIGHTS_AT], 1, WEIGHTS)[0]
+
+
+@compiled
 def bucket_of(total: Any, distinct: Any) -> int:
     """How much evidence there is, and how far it spreads."""
     size = 0
@@ -141,6 +116,13 @@ def bucket_of(total: Any, distinct: Any) -> int:
         left >>= 1
         size += 1
     return 3 * size + (ONE if distinct <= 1 else FEW if distinct * 4 <= total else MANY)
+
+
+@compiled
+def bucket_of_share(share: Any, whole: int, spread: int) -> int:
+    """For rankings, the share of the best token takes the place of the amount of evidence."""
+    certainty: Any = SIZES * np.int64(share) // whole
+    return 3 * min(SIZES - 1, certainty) + spread  # type: ignore[no-any-return]
 
 
 @compiled
@@ -180,3 +162,22 @@ def _learn_last(weights: Any, work: Any, last: Any, credit: float) -> None:
         weights.rate_credit[work.last_kind] += credit
     for kind in range(KINDS):
         weights.rates[kind] = weights.rate_credit[kind] / weights.rate_used[kind]
+
+
+@compiled
+def calibrate(work: Any, nodes: int) -> None:
+    """Write the calibrated probabilities of so many nodes: scaled by how many were accepted lately."""
+    scale = min(1.0, TOLERANCE * work.accepted / work.predicted)
+    for node in range(nodes):
+        work.calibrated[node] = scale * work.probs[node + 1]
+
+
+@compiled
+def learn_calibration(work: Any, accepted: int, nodes: int) -> None:
+    """Compare the number of accepted nodes with the probabilities of all nodes of a tree."""
+    predicted = 0.0
+    for node in range(1, nodes + 1):
+        predicted += work.probs[node]
+    if predicted > 0:
+        work.accepted = CALIBRATION_DECAY * work.accepted + accepted
+        work.predicted = CALIBRATION_DECAY * work.predicted + predicted

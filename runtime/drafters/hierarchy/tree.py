@@ -1,0 +1,232 @@
+"""The estimate of what follows a node, and best-first search for the most probable paths, in one sorted list.
+
+Each path in turn becomes a node, its continuations are estimated, and their paths enter the list after it, as a path
+is never more probable than its start. So parents come before their children, nodes are sorted by probability, and a
+smaller tree is a prefix of a larger one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hdtool.runtime.drafters.hierarchy.adjustments import agree, learn_gains, weigh_draws, weigh_recency
+from hdtool.runtime.drafters.hierarchy.evidence import place_after
+from hdtool.runtime.drafters.hierarchy.matches import found_at, table_of
+from hdtool.runtime.drafters.hierarchy.memory import (
+    DRAFTING,
+    RESTART,
+    call_find,
+    call_weigh,
+    move_all,
+    table_at,
+    work_at,
+)
+from hdtool.runtime.drafters.hierarchy.rankings import last_at, near_at
+from hdtool.runtime.drafters.hierarchy.weights import calibrate, learn, learn_calibration, weights_at
+from hdtool.runtime.kernels.clock import lap, start_clock
+from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
+from hdtool.runtime.stores.model_store import mixed
+
+DEEPEST = 64
+WORTH_EXPANDING = 1.6
+"""A node is expanded if its path is so many times as probable as the last one of a full list."""
+WORTH_ADDING = 0.1
+"""A contribution below this share of the last path's probability is left out."""
+LEAST_LEFT = 0.002
+LEAST_PART = 1e-4
+LEFT_TO_LEARN = 0.02
+"""Below so much that is left, shorter orders learn nothing from an emitted token."""
+TREE, CONTEXT = SourceName.NONE.value, SourceName.CONTEXT.value
+GRAMMAR, RECYCLED = SourceName.GRAMMAR.value, SourceName.RECYCLED.value
+
+
+@compiled
+def expand(at: Ints, node: int, least: float, floor: float, truth: int) -> None:
+    """Interpolate from the longest n-gram order down, until less than ``least`` is left to shorter ones.
+
+    Fills the candidates, without contributions below ``floor``. With a ``truth``, the emitted token, it notes
+    the share that each order gives to it instead.
+    """
+    work, table = work_at(at), table_at(at)
+    _start(work, node)
+    lap(work, TREE)
+    order = 0
+    # Sources are asked from the last row on, since the last ones prefetch what they read later. All are asked, even
+    # where one would suffice: the children of the node inherit their matches.
+    for number in range(work.rows - 1, -1, -1):
+        row = table[number]
+        row.highest = call_find(row.find, at.ctypes.data, node)
+        order = max(order, row.highest)
+        lap(work, row.source)
+    left = 1.0
+    while order > 0 and left >= least:
+        left = _add_order(at, node, order, left, least, floor, truth)
+        order -= 1
+    # The target's own ranking of the same position already reflects recency.
+    near = near_at(at)
+    ranked = place_after(near, work.depths[node])
+    if truth == DRAFTING and work.has_context and ranked < 0:
+        weigh_recency(work, weights_at(at).recency, table_of(found_at(at, CONTEXT)), node)
+        lap(work, CONTEXT)
+    if left >= least:
+        _add_order(at, node, 0, left, least, floor, truth)
+    if truth == DRAFTING and ranked >= 0:
+        agree(work, weights_at(at).gains, near, ranked)
+        lap(work, RECYCLED)
+    if truth == DRAFTING and work.is_sampled:
+        weigh_draws(work, node)
+    work.cut[node] = left < least
+
+
+@compiled
+def _start(work: Any, node: int) -> None:
+    """Begin with no candidates, and hash the last tokens."""
+    work.size = work.used = 0
+    work.last_open = work.last_part = 0.0
+    work.round += 1
+    mark = np.uint64(0)
+    for length in range(1, work.hashed + 1):
+        mark = mixed(mark, work.tails[node, LONGEST_MATCH - length])
+        work.marks[length] = mark
+
+
+@compiled
+def _add_order(at: Ints, node: int, order: int, left: float, least: float, floor: float, truth: int) -> float:
+    """Add what all sources have of an n-gram order, as long as enough is left."""
+    work, table = work_at(at), table_at(at)
+    for number in range(work.rows):
+        row = table[number]
+        if row.lowest <= order <= row.highest:
+            left = call_weigh(row.weigh, at.ctypes.data, node, order, row.first, left, least, floor, truth)
+            lap(work, row.source)
+            if left < least:
+                break
+    return left
+
+
+@compiled
+def grow(at: Ints, most: int) -> int:
+    """Fill the workspace with the ``most`` most probable nodes, and return how many there are."""
+    work = work_at(at)
+    start_clock(work)
+    work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
+    size, node, bar = 0, 0, 0.0
+    while True:
+        probs = work.probs[node]
+        if node < work.expected and size < most:
+            # For the matches that lower nodes inherit.
+            expand(at, node, LEAST_LEFT, LEAST_PART, DRAFTING)
+            size = _enlist_expected(work, node)
+        elif work.depths[node] < DEEPEST and probs > WORTH_EXPANDING * bar:
+            least = max(WORTH_EXPANDING * bar / probs, LEAST_LEFT)
+            expand(at, node, least, max(WORTH_ADDING * bar / probs, LEAST_PART), DRAFTING)
+            size, bar = _enlist(work, node, size, most, bar)
+        if node == size:
+            break
+        node += 1
+        _settle(work, node)
+        if node == most:
+            break
+    work.expected = 0
+    calibrate(work, node)
+    for place in range(node):
+        work.above[place] = work.parents[place + 1] - 1
+    lap(work, TREE)
+    return node
+
+
+@compiled
+def grow_all(at: Ints, most: Ints, grown: Ints) -> None:
+    """The same for several workspaces, a row of addresses each; ``grown`` gets the numbers."""
+    for row in range(len(most)):
+        grown[row] = grow(at[row], most[row]) if most[row] > 0 else 0
+
+
+@compiled
+def _enlist_expected(work: Any, node: int) -> int:
+    """Put the token that is expected after a node into the list, alone; the new size of the list."""
+    work.best_probs[node] = work.probs[node]
+    work.best_keys[node] = GRAMMAR << 40 | node << 32 | work.chain[node]
+    return node + 1
+
+
+@compiled
+def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int, float]:
+    """Put the continuations of a node into the list; its new size, and the probability to exceed once it is full."""
+    for at in range(work.size):
+        # The shares of a damaged store may exceed the whole.
+        probs = min(1.0, work.chances[at]) * work.probs[node]
+        if size < most:
+            place = size
+            size += 1
+        elif probs > bar:
+            place = size - 1
+        else:
+            continue
+        while place > node and work.best_probs[place - 1] < probs:
+            work.best_probs[place], work.best_keys[place] = work.best_probs[place - 1], work.best_keys[place - 1]
+            place -= 1
+        source = np.argmax(work.parts[at])
+        work.best_probs[place] = probs
+        work.best_keys[place] = work.agreed[at] << 48 | source << 40 | node << 32 | work.candidates[at]
+        if size == most:
+            bar = work.best_probs[size - 1]
+    return size, bar
+
+
+@compiled
+def _settle(work: Any, node: int) -> None:
+    """Make a node of the next path of the list."""
+    key = work.best_keys[node - 1]
+    parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
+    work.probs[node] = work.best_probs[node - 1]
+    work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40 & 0xFF
+    work.agreements[node] = key >> 48
+    work.depths[node] = work.depths[parent] + 1
+    extend(work, parent, node, token)
+
+
+@compiled
+def extend(work: Any, above: int, node: int, token: int) -> None:
+    """Give a node the last tokens of its parent and its own token."""
+    for place in range(LONGEST_MATCH - 1):
+        work.tails[node, place] = work.tails[above, place + 1]
+    work.tails[node, LONGEST_MATCH - 1] = token
+
+
+@compiled
+def restart(at: Ints, tail: Ints) -> None:
+    """Move the root to the end of another context, which ends with ``tail``."""
+    work = work_at(at)
+    work.tails[0] = -1
+    move_all(at, RESTART, 0)
+    for token in tail:
+        extend(work, 0, 0, token)
+        move_all(at, token, 0)
+
+
+@compiled
+def feed(at: Ints, tokens: Ints) -> None:
+    """Learn from emitted tokens one by one, and move the root on."""
+    work = work_at(at)
+    for token in tokens:
+        expand(at, 0, LEFT_TO_LEARN, 0.0, token)
+        learn(weights_at(at), work, last_at(at))
+        extend(work, 0, 0, token)
+        move_all(at, token, 1)
+
+
+@compiled
+def observe_step(at: Ints, outcome: Ints, count: int, nodes: int) -> None:
+    """Learn from ``count`` emitted tokens, which come first in the ``outcome``, and from the accepted path after them.
+
+    The path is that of a tree of so many nodes, 0 if it is not known which of them were accepted.
+    """
+    if nodes > 0:
+        learn_gains(at, outcome[count:], nodes)
+        learn_calibration(work_at(at), len(outcome) - count, nodes)
+    feed(at, outcome[:count])

@@ -1,0 +1,69 @@
+"""A compiled source from outside the package: one file with its functions, and one row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.drafters.hierarchy.candidates import contribute
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.memory import RESTART, Prior, Source, addresses, work_at
+from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
+from hdtool.runtime.verified import Verified
+
+NUMBER = SourceName.LOOKAHEAD.value
+COUNTER = np.dtype([("emitted", np.int64), ("restarts", np.int64), ("token", np.int64, 1), ("count", np.int64, 1)])
+
+
+def find(at: int, node: int) -> int:
+    """The next number follows every number."""
+    counter, work = array_at(addresses(at)[NUMBER], 1, COUNTER)[0], work_at(addresses(at))
+    counter.token[0] = work.tails[node, LONGEST_MATCH - 1] + 1
+    return 2
+
+
+def weigh(at: int, node: int, order: int, first: int, left: float, least: float, floor: float, truth: int) -> float:
+    counter = array_at(addresses(at)[NUMBER], 1, COUNTER)[0]
+    return contribute(addresses(at), NUMBER, first, counter.token, counter.count, 1, 0, left, floor, truth)
+
+
+def move(at: int, token: int, emitted: int) -> None:
+    counter = array_at(addresses(at)[NUMBER], 1, COUNTER)[0]
+    counter.emitted += emitted
+    counter.restarts += token == RESTART
+
+
+COUNTING = Source(SourceName.LOOKAHEAD, 2, Prior(1, 0.3, 0.5, 0.5, 0.5), find, weigh, move)
+
+
+def test_it_drafts_learns_and_follows() -> None:
+    record = np.zeros(1, COUNTER)
+    record["count"] = 1
+    hierarchy = Hierarchy(budget=FixedBudget(5), sources={COUNTING: record})
+    before = hierarchy.weights(SourceName.LOOKAHEAD)[0, 0]
+    restarts = int(record["restarts"][0])
+    hierarchy.begin([900, 500, 7])
+    tree = hierarchy.draft([900, 500, 7])
+    assert tree.tokens.tolist()[:3] == [8, 9, 10]
+    assert set(tree.sources.tolist()) == {NUMBER}
+    assert hierarchy.probs[:2] == pytest.approx([before, before**2])
+    hierarchy.observe(Accepted([0, 1], [8, 9, 10]), Verified(torch.empty(0)))
+    hierarchy.draft([900, 500, 7, 8, 9, 10])
+    assert hierarchy.weights(SourceName.LOOKAHEAD)[0, 0] > before, "it was right"
+    assert record["emitted"][0] == 3 and record["restarts"][0] == restarts + 1
+
+
+def test_the_sources_of_the_package_come_after_it() -> None:
+    record = np.zeros(1, COUNTER)
+    record["count"] = 1
+    hierarchy = Hierarchy(budget=FixedBudget(8), sources={COUNTING: record})
+    context = [5, 90, 5, 91, 5]
+    hierarchy.begin(context)
+    tree = hierarchy.draft(context)
+    assert {6, 90} <= set(tree.tokens[tree.parents < 0].tolist())
+    assert {NUMBER, SourceName.CONTEXT.value} <= set(tree.sources.tolist())
