@@ -1,0 +1,65 @@
+"""Processes on one machine compute the same bits, whatever lies in hdtool's home."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hdtool.data.files.kept_record import checksum
+
+ANSWER = """
+import hashlib, sys
+import torch
+from hdtool.runtime.budget.measure_passes import quick_record
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.cpu_threads import choose_threads
+from hdtool.runtime.model.load import load
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.stores.store_set import StoreSet
+
+torch.set_num_threads(4)
+target = load(ModelConfig(fused_layers=sys.argv[1] == "compiled")).target
+assert (target.compiled is not None) == (sys.argv[1] == "compiled")
+threads = choose_threads(target, record=quick_record(target, what="threads"))
+prompt = some_context(150, target.vocabulary)
+sampler = Sampler(SamplingConfig(temperature=0.8, seed=5), prompt)
+drafter = drafter_for(DecodeConfig("hd"), target, StoreSet())
+for _ in decode(target, prompt, sampler, max_new_tokens=40, drafter=drafter):
+    pass
+digest = hashlib.sha256(str(sampler.context).encode())
+digest.update(target.prefill(target.allocate(), 0, sampler.context).logits.numpy().tobytes())
+print(threads, digest.hexdigest())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", ["compiled", "library"])
+def test_a_seed_gives_the_same_bits_with_an_empty_home_and_after_other_measurements(code: str, tmp_path: Path) -> None:
+    threads, bits = answered(code, tmp_path)
+    others = 1 if threads > 1 else 2
+    for record in (tmp_path / "costs" / "quick").glob("*.json"):  # as if another number of threads had been faster
+        row = json.loads(record.read_text())
+        if isinstance(row["value"], int):
+            row["value"], row["sha256"] = others, checksum(others)
+            record.write_text(json.dumps(row))
+    used, same = answered(code, tmp_path)
+    assert same == bits
+    assert used == (others if code == "compiled" else threads)
+
+
+def answered(code: str, home: Path) -> tuple[int, str]:
+    """The number of threads, and a hash of an answer and of the logits after it."""
+    environment = {**os.environ, "HDTOOL_HOME": str(home)}
+    ran = subprocess.run(
+        [sys.executable, "-c", ANSWER, code], capture_output=True, text=True, check=True, env=environment
+    )
+    threads, bits = ran.stdout.split()[-2:]
+    return int(threads), bits
