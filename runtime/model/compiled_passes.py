@@ -22,12 +22,8 @@ class CompiledPasses(Protocol):
         """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
         ...
 
-    def record(self) -> None:
-        """Take the model as it is now for the compiled one."""
-        ...
-
     def watch_hidden(self) -> None:
-        """Give hidden states in each pass from now on."""
+        """Give hidden states in each pass from now on; the hooks that watch the model by now belong to it."""
         ...
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:

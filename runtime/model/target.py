@@ -224,8 +224,6 @@ class Target:
             self.compiled = compiled
         if compiled:
             compiled.watch_hidden()
-            if compiled.is_current:
-                compiled.record()
         self._changes.count += 1  # slots that were filled before have no hidden states
         if self.captures:
             self._captured.watch(self)

@@ -65,8 +65,10 @@ class CompiledModel:
         return self.table.activations_are_int8
 
     def watch_hidden(self) -> None:
-        """Give hidden states in each pass from now on."""
+        """Give hidden states in each pass from now on; the hooks that watch the model by now belong to it."""
         self.table.watches_hidden = True
+        if self.is_current:
+            self.record()
 
     def first_layer_alone(self) -> AbstractContextManager[None]:
         """Leave the other layers out meanwhile."""
