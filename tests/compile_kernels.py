@@ -11,7 +11,7 @@ from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_within
-from hdtool.runtime.engines.cpu.int8.matmul_address import int8_matmul_of
+from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, embedding_of
 from hdtool.runtime.engines.cpu.tree_kernel import compile_tree_passes

@@ -113,6 +113,11 @@ def is_packed(weight: object) -> bool:
     return is_compact(weight) and isinstance(weight.stored, PackedMatrix)
 
 
+def stored_of(weight: torch.Tensor) -> Stored:
+    """What a compiled matmul reads: the numbers of a compact weight as they are kept, or the weight itself."""
+    return weight.stored if is_compact(weight) else weight
+
+
 def in_float32(weight: torch.Tensor) -> torch.Tensor:
     """The same numbers as an ordinary tensor."""
     return weight.stored.float() if is_compact(weight) else weight

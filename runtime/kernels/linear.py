@@ -9,7 +9,7 @@ import torch
 from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
-from hdtool.runtime.kernels.compact_weight import Stored, is_compact
+from hdtool.runtime.kernels.compact_weight import Stored, is_compact, stored_of
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
 from hdtool.runtime.kernels.matmul_address import matmul_of
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
@@ -38,7 +38,7 @@ class CompiledLinear(Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         if self.takes(input):
-            return compiled_linear(input.contiguous(), weight.stored if is_compact(weight) else weight, self.bias)
+            return compiled_linear(input.contiguous(), stored_of(weight), self.bias)
         if (
             is_compact(weight)
             and isinstance(weight.stored, torch.Tensor)
@@ -137,5 +137,5 @@ def fits_compiled_matmul(layer: Linear, dtypes: Container[torch.dtype] = (torch.
     """Whether the compiled matmul takes the weight of a layer once it has one of these dtypes."""
     weight = layer.weight
     plain = has_plain_weight(layer) and weight.dtype in dtypes and weight.is_cpu
-    bias = layer.bias is None or (layer.bias.dtype == torch.float32 and layer.bias.is_contiguous())
+    bias = layer.bias is None or _fits_bias(layer.bias, layer.out_features)
     return plain and bias and weight.is_contiguous() and weight.numel() > 0 and layer.in_features % COLUMN_MULTIPLE == 0

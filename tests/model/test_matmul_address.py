@@ -6,7 +6,7 @@ import pytest
 import torch
 from numba import njit
 
-from hdtool.runtime.engines.cpu.int8.matmul_address import int8_matmul_of
+from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matmul_address import call_at, matmul_of

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from hdtool.runtime.engines.cpu.int8.matmul_address import int8_matmul_of
+from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.kernels.linear import multiply
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, INT4, INT8, BlockFormat

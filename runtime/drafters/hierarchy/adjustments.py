@@ -29,10 +29,10 @@ NEAREST = 7
 PROBS = (0.1, 0.01, 0.001)
 """Bounds of the classes of probabilities."""
 LEARNING_RATE = 0.03
-"""Of the logarithm of a gain by agreement."""
+"""Step of the logarithm of a gain by agreement, for each node too many or too few."""
 LEAST_GAIN, MOST_GAIN = 1 / 16, 64.0
 EARLIEST = 1e-12
-"""Of a time that may be 0."""
+"""Least time of a token in the race: drawn times may be 0."""
 
 
 @compiled

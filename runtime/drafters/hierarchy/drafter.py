@@ -146,7 +146,7 @@ class Hierarchy(Pinned):
             self._at[number] = record.ctypes.data
         self.work = work
         """The nodes and candidates of the last draft; see ``memory.py``."""
-        self._fill_in(work, context, vocabulary)
+        self._fill_in(work, context, recycled, vocabulary)
         # Each access to a field of a record costs a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
         self._parents, self._calibrated = work["above"][0], work["calibrated"][0]
@@ -163,7 +163,7 @@ class Hierarchy(Pinned):
         self._clocked, self._shared_out = np.zeros((2, len(SourceName)))
         self._compile()
 
-    def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
+    def _fill_in(self, work: Array, context: bool, recycled: bool, vocabulary: int) -> None:
         work["vocabulary"] = min(
             [vocabulary, *(store.manifest.tokenizer.vocab_size for store in self._stores if store)]
         )
@@ -174,7 +174,7 @@ class Hierarchy(Pinned):
             found["log"][0, STORED] = address_of(self._history.stored_log)
             found["lane"] = self._lane.ctypes.data
         work["accepted"] = work["predicted"] = CALIBRATION_PRIOR
-        work["has_context"], work["plugins"] = context, len(self._plugins)
+        work["has_context"], work["has_recycled"], work["plugins"] = context, recycled, len(self._plugins)
         hashes = self._rankings.is_kept or self._stores[0]
         work["hashed"] = LONGEST_HASH if hashes else CHAINS[LONG]
         work["instant_at"] = work["instant"].ctypes.data

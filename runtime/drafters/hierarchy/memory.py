@@ -90,6 +90,7 @@ WORK = np.dtype(
         ("vocabulary", np.int64),  # no source may draft a token outside it
         ("rows", np.int64),  # of the table of sources
         ("has_context", np.int64),
+        ("has_recycled", np.int64),
         ("plugins", np.int64),
         # The time of a draft that is timed, in nanoseconds by source; NONE is the tree itself.
         ("timed", np.int64),

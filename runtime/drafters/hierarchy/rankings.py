@@ -27,7 +27,7 @@ from hdtool.runtime.stores.model_store import mixed
 from hdtool.runtime.verified import Verified
 
 MOST_CANDIDATES = 60
-"""Of the last logit."""
+"""Candidates that the last logit gives at most."""
 MOST_OF_THE_REST = 0.9
 """The candidates of the last logit get at most this part of the probability that is left in the end."""
 BEST = 8

@@ -141,7 +141,7 @@ def grow(at: Ints, most: int) -> int:
 
 @compiled
 def grow_all(at: Ints, most: Ints, grown: Ints) -> None:
-    """The same for several workspaces, a row of addresses each; ``grown`` gets the numbers."""
+    """Grow a tree in each of several workspaces, a row of addresses each; ``grown`` gets the numbers of nodes."""
     for row in range(len(most)):
         grown[row] = grow(at[row], most[row]) if most[row] > 0 else 0
 
@@ -227,6 +227,8 @@ def observe_step(at: Ints, outcome: Ints, count: int, nodes: int) -> None:
     The path is that of a tree of so many nodes, 0 if it is not known which of them were accepted.
     """
     if nodes > 0:
-        learn_gains(at, outcome[count:], nodes)
-        learn_calibration(work_at(at), len(outcome) - count, nodes)
+        work = work_at(at)
+        if work.has_recycled:
+            learn_gains(at, outcome[count:], nodes)
+        learn_calibration(work, len(outcome) - count, nodes)
     feed(at, outcome[:count])

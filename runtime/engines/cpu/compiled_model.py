@@ -34,24 +34,28 @@ class CompiledModel:
         self.is_current = False
         """Whether the model was the compiled one when the last prompt was read."""
         self.passes = 0
-        """That were computed here."""
+        """Compiled passes so far."""
         self.record()
 
     def record(self) -> None:
         """Take the model as it is now for the compiled one."""
         self._recorded = RecordedModel(self._parts.model)
-        self.check()
+        self._found(is_same=True)
+        self.check(again=False)
 
     def check(self, *, again: bool = True) -> None:
         """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
         if again:
-            self._is_same = self._recorded.is_same()
-            self._memory = self._recorded.memory() if self._is_same else []
-            """Held, so that no memory is read that was freed if weights are replaced within an answer."""
+            self._found(self._recorded.is_same())
         config: Any = self._parts.model.config
         if self._is_same:
             self.table.check_rotary()
         self.is_current = self._is_same and attention_of(config.get_text_config(decoder=True)) == "sdpa"
+
+    def _found(self, is_same: bool) -> None:
+        self._is_same = is_same
+        self._memory = self._recorded.memory() if is_same else []
+        """Held, so that no memory is read that was freed if weights are replaced within an answer."""
 
     def use_int8_activations(self) -> bool:
         """Multiply packed weights by activations in 8 bits from now on; whether the model has any.

@@ -32,11 +32,11 @@ class LayerParts:
     norms: tuple[Module, ...]
     """Before attention, before the MLP, and of queries and keys if there are any."""
     heads: int
-    """Of keys and values."""
+    """Heads of keys and values."""
     groups: int
     """Query heads for each key head."""
     width: int
-    """Of a head."""
+    """Numbers of a head."""
     epsilon: float
     scale: float
 

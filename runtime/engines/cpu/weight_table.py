@@ -12,9 +12,9 @@ import torch
 
 from hdtool.runtime.engines.cpu import layer_kernel as layers
 from hdtool.runtime.engines.cpu import pass_kernel as ends
-from hdtool.runtime.engines.cpu.int8.matmul_address import int8_matmul_of
+from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
-from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.linear import CompiledLinear, form_of
 from hdtool.runtime.kernels.matmul_address import matmul_of
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
@@ -70,8 +70,7 @@ class WeightTable:
         Matmuls with other weights, such as those of an output layer that is not quantized, keep float32.
         """
         for layer in self._parts.matmuls:
-            weight = layer.weight
-            source = weight.stored if is_compact(weight) else None
+            source = stored_of(layer.weight)
             if isinstance(source, PackedMatrix) and id(source) not in self._panels:
                 self._panels[id(source)] = source, Panels(source.blocks, source.format)
                 source.page_out()
@@ -114,8 +113,8 @@ class WeightTable:
     def ends(self, positions: int) -> layers.Numbers:
         """What a pass up to so many positions reads beside the layers, without what differs from pass to pass."""
         parts, (cos, sin) = self._parts, self._rotary_below(positions)
-        weight: Any = parts.embedding.weight
-        stored = weight.stored if is_compact(weight) else weight
+        weight = parts.embedding.weight
+        stored = stored_of(weight)
         made = np.zeros(ends.END_FIELDS, np.int64)
         made[ends.EMBED : ends.VOCABULARY + 1] = (
             ends.embedding_of(*form_of(stored)).address,
@@ -136,14 +135,12 @@ class WeightTable:
                 first = number * layers.MATMUL_FIELDS
                 row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(layer)
             norms: list[Any] = [norm._parameters["weight"] for norm in part.norms]
-            addresses = [(norm.stored if is_compact(norm) else norm).data_ptr() for norm in norms]
-            row[layers.NORM_BEFORE : layers.NORM_BEFORE + len(norms)] = addresses
+            row[layers.NORM_BEFORE : layers.NORM_BEFORE + len(norms)] = [stored_of(norm).data_ptr() for norm in norms]
         return table
 
     def _matmul_row(self, layer: CompiledLinear) -> tuple[int, int, int, int, int]:
         """Addresses of the matmul and of the matrix, rows and columns of it, address of the bias."""
-        weight: Any = layer.weight
-        stored = weight.stored if is_compact(weight) else weight
+        stored = stored_of(layer.weight)
         bias = 0 if layer.bias is None else layer.bias.data_ptr()
         if found := self._panels.get(id(stored)):
             panels = found[1]

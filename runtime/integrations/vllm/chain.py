@@ -31,7 +31,7 @@ FIRST_ANSWER = 1 << 10
 """Lower numbers are left to the drafter that the requests share."""
 NEXT, ENDED = range(2)
 """The number of the next answer, and how many answers ended lately."""
-CONTEXT, HISTORY, CORPUS = SourceName.CONTEXT.value, SourceName.HISTORY.value, SourceName.CORPUS.value
+CONTEXT, HISTORY = SourceName.CONTEXT.value, SourceName.HISTORY.value
 
 
 class Requests(NamedTuple):

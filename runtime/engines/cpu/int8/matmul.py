@@ -5,20 +5,43 @@ A row has the same bits alone and beside others, as each has its own scales and 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import cfunc, njit, types
 
 from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART
 from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_bytes, panel_tile
 from hdtool.runtime.engines.cpu.int8.quantized_rows import RECORD, quantize_row
+from hdtool.runtime.kernels.matmul_address import ARGUMENTS, add_bias
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.tile_choice import by_rows
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 _tile = by_rows({rows: panel_tile(rows) for rows in range(1, MOST_ROWS + 1)})
+
+
+def int8_matmul_of(kind: Any) -> Any:
+    """The matmul for the panels of a format as a C function; it must be kept as long as its address is used."""
+    return _made(cast(Hashable, type(kind)))  # formats differ by the type of ``kind``: they are equal as numbers
+
+
+@cache
+def _made(kind_type: Hashable) -> Any:
+    kind: Any = cast(Any, kind_type)(0)
+
+    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    def matmul(
+        matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
+    ) -> None:
+        part = matrix + first // PANEL_ROWS * panel_bytes(kind, columns)
+        multiply_int8(part, kind, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, outs)
+        add_bias(bias, outs, rows, outputs, first, end)
+
+    return matmul
 
 
 @njit(cache=True, nogil=True)
