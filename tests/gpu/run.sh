@@ -19,7 +19,7 @@ elif [[ $# -gt 0 ]]; then
     exit 2
 else
     DEVICE="${DEVICE:-cuda}" SHAPE="${SHAPE:-llama-7b}" PROMPTS="${PROMPTS:-20}" TOKENS="${TOKENS:-256}"
-    CONTEXTS="${CONTEXTS:-128,1024}" ANSWERS="${ANSWERS:-6}"
+    CONTEXTS="${CONTEXTS:-128,768}" ANSWERS="${ANSWERS:-6}"
     if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         echo "error: torch sees no CUDA device here: run this where there is one, or with --dry on the CPU" >&2
         exit 1
