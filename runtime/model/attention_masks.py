@@ -34,9 +34,9 @@ class AttentionWindow:
     def visible(self, related: Any, query: Any, key: Any) -> Any:
         """Which ``related`` key positions are in the window of which query positions, as arrays or tensors."""
         if self.window is not None:
-            related = related & (key > query[:, None] - self.window)
+            related = related & (key[..., None, :] > query[..., None] - self.window)
         if self.chunk is not None:
-            related = related & (key // self.chunk == query[:, None] // self.chunk)
+            related = related & (key[..., None, :] // self.chunk == query[..., None] // self.chunk)
         return related
 
 
@@ -136,16 +136,17 @@ class AttentionMasks:
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
     ) -> Mask:
-        """The mask ``[1, 1, rows, extent]``, computed on the device from ancestor bit masks.
+        """The mask ``[slots, 1, rows, extent]``, computed on the device from ancestor bit masks ``[slots, rows]``.
 
-        Its shape does not depend on the ``length`` of the context. Padding rows attend to the context and the root, so
+        Its shape does not depend on the ``length`` of the contexts. Padding rows attend to the context and the root, so
         that no row is fully masked.
         """
-        columns = torch.arange(extent, device=length.device)
-        place = columns - length
-        nodes = (ancestor_mask[:, None] >> (place - 1).clamp(0, LARGEST_TREE - 1)) & 1
-        related = (place <= 0) | ((nodes == 1) & (place <= LARGEST_TREE))
-        column_positions = torch.where(place < 0, columns, positions[place.clamp(0, len(ancestor_mask) - 1)])
+        columns = torch.arange(extent, device=length.device).expand(len(length), -1)
+        place = columns - length[:, None]
+        nodes = (ancestor_mask[..., None] >> (place - 1).clamp(0, LARGEST_TREE - 1)[:, None]) & 1
+        related = (place <= 0)[:, None] | ((nodes == 1) & (place <= LARGEST_TREE)[:, None])
+        of_tree = positions.gather(1, place.clamp(0, positions.shape[1] - 1))
+        column_positions = torch.where(place < 0, columns, of_tree)
         return self._of_each(lambda window: self._hiding(~window.visible(related, positions, column_positions)))
 
     def _of_each(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
@@ -169,8 +170,9 @@ class AttentionMasks:
         return mask
 
     def _hiding(self, hidden: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros((1, 1, *hidden.shape), dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(hidden.to(self._device), self._value)
+        shape = hidden.shape if hidden.dim() > 2 else (1, *hidden.shape)
+        mask = torch.zeros((shape[0], 1, *shape[1:]), dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(hidden.to(self._device).view(mask.shape), self._value)
 
 
 @compiled

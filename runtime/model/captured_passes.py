@@ -1,4 +1,4 @@
-"""Passes over a single tree by captured steps, as long as the model can be captured and computes the same."""
+"""Passes over trees by captured steps, as long as the model can be captured and computes the same."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import reason_of
+from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.checks.trees import two_steps
 from hdtool.runtime.model.families import deviation
+from hdtool.runtime.model.library_pass import LibraryPass
 from hdtool.runtime.model.placement import scattered
-from hdtool.runtime.model.static_steps import StaticSteps
+from hdtool.runtime.model.static_steps import StaticSteps, StepPass
 from hdtool.runtime.tree import DraftTree
 from hdtool.runtime.verified import Verified
 
@@ -27,38 +29,59 @@ class CapturedPasses:
 
     def __init__(self) -> None:
         self.steps: StaticSteps | None = None
-        self._running: DraftTree | None = None
-        """The tree of a step that was started and not waited for."""
+        self._passes: list[StepPass] = []
+        """The pass that is captured, and those that take its place if it fails."""
+        self._running: tuple[int, int] | None = None
+        """The nodes of the largest tree, and the number of trees, of a step that was not waited for."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether hdtool's own pass is captured, and not the library's."""
+        return len(self._passes) > 1
 
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
         """Use captured steps from now on, if the model can be captured and gives the same logits."""
         if reason := scattered(target.model) or target.stock.row_by_row.reason:
-            return self._disable(reason)
+            self.disable()
+            return _note(reason)
         # Captured steps are those of one cache, but an answer may still need what that holds.
         cache = target.cache if target.cache.user is None else target.allocate()
         expected = two_steps(target, cache)
-        like = expected[0]
-        self.steps = StaticSteps(target.model, target.stock.masks, like.shape[-1], like.dtype, capture)
-        self.watch(target)
-        # The first two are captured, and the next two replay them.
-        found_twice = [*two_steps(target, cache), *two_steps(target, cache)]
-        for found, usual in zip(found_twice, [*expected, *expected], strict=True):
-            if self.steps and (distance := deviation(found, usual, target.rounding)):
-                self._disable(f"its logits would be off by {distance}")
+        self._passes = [*filter(None, [fuse(target)]), LibraryPass(target.stock)]
+        self.steps = StaticSteps(self._passes[0], capture, target.device)
+        while self.steps:
+            proven = self._passes[0]
+            # The first two are captured, and the next two replay them.
+            found = [*two_steps(target, cache), *two_steps(target, cache)]
+            if self._passes[:1] != [proven]:
+                continue  # it failed, and the next one is in its place
+            pairs = zip(found, [*expected, *expected], strict=True)
+            distance = next(filter(None, (deviation(*pair, target.rounding) for pair in pairs)), "")
+            if not distance:
+                break
+            self._give_up(f"its logits would be off by {distance}")
         cache.slots[0].cut(0)
 
-    def watch(self, target: Target) -> None:
-        """Copy hidden states in each step, too, if the target watches them."""
-        if self.steps and target.hidden.is_watched:
-            self.steps.watch(lambda: target.hidden.rows_of(0))
-
     def disable(self) -> None:
-        self.steps = None
+        self.steps, self._passes = None, []
 
-    def _disable(self, reason: str) -> None:
-        print(f"note: the steps of this model are not captured as CUDA graphs: {reason}", file=sys.stderr)
-        self.steps = None
+    def _give_up(self, reason: str) -> None:
+        """Capture the next pass instead; none is left after the library's."""
+        del self._passes[0]
+        if self.steps and self._passes:
+            print(f"note: hdtool's own pass is not used on this model: {reason}", file=sys.stderr)
+            self.steps.use(self._passes[0])
+        else:
+            self.disable()
+            _note(reason)
+
+    def renew(self, target: Target) -> None:
+        """Capture all steps again, of the weights that the model has now."""
+        if self.steps:
+            own = fuse(target) if self.is_fused else None
+            self._passes = [*filter(None, [own]), LibraryPass(target.stock)]
+            self.steps.use(self._passes[0])
 
     def forget(self) -> None:
         """Capture all steps again."""
@@ -71,22 +94,25 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified] | None:
-        """Start the verification of a tree; ``wait`` waits for it. None for a pass that is not captured."""
-        if self.steps is None or len(cache.slots) > 1:
+        """Start the verification of trees; ``wait`` waits for it. None for a pass that is not captured."""
+        start: Callable[[], list[Verified]] | None = None
+        while self.steps and start is None:
+            try:
+                start = self.steps.prepared(cache, trees)
+            except Exception as error:  # model code that cannot be captured raises many kinds
+                self._give_up(reason_of(error))
+        if start is None:
             return None
-        (tree,) = trees
-        start: Callable[[], Verified]
-        try:
-            start = self.steps.prepared(tree, cache.slots[0].kv)
-        except Exception as error:  # model code that cannot be captured raises many kinds
-            self._disable(reason_of(error))
-            return None
-        verified, self._running = start(), tree
-        return [verified]
+        verified, self._running = start(), (max(map(len, trees)), len(trees))
+        return verified
 
-    def wait(self) -> tuple[float, int] | None:
-        """Wait for the step that still runs: its seconds and the nodes of its tree; None if there is none."""
+    def wait(self) -> tuple[float, int, int] | None:
+        """Wait for the step that still runs: its seconds, nodes and trees; None if there is none."""
         if self.steps is None or self._running is None:
             return None
-        nodes, self._running = len(self._running), None
-        return self.steps.wait(), nodes
+        running, self._running = self._running, None
+        return self.steps.wait(), *running
+
+
+def _note(reason: str) -> None:
+    print(f"note: the steps of this model are not captured as CUDA graphs: {reason}", file=sys.stderr)

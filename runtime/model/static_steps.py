@@ -1,71 +1,72 @@
 """Steps with fixed shapes, each captured once (as a CUDA graph) and then replayed.
 
-A step moves the cache positions of the last accepted path if they must be moved, verifies a tree and computes the
-arg-max at each of its nodes. There is one captured step for each tree size and each extent of the cache, with and
-without moves.
+A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the arg-max
+at each of their nodes. There is one captured step for each number of slots and size of trees and, if its pass reads a
+fixed number of positions, for each extent of the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
-from hdtool.runtime.budget.pass_costs import PASS_SIZES
-from hdtool.runtime.model.attention_masks import AttentionMasks
-from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, StaticKVCache
+from hdtool.runtime.model.cache.kv_cache import KVTensors
+from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
-from hdtool.runtime.model.library import cache_argument
-from hdtool.runtime.model.placement import device_of
-from hdtool.runtime.model.step_input import MOVES, StepInput
+from hdtool.runtime.model.step_input import StepInput, StepTensors
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.verified import Verified
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 SHORTEST_EXTENT = 512
 """The smallest number of cache positions read; larger ones are this times a power of two, or halfway between two."""
+STEP_SIZES = (1, 8, 16, 32, 48, LARGEST_TREE + 1)
+"""Rows of a captured step for one slot. On an H100, a pass of a 7B model over 64 rows takes 6 % longer than over 8."""
+
+
+class StepOutput(NamedTuple):
+    """What a pass gives, on the device."""
+
+    logits: torch.Tensor
+    """``[slots * rows, vocabulary]``"""
+    hidden: torch.Tensor | None
+    """``[slots, rows, width]``; None if hidden states are not watched."""
+
+
+class StepPass(Protocol):
+    """A pass over trees in fixed shapes."""
+
+    reads_extent: bool
+    """Whether it reads a fixed number of positions, whatever the length of the contexts."""
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        """Move the positions that are due, and verify the trees; neither waits for the device nor depends on values."""
+        ...
 
 
 class StaticSteps:
     """The captured steps of one model."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        masks: AttentionMasks,
-        vocabulary: int,
-        dtype: torch.dtype,
-        capture: Capture,
-    ) -> None:
-        """``vocabulary`` and ``dtype`` are those of the logits."""
-        device = device_of(model)
-        self._model, self._masks, self._capture, self._device = model, masks, capture, device
+    def __init__(self, used: StepPass, capture: Capture, device: torch.device) -> None:
+        self._pass, self._capture, self._device = used, capture, device
         self._clock = DeviceClock(device)
-        self._input = StepInput(device)
-        rows = LARGEST_TREE + 1
-        self._logits = torch.zeros((rows, vocabulary), dtype=dtype, device=device)
-        self._argmax = torch.zeros((2, rows), dtype=torch.int64, device=device)
-        """The arg-max of each row, and whether that logit is finite: both go to the host in one copy."""
-        self._host_argmax = torch.zeros((2, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._storage: KVTensors | None = None
-        self._steps: dict[tuple[int, int, bool], Run] = {}
-        self._get_hidden: Callable[[], torch.Tensor] | None = None
-        self._hidden = self._logits[:0]
+        self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], Run]] = WeakKeyDictionary()
+        """By the memory of the cache; then by slots, rows and extent."""
+        self._buffers: dict[int, _Buffers] = {}
+        """By the number of slots."""
 
-    def watch(self, get_hidden: Callable[[], torch.Tensor]) -> None:
-        """Also copy the hidden states of each step; ``get_hidden`` returns those of the latest pass."""
-        like = get_hidden()
-        self._hidden = like.new_zeros((LARGEST_TREE + 1, like.shape[1]))
-        self._get_hidden = get_hidden
+    def use(self, used: StepPass) -> None:
+        """Capture this pass from now on."""
+        self._pass = used
         self.forget()
 
     def forget(self) -> None:
         """Capture all steps again."""
         self._steps.clear()
+        self._buffers.clear()
         self._capture.reset()
 
     @staticmethod
@@ -80,66 +81,95 @@ class StaticSteps:
         """Wait until the logits of the last step and their arg-max are there; returns the seconds that it took."""
         return self._clock.seconds()
 
-    def prepared(self, tree: DraftTree, cache: StaticKVCache) -> Callable[[], Verified]:
-        """Return the function that starts the verification of a tree; capture the step first if its shape is new.
+    def prepared(self, cache: Cache, trees: Sequence[DraftTree]) -> Callable[[], list[Verified]]:
+        """Return the function that starts the verification of trees; capture the step first if its shape is new.
 
-        The step makes the move that is due in the cache.
+        The step makes the moves that are due in the cache.
         """
-        if cache.storage is not self._storage:
-            self.forget()  # frees their storage before more is allocated
-            self._storage = cache.storage
-        size = PASS_SIZES[int(np.searchsorted(PASS_SIZES, len(tree) + 1))]
-        extent = min(extent_for(cache.length + size), cache.capacity)
-        self._input.fill(tree, size, cache.length)
-        cache.used = max(cache.used, cache.length + size)
-        shape = size, extent, cache.due is not None
-        if shape not in self._steps:
-            # Capturing runs the step, which writes to the positions of the accepted path.
-            cache.settle()
-            self._input.send(size)
-            self._steps[shape] = self._captured(cache.storage, *shape)
-        if cache.due:
-            self._input.move(*cache.due)
-        return lambda: self._run(cache, len(tree) + 1, *shape)
+        slots = cache.slots[: len(trees)]
+        rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
+        buffers = self._buffers.get(len(trees)) or _Buffers(self._device, len(trees))
+        self._buffers[len(trees)] = buffers
+        extent = 0
+        if self._pass.reads_extent:
+            extent = min(extent_for(max(slot.kv.length for slot in slots) + rows), cache.capacity)
+        for place, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
+            buffers.input.fill(place, tree, rows, slot.kv.length)
+            slot.kv.used = max(slot.kv.used, slot.kv.length + rows)
+        steps = self._steps.setdefault(cache.storage, {})
+        shape = len(trees), rows, extent
+        if shape not in steps:
+            for slot in slots:  # capturing runs the step, which writes to the positions of the accepted path
+                slot.kv.settle()
+            buffers.input.send(len(trees), rows)
+            steps[shape] = self._captured(buffers, cache.storage, *shape)
+        return lambda: self._run(steps[shape], buffers, cache, trees, rows)
 
-    def _run(self, cache: StaticKVCache, used: int, size: int, extent: int, moves: bool) -> Verified:
+    def _run(self, run: Run, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int) -> list[Verified]:
+        slots = cache.slots[: len(trees)]
+        for place, slot in enumerate(slots):
+            if slot.kv.due:
+                buffers.input.move(place, rows, *slot.kv.due)
         self._clock.start()
-        self._input.send(size)
-        with cache.moving():
-            self._steps[size, extent, moves]()
-        self._host_argmax.copy_(self._argmax, non_blocking=True)
+        buffers.input.send(len(trees), rows)
+        for slot in slots:
+            slot.kv.begin_move()
+        run()
+        for slot in slots:
+            slot.kv.end_move()
+        found = buffers.received(len(trees) * rows)
         self._clock.stop()
-        tokens, finite = self._host_argmax[:, :used].numpy()
-        # A copy: the next replay overwrites the buffer.
-        hidden = self._hidden[:used].clone() if self._get_hidden else None
-        return Verified(self._logits[:used], hidden, argmax=tokens, finite=finite)
+        return [found(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
 
-    def _captured(self, storage: KVTensors, size: int, extent: int, moves: bool) -> Run:
-        inputs = self._input.tensors(size)
+    def _captured(self, buffers: _Buffers, storage: KVTensors, slots: int, rows: int, extent: int) -> Run:
+        step = buffers.input.tensors(slots, rows)
 
         def run() -> None:
-            if moves:
-                targets = torch.arange(MOVES, device=self._device) + inputs.moved_to
-                for tensor in storage.tensors:
-                    tensor.index_copy_(3, targets, tensor.index_select(3, inputs.moved_from))
-            indices = torch.arange(size, device=self._device) + inputs.length
-            mask = self._masks.on_device(inputs.ancestor_mask, inputs.positions[0], inputs.length, extent)
-            logits = self._model(
-                input_ids=inputs.tokens,
-                position_ids=inputs.positions,
-                attention_mask=mask,
-                use_cache=True,
-                **cache_argument(self._model, IndexedKVCache(storage, indices, extent)),
-                return_dict=True,
-            ).logits[0]
-            self._logits[:size].copy_(logits)
-            tokens, finite = self._argmax[0, :size], self._argmax[1, :size]
-            torch.argmax(logits, dim=-1, out=tokens)
-            finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
-            if self._get_hidden:
-                self._hidden[:size].copy_(self._get_hidden())
+            buffers.write(self._pass.run(step, storage, extent))
 
         return self._capture.record(run)
+
+
+class _Buffers:
+    """The input and the outcome of steps over so many slots, at addresses that do not change."""
+
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self.input = StepInput(device, slots)
+        self._rows = slots * (LARGEST_TREE + 1)
+        self._argmax = torch.zeros((2, self._rows), dtype=torch.int64, device=device)
+        """The arg-max of each row, and whether that logit is finite: both go to the host in one copy."""
+        self._host_argmax = torch.zeros((2, self._rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._logits: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None
+
+    def write(self, found: StepOutput) -> None:
+        """Keep the outcome of a pass; the first one tells its shapes."""
+        logits, hidden = found
+        if self._logits is None:
+            self._logits = logits.new_zeros((self._rows, logits.shape[1]))
+        if hidden is not None and self._hidden is None:
+            self._hidden = hidden.new_zeros((self._rows, hidden.shape[-1]))
+        rows = len(logits)
+        self._logits[:rows].copy_(logits)
+        tokens, finite = self._argmax[0, :rows], self._argmax[1, :rows]
+        torch.argmax(logits, dim=-1, out=tokens)
+        finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
+        if hidden is not None and self._hidden is not None:
+            self._hidden[:rows].copy_(hidden.flatten(0, 1))
+
+    def received(self, rows: int) -> Callable[[int, int], Verified]:
+        """Send the arg-max of the rows to the host; the function gives the outcome of some of them."""
+        self._host_argmax[:, :rows].copy_(self._argmax[:, :rows], non_blocking=True)
+        tokens, finite = self._host_argmax.numpy()
+
+        def of_rows(first: int, number: int) -> Verified:
+            used = slice(first, first + number)
+            assert self._logits is not None
+            # A copy: the next replay overwrites the buffer.
+            hidden = self._hidden[used].clone() if self._hidden is not None else None
+            return Verified(self._logits[used], hidden, argmax=tokens[used], finite=finite[used])
+
+        return of_rows
 
 
 def extent_for(rows: int) -> int:

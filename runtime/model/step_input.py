@@ -17,52 +17,62 @@ from hdtool.runtime.model.cache.kv_cache import MOST_DUE
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 MOVES = MOST_DUE
-HEADER = 2 + MOVES
+HEADER = 3 + MOVES
+LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
+"""Places in the header: length of the context; the first position to which others are moved, how many, and these."""
 
 
 class StepTensors(NamedTuple):
     """The parts of the buffer on the device."""
 
+    buffer: torch.Tensor
+    """``[slots, numbers]``"""
     length: torch.Tensor
-    """Length of the context, ``[1]``."""
+    """Length of the context, ``[slots]``."""
     moved_to: torch.Tensor
-    """The first position to which others are moved, ``[1]``."""
+    """The first position to which others are moved, ``[slots]``."""
     moved_from: torch.Tensor
-    """The moved positions, ``[MOVES]``, padded with positions that stay."""
+    """The moved positions, ``[slots, MOVES]``, padded with positions that stay."""
     tokens: torch.Tensor
     positions: torch.Tensor
-    """``[1, rows]``"""
+    """``[slots, rows]``"""
     ancestor_mask: torch.Tensor
-    """``[rows]``: a bit for each ancestor node of the row, itself included."""
+    """``[slots, rows]``: a bit for each ancestor node of the row, itself included."""
 
 
 class StepInput:
     """The buffer on host and device. Padding rows repeat the root; their logits are not used."""
 
-    def __init__(self, device: torch.device) -> None:
-        size = HEADER + 3 * (LARGEST_TREE + 1)
+    def __init__(self, device: torch.device, slots: int = 1) -> None:
+        size = slots * (HEADER + 3 * (LARGEST_TREE + 1))
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._words: npt.NDArray[np.int64] = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
 
-    def fill(self, tree: DraftTree, rows: int, length: int) -> None:
-        """Write a tree after a context of ``length`` tokens, with nothing to move."""
-        _fill(self._words, tree.root, tree.tokens, tree.parents, rows, length)
+    def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
+        """Write the tree of a slot after a context of ``length`` tokens, with nothing to move."""
+        _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
 
-    def move(self, start: int, path: Sequence[int]) -> None:
+    def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:
         """Add a move of the positions ``start + path`` to ``start`` and after."""
-        self._words[1] = start
-        self._words[2:HEADER] = start + np.arange(MOVES)
-        self._words[2 : 2 + len(path)] = np.array(path) + start
+        words = self._words_of(slot, rows)
+        words[MOVED_TO], words[MOVED] = start, len(path)
+        words[MOVED_FROM:HEADER] = start + np.arange(MOVES)
+        words[MOVED_FROM : MOVED_FROM + len(path)] = np.array(path) + start
 
-    def send(self, rows: int) -> None:
-        end = HEADER + 3 * rows
+    def _words_of(self, slot: int, rows: int) -> npt.NDArray[np.int64]:
+        size = HEADER + 3 * rows
+        return self._words[slot * size : (slot + 1) * size]
+
+    def send(self, slots: int, rows: int) -> None:
+        end = slots * (HEADER + 3 * rows)
         self._device[:end].copy_(self._host[:end], non_blocking=True)
 
-    def tensors(self, rows: int) -> StepTensors:
-        there = self._device
-        tokens, positions, ancestor_mask = there[HEADER : HEADER + 3 * rows].view(3, rows)
-        return StepTensors(there[:1], there[1:2], there[2:HEADER], tokens[None], positions[None], ancestor_mask)
+    def tensors(self, slots: int, rows: int) -> StepTensors:
+        buffer = self._device[: slots * (HEADER + 3 * rows)].view(slots, HEADER + 3 * rows)
+        tokens, positions, ancestor_mask = buffer[:, HEADER:].view(slots, 3, rows).unbind(1)
+        moved_from = buffer[:, MOVED_FROM:HEADER]
+        return StepTensors(buffer, buffer[:, LENGTH], buffer[:, MOVED_TO], moved_from, tokens, positions, ancestor_mask)
 
 
 class TreeInput:
@@ -117,9 +127,10 @@ def _fill(
     rows: int,
     length: int,
 ) -> None:
-    words[0] = words[1] = length
+    words[LENGTH] = words[MOVED_TO] = length
+    words[MOVED] = 0
     for move in range(MOVES):
-        words[2 + move] = length + move
+        words[MOVED_FROM + move] = length + move
     for row in range(rows):
         at = HEADER + row
         words[at], words[at + rows], words[at + 2 * rows] = root, length, 0

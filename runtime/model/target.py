@@ -101,7 +101,7 @@ class Target:
 
     def _discard(self, is_other_code: bool) -> None:
         self.wait()
-        self._captured.forget()
+        self._captured.renew(self)
         if self.compiled:
             self.compiled.check()  # first: its passes are not those of the model that is proven
         # Other processes would have to prove theirs at the same time.
@@ -204,7 +204,7 @@ class Target:
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
         """Append the root and the nodes of ``path`` to the context of a slot; the rest of its tree is discarded."""
-        cache.slots[slot].commit(path, later=len(cache.slots) == 1 and self.captures)
+        cache.slots[slot].commit(path, later=self.captures)
 
     def watch_hidden(self) -> None:
         """Give hidden states in each pass from now on, for drafters that use them."""
@@ -226,7 +226,7 @@ class Target:
             compiled.watch_hidden()
         self._changes.count += 1  # slots that were filled before have no hidden states
         if self.captures:
-            self._captured.watch(self)
+            self._captured.forget()
             self._changes.record(holds_memory=True)
 
     def _current(self) -> CompiledPasses | None:

@@ -125,13 +125,13 @@ def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length:
     ]
     rows, own = next(rows for rows in PASS_SIZES if rows > len(tree)), len(tree) + 1
     told = StepInput(CPU)
-    told.fill(tree, rows, length)
-    told.send(rows)
-    sent = told.tensors(rows)
+    told.fill(0, tree, rows, length)
+    told.send(1, rows)
+    sent = told.tensors(1, rows)
     assert sent.tokens[0, :own].tolist() == tree.all_tokens
     assert sent.positions[0, :own].tolist() == (length + tree.depths).tolist()
     masks = AttentionMasks(windows, torch.float32, CPU)
-    found = masks.on_device(sent.ancestor_mask, sent.positions[0], sent.length, 192)
+    found = masks.on_device(sent.ancestor_mask, sent.positions, sent.length, 192)
     expected = masks.of_tree(tree, length)
     assert isinstance(found, dict)
     for reach in windows:

@@ -18,7 +18,7 @@ from hdtool.runtime.tree import DraftTree
 from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.cpu.model_parts import ModelParts
+    from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
     from hdtool.runtime.model.cache.slots import Cache, Slot
     from hdtool.runtime.model.pass_log import PassLog
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class CompiledModel:
     """The compiled passes of one model, as long as it stays the one that was compiled."""
 
-    def __init__(self, parts: ModelParts, log: PassLog) -> None:
+    def __init__(self, parts: CompiledParts, log: PassLog) -> None:
         self._parts, self._log = parts, log
         self.table = WeightTable(parts)
         self._passes = {1: TreePass(self.table)}

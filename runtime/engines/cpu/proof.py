@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch.nn import ModuleList
 
+from hdtool.runtime.engines.cpu.compiled_kind import COMPILED, CompiledParts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.layer_kernel import COS, SIN, TEAM, compile_layers, compute_layers, scratch_numbers
-from hdtool.runtime.engines.cpu.model_parts import ModelParts, model_parts
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
 from hdtool.runtime.engines.cpu.tree_kernel import compile_tree_passes
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
+from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.model.attention_masks import FULL, Mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
@@ -47,7 +48,7 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
     """
     if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1:
         return None
-    parts = model_parts(target.model)
+    parts = model_parts(target.model, COMPILED)
     if parts is None or [one.kind for one in target.stock.windows] != [FULL] or not _fit_cache(parts, target):
         return None
     compile_layers()
@@ -61,7 +62,7 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
     return made if holds else None
 
 
-def _fit_cache(parts: ModelParts, target: Target) -> bool:
+def _fit_cache(parts: CompiledParts, target: Target) -> bool:
     """Whether all layers have keys and values of the shape of their heads, in one tensor."""
     storage, layer = target.allocate(1, 1).storage, parts.layers[0]
     shapes = {(view.shape[1], view.shape[3]) for views in storage.layers for view in views if view.dim() == 4}
@@ -72,7 +73,7 @@ def _fit_cache(parts: ModelParts, target: Target) -> bool:
 class _LayerProof:
     """Compares layers in compiled code with those of the library, on hidden states of the model."""
 
-    def __init__(self, target: Target, table: WeightTable, parts: ModelParts) -> None:
+    def __init__(self, target: Target, table: WeightTable, parts: CompiledParts) -> None:
         self._target, self._table, self._parts = target, table, parts
         self._random = torch.Generator().manual_seed(0)
         tokens = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
@@ -165,7 +166,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -
     return float((torch.linalg.vector_norm(found - expected, dim=-1) / lengths).max())
 
 
-def _has_same_logits(target: Target, made: CompiledModel, parts: ModelParts) -> bool:
+def _has_same_logits(target: Target, made: CompiledModel, parts: CompiledParts) -> bool:
     """Compare whole passes, with the first layer alone: the others are known by now."""
     with made.first_layer_alone(), _first_layer_alone(parts):
         expected = _logits_of_passes(target)
@@ -181,7 +182,7 @@ def _has_same_logits(target: Target, made: CompiledModel, parts: ModelParts) -> 
 
 
 @contextmanager
-def _first_layer_alone(parts: ModelParts) -> Iterator[None]:
+def _first_layer_alone(parts: CompiledParts) -> Iterator[None]:
     """Leave the other layers out of the library's model meanwhile."""
     modules: Any = parts.decoder._modules
     layers = modules["layers"]

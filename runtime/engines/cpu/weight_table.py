@@ -20,7 +20,7 @@ from hdtool.runtime.kernels.matmul_address import matmul_of
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.cpu.model_parts import ModelParts
+    from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
     from hdtool.runtime.model.cache.kv_cache import KVTensors
 
 FEWEST_POSITIONS = 1024
@@ -30,7 +30,7 @@ FEWEST_POSITIONS = 1024
 class WeightTable:
     """What the passes of one model have in common."""
 
-    def __init__(self, parts: ModelParts) -> None:
+    def __init__(self, parts: CompiledParts) -> None:
         self._parts = parts
         self._panels: dict[int, tuple[PackedMatrix, Panels]] = {}
         """By the identity of the packed matrices that they were made from."""

@@ -7,8 +7,7 @@ path is one gather over all layers; rejected positions are overwritten by the ne
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -86,7 +85,7 @@ class StaticLayer(CacheLayerMixin):
 Views = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVTensors:
     """One tensor ``[keys and values of all layers, batch, heads, positions, width]``, and each layer's views of it.
 
@@ -160,17 +159,17 @@ class StaticKVCache(Cache):
     def settle(self) -> None:
         """Make the move that is due."""
         if due := self.due:
-            with self.moving():
-                self.move(*due)
+            self.begin_move()
+            self.move(*due)
+            self.end_move()
 
-    @contextmanager
-    def moving(self) -> Iterator[None]:
-        """In this block, the move that is due is made; it cannot be made again if it is interrupted."""
+    def begin_move(self) -> None:
+        """The move that is due is being made; it cannot be made again if it is interrupted before ``end_move``."""
         if due := self.due:
             self._unsure, self.due = due[0], None
-        yield
-        if due:
-            self._unsure = None
+
+    def end_move(self) -> None:
+        self._unsure = None
 
     def cut(self, length: int) -> None:
         """Keep the first ``length`` positions only."""
@@ -256,10 +255,10 @@ def must_move(path: Sequence[int]) -> bool:
 
 
 class IndexedKVCache(Cache):
-    """The cache of a step with fixed shapes.
+    """The cache of a step with fixed shapes over the first slots of a batch.
 
-    The indices of new positions are in a device tensor, and ``extent`` positions are read whatever the length: the
-    mask hides those after the context.
+    The indices of new positions are in a device tensor ``[slots, rows]``, and ``extent`` positions are read whatever
+    the length: the mask hides those after the context.
     """
 
     def __init__(self, storage: KVTensors, indices: torch.Tensor, extent: int) -> None:
@@ -267,14 +266,19 @@ class IndexedKVCache(Cache):
         self.capacity = storage.capacity
         self.length = 0  # known on the device only, since a captured step runs at different lengths
         self._storage, self._indices, self._extent = storage, indices, extent
+        self._slots = torch.arange(len(indices), device=indices.device)[:, None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Views:
         keys, values = self._storage.layers[layer_idx]
-        keys.index_copy_(2, self._indices, key_states)
-        values.index_copy_(2, self._indices, value_states)
-        return keys.narrow(2, 0, self._extent), values.narrow(2, 0, self._extent)
+        slots = len(self._indices)
+        for rows, new in ((keys, key_states), (values, value_states)):
+            if slots == 1:
+                rows[:1].index_copy_(2, self._indices[0], new)
+            else:
+                rows[self._slots, :, self._indices] = new.transpose(1, 2)
+        return keys[:slots, :, : self._extent], values[:slots, :, : self._extent]
 
 
 class SlotKVCache(Cache):

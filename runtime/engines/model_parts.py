@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
-import torch
-from torch.nn import Embedding, Linear, Module, ModuleList, Parameter
-
-from hdtool.runtime.kernels.compact_weight import CompactEmbedding, is_compact
-from hdtool.runtime.kernels.linear import CompiledLinear
-from hdtool.runtime.kernels.vector_code import LANES
+from torch.nn import Linear, Module, ModuleList
 
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -22,12 +18,29 @@ FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions that do not depend on how long a context is."""
 
 
+Matmul = TypeVar("Matmul", bound=Linear)
+
+
 @dataclass(frozen=True)
-class LayerParts:
+class Kind(Generic[Matmul]):
+    """What an engine computes."""
+
+    matmul: type[Matmul]
+    """The class of all linear layers."""
+    fits: Callable[[Any], bool]
+    """Whether it takes this weight."""
+    embeds: Callable[[Module], bool]
+    """Whether it takes this embedding."""
+    divisor: int = 2
+    """Of the width of a head."""
+
+
+@dataclass(frozen=True)
+class LayerParts(Generic[Matmul]):
     """The modules of one decoder layer, and its shapes."""
 
     layer: Module
-    matmuls: tuple[CompiledLinear, ...]
+    matmuls: tuple[Matmul, ...]
     """Queries, keys, values, the output of attention; gate, up and down projection of the MLP."""
     norms: tuple[Module, ...]
     """Before attention, before the MLP, and of queries and keys if there are any."""
@@ -56,28 +69,28 @@ class LayerParts:
 
 
 @dataclass(frozen=True)
-class ModelParts:
+class ModelParts(Generic[Matmul]):
     """The modules of a model that consists of an embedding, decoder layers, a norm and an output layer."""
 
     model: Module
     decoder: Module
     embedding: Any
-    layers: list[LayerParts]
+    layers: list[LayerParts[Matmul]]
     rotary: Module
     norm: Any
-    head: CompiledLinear
+    head: Matmul
     epsilon: float
     """Of the last norm."""
 
     @property
-    def matmuls(self) -> list[CompiledLinear]:
+    def matmuls(self) -> list[Matmul]:
         return [*(matmul for layer in self.layers for matmul in layer.matmuls), self.head]
 
 
-def model_parts(model: Any) -> ModelParts | None:
+def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     """The parts of a model; None if it is of another kind."""
     lists = [module for module in model.modules() if type(module) is ModuleList and len(module)]
-    found = [(modules, parts) for modules in lists if (parts := _layers_of(modules))]
+    found = [(modules, parts) for modules in lists if (parts := _layers_of(modules, kind))]
     if len(found) != 1:
         return None
     ((modules, layers),) = found
@@ -88,34 +101,24 @@ def model_parts(model: Any) -> ModelParts | None:
     embedding, rotary, norm = (decoder.get_submodule(name) for name in ("embed_tokens", "rotary_emb", "norm"))
     head, epsilon = model.get_output_embeddings(), epsilon_of(norm)
     if (
-        type(head) is not CompiledLinear
+        type(head) is not kind.matmul
         or epsilon is None
-        or type(norm._parameters["weight"]) is not Parameter
+        or not all(map(kind.fits, (*head.parameters(), *norm.parameters())))
         or getattr(rotary, "rope_type", None) not in FIXED_ROTARY
-        or not _is_plain_embedding(embedding)
+        or not kind.embeds(embedding)
     ):
         return None
     return ModelParts(model, decoder, embedding, layers, rotary, norm, head, epsilon)
 
 
-def _is_plain_embedding(module: Module) -> bool:
-    weight: Any = module._parameters.get("weight")
-    return (
-        type(module) in (Embedding, CompactEmbedding)
-        and cast(Embedding, module).max_norm is None
-        and weight.dtype == torch.float32
-        and weight.is_contiguous()
-    )
-
-
-def _layers_of(modules: ModuleList) -> list[LayerParts]:
+def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmul]]:
     """The parts of all layers of a list; empty if one is of another kind or shape."""
-    parts = [_layer_parts(layer, place) for place, layer in enumerate(modules)]
+    parts = [_layer_parts(layer, place, kind) for place, layer in enumerate(modules)]
     known = [part for part in parts if part is not None]
     return known if len(known) == len(parts) and len({part.shape for part in known}) == 1 else []
 
 
-def _layer_parts(layer: Module, place: int) -> LayerParts | None:
+def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Matmul] | None:
     if set(layer._modules) != LAYER_PARTS:
         return None
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
@@ -130,21 +133,26 @@ def _layer_parts(layer: Module, place: int) -> LayerParts | None:
     norms += [getattr(attention, name) for name in head_norms]
     epsilons = {epsilon_of(norm) for norm in norms}
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
-    if not all(type(one) is CompiledLinear for one in matmuls) or len(epsilons) > 1 or not isinstance(scale, float):
+    if not all(type(one) is kind.matmul for one in matmuls) or len(epsilons) > 1 or not isinstance(scale, float):
         return None
-    if getattr(attention, "layer_idx", None) != place or not isinstance(width, int) or not width or width % LANES:
+    if (
+        getattr(attention, "layer_idx", None) != place
+        or not isinstance(width, int)
+        or not width
+        or width % kind.divisor
+    ):
         return None
     heads, rest = divmod(matmuls[1].out_features, width)
     epsilon = epsilons.pop()
     if epsilon is None or rest or not heads or matmuls[0].out_features % (heads * width):
         return None
     groups = matmuls[0].out_features // (heads * width)
-    compiled = cast(tuple[CompiledLinear, ...], tuple(matmuls))
-    parts = LayerParts(layer, compiled, tuple(norms), heads, groups, width, epsilon, scale)
-    return parts if _is_complete(parts) else None
+    own = cast(tuple[Matmul, ...], tuple(matmuls))
+    parts = LayerParts(layer, own, tuple(norms), heads, groups, width, epsilon, scale)
+    return parts if _is_complete(parts, kind) else None
 
 
-def _is_complete(parts: LayerParts) -> bool:
+def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul]) -> bool:
     """Whether all shapes fit and the layer has no other parameters."""
     hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
     queries = keys * parts.groups
@@ -155,8 +163,7 @@ def _is_complete(parts: LayerParts) -> bool:
     return (
         all(matmul.weight.shape == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))
         and all(norm._parameters["weight"].shape == (width,) for norm, width in zip(parts.norms, widths, strict=True))  # type: ignore[union-attr]
-        and all(weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous() for weight in own)
-        and all(is_compact(weight) or type(weight) is Parameter for weight in own)
+        and all(map(kind.fits, own))
         and {id(weight) for weight in own} == {id(weight) for weight in parts.layer.parameters()}
         and not any(True for _ in parts.layer.buffers())
         and not any("forward" in vars(module) for module in parts.layer.modules())

@@ -1,0 +1,243 @@
+"""Triton kernels of a fused pass. Each rounds where the library's module rounds; sums are in float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NODES = tl.constexpr(64)
+"""Bits of a row: the nodes of the largest tree."""
+
+
+@triton.jit
+def add_norm_kernel(
+    hidden, added, weight, normed, width, epsilon, ADDS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``hidden += added``, and its RMSNorm; ``OFFSET`` for weights around 0, as Gemma has them."""
+    at = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    row = tl.load(hidden + at + column, mask=inside, other=0.0)
+    kind = row.dtype
+    if ADDS:
+        more = tl.load(added + at + column, mask=inside, other=0.0)
+        row = (row.to(tl.float32) + more.to(tl.float32)).to(kind)
+        tl.store(hidden + at + column, row, mask=inside)
+    scaled = row.to(tl.float32)
+    scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / width + epsilon)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET:
+        scaled *= 1.0 + factor
+    else:
+        scaled = scaled.to(kind).to(tl.float32) * factor
+    tl.store(normed + at + column, scaled.to(kind), mask=inside)
+
+
+@triton.jit
+def rotary_kernel(
+    qkv,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    keys,
+    values,
+    lengths,
+    rows,
+    step,
+    query_heads,
+    key_heads,
+    slot_stride,
+    head_stride,
+    epsilon,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORMS: tl.constexpr,
+):
+    """Rotate queries in place and keys into the cache, normed before if ``NORMS``; copy values into the cache."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    width = 2 * HALF
+    slot = token // rows
+    at = (token.to(tl.int64) * (query_heads + 2 * key_heads) + head) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < HALF
+    low = tl.load(qkv + at + column, mask=inside, other=0.0)
+    high = tl.load(qkv + at + HALF + column, mask=inside, other=0.0)
+    kind = low.dtype
+    is_query, is_value = head < query_heads, head >= query_heads + key_heads
+    if not is_value:
+        first, second = low.to(tl.float32), high.to(tl.float32)
+        if NORMS:
+            weight = query_norm if is_query else key_norm
+            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / width + epsilon)
+            factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            first = ((first * scale).to(kind).to(tl.float32) * factor).to(kind).to(tl.float32)
+            factor = tl.load(weight + HALF + column, mask=inside, other=0.0).to(tl.float32)
+            second = ((second * scale).to(kind).to(tl.float32) * factor).to(kind).to(tl.float32)
+        turned = token * width + column
+        a = tl.load(cos + turned, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(sin + turned, mask=inside, other=0.0).to(tl.float32)
+        low = ((first * a).to(kind).to(tl.float32) - (second * b).to(kind).to(tl.float32)).to(kind)
+        a = tl.load(cos + turned + HALF, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(sin + turned + HALF, mask=inside, other=0.0).to(tl.float32)
+        high = ((second * a).to(kind).to(tl.float32) + (first * b).to(kind).to(tl.float32)).to(kind)
+    if is_query:
+        to = qkv + at
+    else:
+        position = tl.load(lengths + slot * step) + token % rows
+        cache = values if is_value else keys
+        key_head = (head - query_heads) % key_heads
+        to = cache + slot.to(tl.int64) * slot_stride + key_head.to(tl.int64) * head_stride + position * width
+    tl.store(to + column, low, mask=inside)
+    tl.store(to + HALF + column, high, mask=inside)
+
+
+@triton.jit
+def add_block(
+    query, best, total, mixed, keys, values, at, last, scale, softcap,
+    length, bits, position, positions, window,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, LOADED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attend to ``BLOCK_N`` keys from ``at`` on: the running maximum, sum and mix of the online softmax."""
+    column = at + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, LOADED)
+    there = (column < last)[:, None] & (inner < WIDTH)[None, :]
+    place = column[:, None].to(tl.int64) * WIDTH + inner[None, :]
+    key = tl.load(keys + place, mask=there, other=0.0)
+    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    if SOFTCAP:
+        score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
+    seen = (column < last)[None, :]
+    if MASKED:
+        node = column - length - 1
+        bit = tl.minimum(tl.maximum(node, 0), NODES - 1).to(tl.int64)
+        seen &= (node < 0)[None, :] | (((bits[:, None] >> bit[None, :]) & 1) == 1)
+    if WINDOW:
+        behind = column - length
+        where = tl.load(positions + behind, mask=(behind > 0) & (column < last), other=0)
+        where = tl.where(behind > 0, where, column)
+        seen &= where[None, :] > position[:, None] - window
+    score = tl.where(seen, score * LOG2_E, float("-inf"))
+    higher = tl.maximum(best, tl.max(score, 1))
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - level[:, None])
+    decay = tl.exp2(best - level)
+    value = tl.load(values + place, mask=there, other=0.0)
+    mixed = mixed * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+    return higher, total * decay + tl.sum(weight, 1), mixed
+
+
+@triton.jit
+def attention_kernel(
+    qkv, keys, values, lengths, positions, ancestors, parts, levels,
+    rows, step, groups, query_stride, slot_stride, head_stride, scale, softcap, window, blocks,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A share of the keys for a block of query rows: of the context, which all rows see, and of the tree, by bits.
+
+    ``parts`` gets the mixed values ``[splits, tokens, heads, width]`` and ``levels`` the logarithm of their weight.
+    """
+    block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    head, slot = tl.program_id(1), tl.program_id(2)
+    member = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, query_head = member // groups, head * groups + member % groups
+    used = row < rows
+    token = slot * rows + row
+    inner = tl.arange(0, LOADED)
+    query = tl.load(
+        qkv + token[:, None].to(tl.int64) * query_stride + query_head[:, None] * WIDTH + inner[None, :],
+        mask=used[:, None] & (inner < WIDTH)[None, :],
+        other=0.0,
+    )
+    length = tl.load(lengths + slot * step).to(tl.int32)
+    bits = tl.load(ancestors + slot * step + row, mask=used, other=0)
+    position = tl.load(positions + slot * step + row, mask=used, other=0).to(tl.int32)
+    end = length + rows
+    begin = 0
+    if WINDOW:  # no row sees what lies before the window of the root
+        begin = tl.maximum(length - window + 1, 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.maximum(tl.cdiv(end - begin, SPLITS), LEAST), BLOCK_N) * BLOCK_N
+    first = begin + split * share
+    last = tl.minimum(first + share, end)
+    heads = tl.num_programs(1) * groups
+    out = (split * tl.num_programs(2) * rows + token).to(tl.int64) * heads + query_head
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, LOADED], tl.float32)
+    keys += slot.to(tl.int64) * slot_stride + head.to(tl.int64) * head_stride
+    values += slot.to(tl.int64) * slot_stride + head.to(tl.int64) * head_stride
+    near = positions + slot * step
+    seen_by_all = tl.maximum(tl.minimum(last, length + 1) - first, 0) // BLOCK_N * BLOCK_N
+    for at in range(first, first + seen_by_all, BLOCK_N):
+        best, total, mixed = add_block(
+            query, best, total, mixed, keys, values, at, last, scale, softcap, length, bits, position, near, window,
+            False, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, BLOCK_N,
+        )  # fmt: skip
+    for at in range(first + seen_by_all, last, BLOCK_N):
+        best, total, mixed = add_block(
+            query, best, total, mixed, keys, values, at, last, scale, softcap, length, bits, position, near, window,
+            True, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, BLOCK_N,
+        )  # fmt: skip
+    level = tl.where(total > 0.0, best + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
+    tl.store(levels + out, level, mask=used)
+    mixed = mixed / tl.maximum(total, 1e-30)[:, None]
+    tl.store(
+        parts + out[:, None] * WIDTH + inner[None, :],
+        mixed,
+        mask=(used & (total > 0.0))[:, None] & (inner < WIDTH)[None, :],
+    )
+
+
+@triton.jit
+def merge_kernel(parts, levels, mixed, stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr):
+    """One head of one token: the parts of all splits, weighted by their levels."""
+    at = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    level = tl.load(levels + split * stride + at)
+    weight = tl.exp2(level - tl.max(level, 0))
+    inner = tl.arange(0, LOADED)
+    there = (level > float("-inf"))[:, None] & (inner < WIDTH)[None, :]
+    part = tl.load(parts + (split[:, None] * stride + at) * WIDTH + inner[None, :], mask=there, other=0.0)
+    whole = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(mixed + at * WIDTH + inner, whole.to(mixed.dtype.element_ty), mask=inner < WIDTH)
+
+
+@triton.jit
+def gate_kernel(gate_up, gated, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """``activation(gate) * up`` of one row of both side by side."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    kind = gate.dtype
+    number = gate.to(tl.float32)
+    if GELU:
+        inner = 0.7978845608028654 * (number + 0.044715 * number * number * number)
+        active = 0.5 * number * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+    else:
+        active = number / (1.0 + tl.exp(-number))
+    tl.store(gated + row * width + column, (active.to(kind).to(tl.float32) * up).to(kind), mask=inside)
+
+
+@triton.jit
+def move_kernel(cache, input, step, layer_stride, slot_stride, head_stride, heads,
+                WIDTH: tl.constexpr, LOADED: tl.constexpr, MOVES: tl.constexpr):  # fmt: skip
+    """Move the positions of an accepted path of a slot, in one head of the keys or values of one layer."""
+    part, slot = tl.program_id(0), tl.program_id(1)
+    number = tl.load(input + slot * step + 2)
+    if number > 0:
+        move = tl.arange(0, MOVES)
+        to = tl.load(input + slot * step + 1) + move
+        moved = tl.load(input + slot * step + 3 + move)
+        inner = tl.arange(0, LOADED)
+        used = (move < number)[:, None] & (inner < WIDTH)[None, :]
+        cache += (part // heads).to(tl.int64) * layer_stride + slot.to(tl.int64) * slot_stride
+        cache += (part % heads).to(tl.int64) * head_stride
+        rows = tl.load(cache + moved[:, None] * WIDTH + inner[None, :], mask=used, other=0.0)
+        tl.debug_barrier()  # a row may be written where another one is read
+        tl.store(cache + to[:, None] * WIDTH + inner[None, :], rows, mask=used)

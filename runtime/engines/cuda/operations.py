@@ -1,0 +1,167 @@
+"""The operations between the matmuls of a fused pass, in plain torch: the reference, and what runs without Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+if TYPE_CHECKING:
+    from hdtool.runtime.model.attention_masks import AttentionMasks, AttentionWindow
+    from hdtool.runtime.model.step_input import StepTensors
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The heads of a layer's attention."""
+
+    query_heads: int
+    key_heads: int
+    width: int
+    scale: float
+    epsilon: float
+    """Of the norms of queries and keys."""
+    window: AttentionWindow
+
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, ``[tokens, width]``."""
+HeadNorms = tuple[torch.Tensor, torch.Tensor] | None
+"""The weights of the norms of queries and keys."""
+
+
+class Operations(Protocol):
+    """What a fused pass does beside matmuls."""
+
+    reads_extent: bool
+    """Whether attention reads a fixed number of positions, which the caller chooses."""
+
+    def begin(self, step: StepTensors, extent: int) -> None:
+        """Begin a pass."""
+        ...
+
+    def add_norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Add to ``hidden`` in place; its RMSNorm."""
+        ...
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        norms: HeadNorms,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        layout: HeadLayout,
+    ) -> None:
+        """Rotate the queries of ``qkv`` in place, and write its keys, rotated, and its values into the cache."""
+        ...
+
+    def attention(
+        self, qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
+    ) -> torch.Tensor:
+        """Attention of the queries to context and tree, ``[tokens, heads * width]``."""
+        ...
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """SiLU of the first half of each row, times the second one."""
+        ...
+
+    def move(self, tensors: list[torch.Tensor]) -> None:
+        """Move the positions of accepted paths in the cache."""
+        ...
+
+
+class TorchOperations:
+    """Each operation by a few calls of torch."""
+
+    reads_extent = True
+
+    def __init__(self, masks: AttentionMasks) -> None:
+        self._masks = masks
+
+    def begin(self, step: StepTensors, extent: int) -> None:
+        self._step, self._extent = step, extent
+        found = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
+        self._found = found if isinstance(found, dict) else {"": found}
+
+    def add_norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        if added is not None:
+            hidden += added
+        return rms_norm(hidden, weight, epsilon)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        norms: HeadNorms,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        layout: HeadLayout,
+    ) -> None:
+        slots, rows = self._step.tokens.shape
+        heads = qkv.view(slots * rows, -1, layout.width)
+        parts = heads.split([layout.query_heads, layout.key_heads, layout.key_heads], dim=1)
+        queries, keys = parts[:2]
+        if norms:
+            queries, keys = (
+                rms_norm(part, weight, layout.epsilon) for part, weight in zip((queries, keys), norms, strict=True)
+            )
+        parts[0].copy_(rotated(queries, rotary))
+        slot = torch.arange(slots, device=qkv.device)[:, None]
+        position = self._step.length[:, None] + torch.arange(rows, device=qkv.device)
+        for place, new in zip(cache, (rotated(keys, rotary), parts[2]), strict=True):
+            place[slot, :, position] = new.view(slots, rows, layout.key_heads, layout.width)
+
+    def attention(
+        self, qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
+    ) -> torch.Tensor:
+        slots, rows = self._step.tokens.shape
+        groups = layout.query_heads // layout.key_heads
+        mask = self._found.get(layout.window.kind, self._found.get(""))
+        assert mask is not None
+        queries = qkv.view(slots, rows, -1, layout.width)[:, :, : layout.query_heads]
+        # The query heads of a key head as further rows: keys and values are not repeated.
+        grouped = queries.reshape(slots, rows, layout.key_heads, groups, layout.width).permute(0, 2, 3, 1, 4)
+        mixed = scaled_dot_product_attention(
+            grouped.reshape(slots, layout.key_heads, groups * rows, layout.width),
+            *(part[:slots, :, : self._extent] for part in cache),
+            attn_mask=mask.repeat(1, 1, groups, 1),
+            scale=layout.scale,
+        )
+        by_row = mixed.view(slots, layout.key_heads, groups, rows, layout.width).permute(0, 3, 1, 2, 4)
+        return by_row.reshape(slots * rows, layout.query_heads * layout.width)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate) * up
+
+    def move(self, tensors: list[torch.Tensor]) -> None:
+        move_positions(tensors, self._step)
+
+
+def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:
+    """Move the positions of accepted paths; those that are padding move to where they are."""
+    slots, moves = step.moved_from.shape
+    targets = step.moved_to[:, None] + torch.arange(moves, device=step.moved_to.device)
+    for tensor in tensors:
+        for slot in range(slots):
+            of_slot = tensor[:, slot]
+            of_slot.index_copy_(2, targets[slot], of_slot.index_select(2, step.moved_from[slot]))
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Rounds before the product with the weight, as the library does."""
+    numbers = hidden.float()
+    scaled = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + epsilon)
+    return weight * scaled.to(hidden.dtype)
+
+
+def rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Heads ``[tokens, heads, width]`` with rotary positions."""
+    cos, sin = (part[:, None] for part in rotary)
+    low, high = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-high, low), dim=-1) * sin

@@ -1,0 +1,169 @@
+"""The operations of a fused pass as Triton kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from hdtool.runtime.engines.cuda import kernels
+from hdtool.runtime.model.step_input import MOVES
+
+if TYPE_CHECKING:
+    from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Rotary
+    from hdtool.runtime.model.step_input import StepTensors
+
+MOST_SPLITS = 32
+LEAST_KEYS = 128
+"""Keys of a split, at least: merging costs as much as reading some."""
+BLOCK_KEYS = 64
+MOST_QUERIES, MOST_QUERIES_FLOAT32 = 64, 16
+"""Query rows of a program: more would not fit into registers. Products in float32 have no tensor cores."""
+GATED = 1024
+"""Numbers of a program of the gate."""
+PROGRAMS_PER_PROCESSOR = 2
+
+
+class TritonOperations:
+    """Each operation is one kernel; attention is two."""
+
+    reads_extent = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._processors = processors_of(device)
+
+    def begin(self, step: StepTensors, extent: int) -> None:
+        self._step, self._stride = step, step.length.stride(0)
+
+    def add_norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        tokens, width = hidden.shape
+        normed = torch.empty_like(hidden)
+        kernels.add_norm_kernel[(tokens,)](
+            hidden,
+            hidden if added is None else added,
+            weight,
+            normed,
+            width,
+            epsilon,
+            ADDS=added is not None,
+            OFFSET=False,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=8,
+        )
+        return normed
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        norms: HeadNorms,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        layout: HeadLayout,
+    ) -> None:
+        rows, half = self._step.tokens.shape[1], layout.width // 2
+        query_norm, key_norm = norms or (qkv, qkv)
+        kernels.rotary_kernel[(len(qkv), layout.query_heads + 2 * layout.key_heads)](
+            qkv,
+            *rotary,
+            query_norm,
+            key_norm,
+            *cache,
+            self._step.length,
+            rows,
+            self._stride,
+            layout.query_heads,
+            layout.key_heads,
+            *cache[0].stride()[:2],
+            layout.epsilon,
+            HALF=half,
+            BLOCK=triton.next_power_of_2(half),
+            NORMS=norms is not None,
+            num_warps=1,
+        )
+
+    def attention(
+        self, qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
+    ) -> torch.Tensor:
+        slots, rows = self._step.tokens.shape
+        tokens, heads, width = slots * rows, layout.query_heads, layout.width
+        groups = heads // layout.key_heads
+        loaded = max(16, triton.next_power_of_2(width))
+        most = MOST_QUERIES_FLOAT32 if qkv.dtype == torch.float32 else MOST_QUERIES
+        block = min(most, max(16, triton.next_power_of_2(rows * groups)))
+        blocks = triton.cdiv(rows * groups, block)
+        splits = self._splits(blocks * layout.key_heads * slots)
+        parts = torch.empty((splits, tokens, heads, width), dtype=torch.float32, device=qkv.device)
+        levels = torch.empty((splits, tokens, heads), dtype=torch.float32, device=qkv.device)
+        step, window = self._step, layout.window.window
+        kernels.attention_kernel[(blocks * splits, layout.key_heads, slots)](
+            qkv,
+            *cache,
+            step.length,
+            step.positions,
+            step.ancestor_mask,
+            parts,
+            levels,
+            rows,
+            self._stride,
+            groups,
+            qkv.stride(0),
+            *cache[0].stride()[:2],
+            layout.scale,
+            1.0,
+            window or 0,
+            blocks,
+            SPLITS=splits,
+            LEAST=LEAST_KEYS,
+            WIDTH=width,
+            LOADED=loaded,
+            BLOCK_M=block,
+            BLOCK_N=BLOCK_KEYS,
+            WINDOW=window is not None,
+            SOFTCAP=False,
+            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=2,
+        )
+        mixed = torch.empty((tokens, heads * width), dtype=qkv.dtype, device=qkv.device)
+        kernels.merge_kernel[(tokens * heads,)](
+            parts, levels, mixed, tokens * heads, SPLITS=splits, WIDTH=width, LOADED=loaded, num_warps=2
+        )
+        return mixed
+
+    def _splits(self, programs: int) -> int:
+        """Splits of the keys, so that all multiprocessors have work."""
+        wanted = PROGRAMS_PER_PROCESSOR * self._processors // programs
+        return min(MOST_SPLITS, triton.next_power_of_2(max(1, wanted)))
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        gated = gate_up.new_empty((tokens, width))
+        grid = tokens, triton.cdiv(width, GATED)
+        kernels.gate_kernel[grid](gate_up, gated, width, GELU=False, BLOCK=GATED, num_warps=4)
+        return gated
+
+    def move(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            layers, _, heads, _, width = tensor.shape
+            layer, slot, head = tensor.stride()[:3]
+            kernels.move_kernel[(layers * heads, len(self._step.tokens))](
+                tensor,
+                self._step.buffer,
+                self._stride,
+                layer,
+                slot,
+                head,
+                heads,
+                WIDTH=width,
+                LOADED=max(16, triton.next_power_of_2(width)),
+                MOVES=MOVES,
+                num_warps=4,
+            )
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
