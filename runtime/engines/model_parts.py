@@ -159,7 +159,8 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul]) -> bool:
     shapes = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
     widths = [hidden, hidden, parts.width, parts.width][: len(parts.norms)]
-    own = [parameter for module in (*parts.matmuls, *parts.norms) for parameter in module.parameters()]
+    modules: tuple[Module, ...] = (*parts.matmuls, *parts.norms)
+    own = [parameter for module in modules for parameter in module.parameters()]
     return (
         all(matmul.weight.shape == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))
         and all(norm._parameters["weight"].shape == (width,) for norm, width in zip(parts.norms, widths, strict=True))  # type: ignore[union-attr]

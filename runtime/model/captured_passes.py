@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import reason_of
-from hdtool.runtime.engines.cuda.fused_pass import fuse
+from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.checks.trees import two_steps
 from hdtool.runtime.model.families import deviation
-from hdtool.runtime.model.library_pass import LibraryPass
+from hdtool.runtime.model.library_pass import library_passes
 from hdtool.runtime.model.placement import scattered
 from hdtool.runtime.model.static_steps import StaticSteps, StepPass
 from hdtool.runtime.tree import DraftTree
@@ -37,7 +37,7 @@ class CapturedPasses:
     @property
     def is_fused(self) -> bool:
         """Whether hdtool's own pass is captured, and not the library's."""
-        return len(self._passes) > 1
+        return bool(self._passes) and isinstance(self._passes[0], FusedPass)
 
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
@@ -48,7 +48,7 @@ class CapturedPasses:
         # Captured steps are those of one cache, but an answer may still need what that holds.
         cache = target.cache if target.cache.user is None else target.allocate()
         expected = two_steps(target, cache)
-        self._passes = [*filter(None, [fuse(target)]), LibraryPass(target.stock)]
+        self._passes = [*filter(None, [fuse(target)]), *library_passes(target)]
         self.steps = StaticSteps(self._passes[0], capture, target.device)
         while self.steps:
             proven = self._passes[0]
@@ -67,10 +67,12 @@ class CapturedPasses:
         self.steps, self._passes = None, []
 
     def _give_up(self, reason: str) -> None:
-        """Capture the next pass instead; none is left after the library's."""
+        """Capture the next pass instead; none is left after the library's with masks."""
+        was_fused = self.is_fused
         del self._passes[0]
         if self.steps and self._passes:
-            print(f"note: hdtool's own pass is not used on this model: {reason}", file=sys.stderr)
+            if was_fused:
+                print(f"note: hdtool's own pass is not used on this model: {reason}", file=sys.stderr)
             self.steps.use(self._passes[0])
         else:
             self.disable()
@@ -79,8 +81,8 @@ class CapturedPasses:
     def renew(self, target: Target) -> None:
         """Capture all steps again, of the weights that the model has now."""
         if self.steps:
-            own = fuse(target) if self.is_fused else None
-            self._passes = [*filter(None, [own]), LibraryPass(target.stock)]
+            if self.is_fused:
+                self._passes = [*filter(None, [fuse(target)]), *library_passes(target)]
             self.steps.use(self._passes[0])
 
     def forget(self) -> None:

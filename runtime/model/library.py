@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -130,6 +131,21 @@ def use_masked_attention(model: PreTrainedModel) -> None:
     """Select an attention implementation that takes arbitrary masks."""
     if attention_of(model.config) not in MASKED_ATTENTION:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+
+
+@contextmanager
+def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """In this block the layers of a model that look attention up attend by ``function``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    config: Any = model.config
+    before = attention_of(config)
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def must_pass_in_step(model: PreTrainedModel) -> bool:

@@ -16,6 +16,7 @@ from hdtool.runtime.model.checks.recorded_model import hooks_of
 from hdtool.runtime.model.static_steps import StepOutput
 
 if TYPE_CHECKING:
+    from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
     from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.kv_cache import KVTensors
     from hdtool.runtime.model.hidden_states import HiddenStates
@@ -86,18 +87,23 @@ def fuse(target: Target) -> FusedPass | None:
     first = parts.layers[0]
     if len(shapes) != 2 * len(windows) or {(one.heads, one.width) for one in shapes} != {(first.heads, first.width)}:
         return None
-    return FusedPass(parts, windows, _operations(target), target.hidden)
+    return FusedPass(parts, windows, operations_of(target), target.hidden)
 
 
-def _operations(target: Target) -> Operations:
-    if target.device.type == "cuda":
-        try:
-            from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
-        except ImportError:
-            pass
-        else:
-            return TritonOperations(target.device)
-    return TorchOperations(target.stock.masks)
+def operations_of(target: Target) -> Operations:
+    """Triton's where they can run, else torch's."""
+    return triton_operations(target.device) or TorchOperations(target.stock.masks)
+
+
+def triton_operations(device: torch.device) -> TritonOperations | None:
+    """None without a GPU or without Triton."""
+    if device.type != "cuda":
+        return None
+    try:
+        from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
+    except ImportError:
+        return None
+    return TritonOperations(device)
 
 
 def _windows_of_layers(target: Target) -> list[AttentionWindow] | None:
@@ -153,7 +159,8 @@ def _merged_before(parameters: list[Any]) -> torch.Tensor | None:
         if parameter.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or not is_next:
             return None
         at += parameter.numel()
-    return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
+    merged: torch.Tensor = first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
+    return merged
 
 
 def _merged_bias(modules: list[Linear]) -> torch.Tensor | None:

@@ -193,16 +193,23 @@ def attention_kernel(
 
 
 @triton.jit
-def merge_kernel(parts, levels, mixed, stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr):
+def merge_kernel(
+    parts, levels, sinks, mixed, stride, heads,
+    SPLITS: tl.constexpr, SINKS: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
+):  # fmt: skip
     """One head of one token: the parts of all splits, weighted by their levels."""
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     level = tl.load(levels + split * stride + at)
-    weight = tl.exp2(level - tl.max(level, 0))
+    highest = tl.max(level, 0)
+    weight = tl.exp2(level - highest)
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + at % heads).to(tl.float32) * LOG2_E - highest)
     inner = tl.arange(0, LOADED)
     there = (level > float("-inf"))[:, None] & (inner < WIDTH)[None, :]
     part = tl.load(parts + (split[:, None] * stride + at) * WIDTH + inner[None, :], mask=there, other=0.0)
-    whole = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    whole = tl.sum(part * weight[:, None], 0) / total
     tl.store(mixed + at * WIDTH + inner, whole.to(mixed.dtype.element_ty), mask=inner < WIDTH)
 
 

@@ -24,6 +24,10 @@ class HeadLayout:
     epsilon: float
     """Of the norms of queries and keys."""
     window: AttentionWindow
+    softcap: float | None = None
+    """Bound of the scores, by tanh."""
+    sinks: torch.Tensor | None = None
+    """A score for each query head that takes weight and has no value."""
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -126,9 +130,11 @@ class TorchOperations:
         queries = qkv.view(slots, rows, -1, layout.width)[:, :, : layout.query_heads]
         # The query heads of a key head as further rows: keys and values are not repeated.
         grouped = queries.reshape(slots, rows, layout.key_heads, groups, layout.width).permute(0, 2, 3, 1, 4)
+        keys, values = (part[:slots, :, : self._extent] for part in cache)
         mixed = scaled_dot_product_attention(
             grouped.reshape(slots, layout.key_heads, groups * rows, layout.width),
-            *(part[:slots, :, : self._extent] for part in cache),
+            keys,
+            values,
             attn_mask=mask.repeat(1, 1, groups, 1),
             scale=layout.scale,
         )

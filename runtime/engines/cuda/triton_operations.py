@@ -112,7 +112,7 @@ class TritonOperations:
             qkv.stride(0),
             *cache[0].stride()[:2],
             layout.scale,
-            1.0,
+            layout.softcap or 0.0,
             window or 0,
             blocks,
             SPLITS=splits,
@@ -122,21 +122,32 @@ class TritonOperations:
             BLOCK_M=block,
             BLOCK_N=BLOCK_KEYS,
             WINDOW=window is not None,
-            SOFTCAP=False,
+            SOFTCAP=layout.softcap is not None,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
             num_warps=4,
             num_stages=2,
         )
         mixed = torch.empty((tokens, heads * width), dtype=qkv.dtype, device=qkv.device)
         kernels.merge_kernel[(tokens * heads,)](
-            parts, levels, mixed, tokens * heads, SPLITS=splits, WIDTH=width, LOADED=loaded, num_warps=2
+            parts,
+            levels,
+            levels if layout.sinks is None else layout.sinks,
+            mixed,
+            tokens * heads,
+            heads,
+            SPLITS=splits,
+            SINKS=layout.sinks is not None,
+            WIDTH=width,
+            LOADED=loaded,
+            num_warps=2,
         )
         return mixed
 
     def _splits(self, programs: int) -> int:
         """Splits of the keys, so that all multiprocessors have work."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors // programs
-        return min(MOST_SPLITS, triton.next_power_of_2(max(1, wanted)))
+        splits: int = triton.next_power_of_2(max(1, wanted))
+        return min(MOST_SPLITS, splits)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -166,4 +177,6 @@ class TritonOperations:
 
 def processors_of(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
