@@ -10,6 +10,8 @@ from zlib import crc32
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Workers share the cores with the processes that tests start; two busy threads each would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton's kernels run on the CPU, by its interpreter: it is chosen before Triton is imported, and torch may import it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 

@@ -68,11 +68,8 @@ class CapturedPasses:
 
     def _give_up(self, reason: str) -> None:
         """Capture the next pass instead; none is left after the library's with masks."""
-        was_fused = self.is_fused
         del self._passes[0]
         if self.steps and self._passes:
-            if was_fused:
-                print(f"note: hdtool's own pass is not used on this model: {reason}", file=sys.stderr)
             self.steps.use(self._passes[0])
         else:
             self.disable()

@@ -98,14 +98,14 @@ def add_block(
     query, best, total, mixed, keys, values, at, last, scale, softcap,
     length, bits, position, positions, window,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, LOADED: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, LOADED: tl.constexpr, VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attend to ``BLOCK_N`` keys from ``at`` on: the running maximum, sum and mix of the online softmax."""
     column = at + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, LOADED)
     there = (column < last)[:, None] & (inner < WIDTH)[None, :]
-    place = column[:, None].to(tl.int64) * WIDTH + inner[None, :]
-    key = tl.load(keys + place, mask=there, other=0.0)
+    key = tl.load(keys + column[:, None].to(tl.int64) * WIDTH + inner[None, :], mask=there, other=0.0)
     score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     if SOFTCAP:
         score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
@@ -124,7 +124,9 @@ def add_block(
     level = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp2(score - level[:, None])
     decay = tl.exp2(best - level)
-    value = tl.load(values + place, mask=there, other=0.0)
+    inner = tl.arange(0, VALUES_LOADED)
+    there = (column < last)[:, None] & (inner < VALUES)[None, :]
+    value = tl.load(values + column[:, None].to(tl.int64) * VALUES + inner[None, :], mask=there, other=0.0)
     mixed = mixed * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
     return higher, total * decay + tl.sum(weight, 1), mixed
 
@@ -132,14 +134,16 @@ def add_block(
 @triton.jit
 def attention_kernel(
     qkv, keys, values, lengths, positions, ancestors, parts, levels,
-    rows, step, groups, query_stride, slot_stride, head_stride, scale, softcap, window, blocks,
+    rows, step, groups, query_stride, slot_stride, head_stride, value_slot_stride, value_head_stride,
+    scale, softcap, window, blocks,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
+    VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A share of the keys for a block of query rows: of the context, which all rows see, and of the tree, by bits.
 
-    ``parts`` gets the mixed values ``[splits, tokens, heads, width]`` and ``levels`` the logarithm of their weight.
+    ``parts`` gets the mixed values ``[splits, tokens, heads, VALUES]`` and ``levels`` the logarithm of their weight.
     """
     block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, slot = tl.program_id(1), tl.program_id(2)
@@ -167,28 +171,29 @@ def attention_kernel(
     out = (split * tl.num_programs(2) * rows + token).to(tl.int64) * heads + query_head
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, LOADED], tl.float32)
+    mixed = tl.zeros([BLOCK_M, VALUES_LOADED], tl.float32)
     keys += slot.to(tl.int64) * slot_stride + head.to(tl.int64) * head_stride
-    values += slot.to(tl.int64) * slot_stride + head.to(tl.int64) * head_stride
+    values += slot.to(tl.int64) * value_slot_stride + head.to(tl.int64) * value_head_stride
     near = positions + slot * step
     seen_by_all = tl.maximum(tl.minimum(last, length + 1) - first, 0) // BLOCK_N * BLOCK_N
     for at in range(first, first + seen_by_all, BLOCK_N):
         best, total, mixed = add_block(
             query, best, total, mixed, keys, values, at, last, scale, softcap, length, bits, position, near, window,
-            False, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, BLOCK_N,
+            False, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, VALUES, VALUES_LOADED, BLOCK_N,
         )  # fmt: skip
     for at in range(first + seen_by_all, last, BLOCK_N):
         best, total, mixed = add_block(
             query, best, total, mixed, keys, values, at, last, scale, softcap, length, bits, position, near, window,
-            True, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, BLOCK_N,
+            True, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, VALUES, VALUES_LOADED, BLOCK_N,
         )  # fmt: skip
     level = tl.where(total > 0.0, best + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
     tl.store(levels + out, level, mask=used)
     mixed = mixed / tl.maximum(total, 1e-30)[:, None]
+    inner = tl.arange(0, VALUES_LOADED)
     tl.store(
-        parts + out[:, None] * WIDTH + inner[None, :],
+        parts + out[:, None] * VALUES + inner[None, :],
         mixed,
-        mask=(used & (total > 0.0))[:, None] & (inner < WIDTH)[None, :],
+        mask=(used & (total > 0.0))[:, None] & (inner < VALUES)[None, :],
     )
 
 

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.step_input import StepTensors
 
 NAME = "hdtool_tree"
-HANDLED = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache"}
-"""Arguments that change nothing else than this code knows."""
+HANDLED = {"scaling", "sliding_window", "softcap", "s_aux"}
+WITHOUT_EFFECT = {
+    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "position_ids", "use_cache",
+}  # fmt: skip
+"""Arguments of attention that change nothing in a pass over a tree."""
 
 
 class TreeAttention:
@@ -53,11 +57,9 @@ class TreeAttention:
     ) -> torch.Tensor:
         """Attention ``[slots, rows, heads, width]`` of queries ``[slots, heads, rows, width]``."""
         slots, heads, rows, width = query.shape
-        unknown = {name for name, number in given.items() if number is not None} - HANDLED
-        if value.shape != key.shape or key.stride()[2:] != (width, 1) or key.stride() != value.stride() or unknown:
-            raise NotImplementedError(
-                f"attention with {', '.join(sorted(unknown)) or 'keys and values of other shapes'}"
-            )
+        unknown = {name for name, number in given.items() if number is not None} - HANDLED - WITHOUT_EFFECT
+        if unknown or any(part.stride()[2:] != (part.shape[3], 1) for part in (key, value)):
+            raise NotImplementedError(f"attention with {sorted(unknown)}, or to copies of the cache")
         self.calls += 1
         scale = given.get("scaling")
         layout = HeadLayout(
@@ -71,7 +73,7 @@ class TreeAttention:
             given.get("s_aux"),
         )
         queries = query.transpose(1, 2).reshape(slots * rows, heads * width)
-        return self._operations.attention(queries, (key, value), layout).view(slots, rows, heads, width)
+        return self._operations.attention(queries, (key, value), layout).view(slots, rows, heads, -1)
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -17,12 +17,29 @@ if TYPE_CHECKING:
 MOST_SPLITS = 32
 LEAST_KEYS = 128
 """Keys of a split, at least: merging costs as much as reading some."""
-BLOCK_KEYS = 64
-MOST_QUERIES, MOST_QUERIES_FLOAT32 = 64, 16
-"""Query rows of a program: more would not fit into registers. Products in float32 have no tensor cores."""
 GATED = 1024
 """Numbers of a program of the gate."""
 PROGRAMS_PER_PROCESSOR = 2
+
+
+class Blocks(NamedTuple):
+    """Query rows and keys of a program of attention, and its warps."""
+
+    queries: int
+    keys: int
+    warps: int
+
+    @classmethod
+    def of(cls, queries: int, width: int, dtype: torch.dtype, capability: int) -> Blocks:
+        """The largest ones whose numbers stay in registers; products in float32 have no tensor cores."""
+        if dtype == torch.float32:
+            return cls(16, 16, 4 if width <= 128 else 8)
+        if width > 128:
+            return cls(min(32, queries), 32, 4)
+        return cls(min(64, queries), 64, 8 if queries > 32 and capability < HOPPER else 4)
+
+
+HOPPER = 9
 
 
 class TritonOperations:
@@ -31,7 +48,7 @@ class TritonOperations:
     reads_extent = False
 
     def __init__(self, device: torch.device) -> None:
-        self._processors = processors_of(device)
+        self._processors, self._capability = processor_of(device)
 
     def begin(self, step: StepTensors, extent: int) -> None:
         self._step, self._stride = step, step.length.stride(0)
@@ -90,12 +107,11 @@ class TritonOperations:
         slots, rows = self._step.tokens.shape
         tokens, heads, width = slots * rows, layout.query_heads, layout.width
         groups = heads // layout.key_heads
-        loaded = max(16, triton.next_power_of_2(width))
-        most = MOST_QUERIES_FLOAT32 if qkv.dtype == torch.float32 else MOST_QUERIES
-        block = min(most, max(16, triton.next_power_of_2(rows * groups)))
-        blocks = triton.cdiv(rows * groups, block)
+        values = cache[1].shape[3]
+        block = Blocks.of(padded(rows * groups), width, qkv.dtype, self._capability)
+        blocks = triton.cdiv(rows * groups, block.queries)
         splits = self._splits(blocks * layout.key_heads * slots)
-        parts = torch.empty((splits, tokens, heads, width), dtype=torch.float32, device=qkv.device)
+        parts = torch.empty((splits, tokens, heads, values), dtype=torch.float32, device=qkv.device)
         levels = torch.empty((splits, tokens, heads), dtype=torch.float32, device=qkv.device)
         step, window = self._step, layout.window.window
         kernels.attention_kernel[(blocks * splits, layout.key_heads, slots)](
@@ -111,6 +127,7 @@ class TritonOperations:
             groups,
             qkv.stride(0),
             *cache[0].stride()[:2],
+            *cache[1].stride()[:2],
             layout.scale,
             layout.softcap or 0.0,
             window or 0,
@@ -118,16 +135,18 @@ class TritonOperations:
             SPLITS=splits,
             LEAST=LEAST_KEYS,
             WIDTH=width,
-            LOADED=loaded,
-            BLOCK_M=block,
-            BLOCK_N=BLOCK_KEYS,
+            LOADED=padded(width),
+            VALUES=values,
+            VALUES_LOADED=padded(values),
+            BLOCK_M=block.queries,
+            BLOCK_N=block.keys,
             WINDOW=window is not None,
             SOFTCAP=layout.softcap is not None,
-            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-            num_warps=4,
+            PRECISION="ieee",
+            num_warps=block.warps,
             num_stages=2,
         )
-        mixed = torch.empty((tokens, heads * width), dtype=qkv.dtype, device=qkv.device)
+        mixed = torch.empty((tokens, heads * values), dtype=qkv.dtype, device=qkv.device)
         kernels.merge_kernel[(tokens * heads,)](
             parts,
             levels,
@@ -137,8 +156,8 @@ class TritonOperations:
             heads,
             SPLITS=splits,
             SINKS=layout.sinks is not None,
-            WIDTH=width,
-            LOADED=loaded,
+            WIDTH=values,
+            LOADED=padded(values),
             num_warps=2,
         )
         return mixed
@@ -169,14 +188,20 @@ class TritonOperations:
                 head,
                 heads,
                 WIDTH=width,
-                LOADED=max(16, triton.next_power_of_2(width)),
+                LOADED=padded(width),
                 MOVES=MOVES,
                 num_warps=4,
             )
 
 
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+def padded(width: int) -> int:
+    """A size of blocks: a power of two that tensor cores take."""
+    return max(16, int(triton.next_power_of_2(width)))
+
+
+def processor_of(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors of a GPU, and its major compute capability."""
     if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return 1, 0
+    found = torch.cuda.get_device_properties(device)
+    return int(found.multi_processor_count), int(found.major)

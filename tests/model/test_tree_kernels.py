@@ -1,0 +1,244 @@
+"""Kernels of passes on CUDA: on a CPU by Triton's interpreter, and compiled ahead for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hdtool.runtime.engines.cuda.operations import HeadLayout, Operations, TorchOperations
+from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.model.step_input import StepInput, StepTensors
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.support.families import VOCABULARY, model_of
+from tests.support.interpreted import interpreted_kernels
+from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
+from tests.support.rehearsed import direct
+from tests.support.trees import path_to, tokens_to
+
+CPU = torch.device("cpu")
+CAPACITY = 832
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreted() -> Iterator[None]:
+    with interpreted_kernels():
+        yield
+
+
+def step_of(rows: int, lengths: list[int]) -> StepTensors:
+    """Trees after contexts of these lengths, the first with all rows, and a path to move in the first slot."""
+    told = StepInput(CPU, len(lengths))
+    for slot, length in enumerate(lengths):
+        nodes = rows - 1 if slot == 0 else (rows - 1) // 2
+        tree = DraftTree.of(1, [3] * nodes, [max(ROOT, node - 3) for node in range(nodes)])
+        told.fill(slot, tree, rows, length)
+    told.move(0, rows, max(0, lengths[0] - 3), [0, 2, 3])
+    told.send(len(lengths), rows)
+    return told.tensors(len(lengths), rows)
+
+
+def operations_of(dtype: torch.dtype, window: AttentionWindow, step: StepTensors) -> list[Operations]:
+    from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
+
+    triton = TritonOperations(CPU)
+    triton._processors = 8
+    both: list[Operations] = [TorchOperations(AttentionMasks([window], dtype, CPU)), triton]
+    for operations in both:
+        operations.begin(step, CAPACITY)
+    return both
+
+
+def exact_attention(
+    queries: torch.Tensor, cache: list[torch.Tensor], layout: HeadLayout, step: StepTensors
+) -> torch.Tensor:
+    """In float64, key by key as a tree is defined."""
+    slots, rows = step.tokens.shape
+    groups = layout.query_heads // layout.key_heads
+    keys, values = (part.double().repeat_interleave(groups, 1) for part in cache)
+    heads = queries.double().view(slots, rows, -1, layout.width)[:, :, : layout.query_heads]
+    scores = torch.einsum("srhw,shcw->shrc", heads, keys) * layout.scale
+    if layout.softcap:
+        scores = layout.softcap * torch.tanh(scores / layout.softcap)
+    window = layout.window.window or CAPACITY
+    for slot in range(slots):
+        length, positions = int(step.length[slot]), step.positions[slot].tolist()
+        for row in range(rows):
+            bits = int(step.ancestor_mask[slot, row])
+            mine = {length + 1 + node: positions[node + 1] for node in range(rows - 1) if bits >> node & 1}
+            seen = {column: column for column in range(length + 1)} | mine
+            for column in range(CAPACITY):
+                if column not in seen or seen[column] <= positions[row] - window:
+                    scores[slot, :, row, column] = -torch.inf
+    if layout.sinks is not None:
+        sinks = layout.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("shrc,shcw->srhw", weights, values).reshape(slots * rows, -1)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one row": {"rows": 1, "heads": 4, "keys": 2, "width": 32, "lengths": [100]},
+    "one head of keys": {"rows": 8, "heads": 4, "keys": 1, "width": 64, "lengths": [300]},
+    "an odd width, a batch": {"rows": 16, "heads": 6, "keys": 2, "width": 80, "lengths": [5, 517]},
+    "a window": {"rows": 33, "heads": 8, "keys": 2, "width": 16, "lengths": [700], "window": 64},
+    "windows of a batch": {"rows": 8, "heads": 4, "keys": 4, "width": 32, "lengths": [0, 63, 64], "window": 16},
+    "bounded scores": {"rows": 5, "heads": 4, "keys": 2, "width": 16, "lengths": [90], "softcap": 2.0},
+    "sinks": {"rows": 5, "heads": 4, "keys": 2, "width": 16, "lengths": [90, 2], "sinks": True},
+    "values of another width": {"rows": 5, "heads": 2, "keys": 2, "width": 24, "values": 16, "lengths": [40]},
+    "the largest tree": {"rows": 65, "heads": 4, "keys": 2, "width": 16, "lengths": [200]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attention_is_that_of_each_row_to_its_path(case: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(case["rows"])
+    rows, width, lengths = case["rows"], case["width"], case["lengths"]
+    window = AttentionWindow("sliding_attention", case["window"]) if "window" in case else AttentionWindow(FULL)
+    sinks = torch.randn(case["heads"]).to(dtype) if "sinks" in case else None
+    layout = HeadLayout(case["heads"], case["keys"], width, 0.4, 1e-6, window, case.get("softcap"), sinks)
+    step = step_of(rows, lengths)
+    shape = len(lengths) + 1, case["keys"], CAPACITY  # a slot more than there are trees
+    cache = [torch.randn(*shape, one).to(dtype) for one in (width, case.get("values", width))]
+    queries = torch.randn(len(lengths) * rows, (case["heads"] + 2 * case["keys"]) * width).to(dtype)
+    triton = operations_of(dtype, window, step)[1]
+    found = triton.attention(queries, (cache[0], cache[1]), layout)
+    expected = exact_attention(queries, [part[: len(lengths)] for part in cache], layout, step)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("has_norms", [False, True], ids=["no norms", "norms"])
+def test_kernels_round_as_the_operations_of_torch_do(dtype: torch.dtype, has_norms: bool) -> None:
+    """float16 has to give the same bits; sums in float32 may be in another order."""
+    torch.manual_seed(0)
+    layout = HeadLayout(6, 2, 80, 0.1, 1e-6, AttentionWindow(FULL))
+    step = step_of(16, [5, 517])
+    tokens = 32
+    qkv, turned = torch.randn(tokens, 10 * 80).to(dtype), torch.randn(2, tokens, 80).to(dtype)
+    norms = torch.randn(2, 80).to(dtype)
+    stored, hidden = torch.randn(4, 2, 2, CAPACITY, 80).to(dtype), torch.randn(2, tokens, 96).to(dtype)
+    weight, gates = torch.randn(96).to(dtype), torch.randn(tokens, 2 * 1500).to(dtype)
+    outcomes = []
+    for operations in operations_of(dtype, layout.window, step):
+        mine, cache, sums = qkv.clone(), stored.clone(), hidden[0].clone()
+        operations.move([cache])
+        moved = cache.clone()
+        given = (norms[0], norms[1]) if has_norms else None
+        operations.rotate_and_store(mine, (turned[0], turned[1]), given, (cache[0], cache[1]), layout)
+        normed = operations.add_norm(sums, hidden[1], weight, 1e-6)
+        alone = operations.add_norm(sums, None, weight, 1e-6)
+        outcomes.append([moved, mine[:, :480], cache, sums, normed, alone, operations.gate(gates)])
+    exact, tolerance = outcomes[0], {torch.float32: 1e-5, torch.float16: 2e-3}[dtype]
+    assert torch.equal(outcomes[1][0], exact[0]) and not torch.equal(exact[0], stored)
+    for found, expected in zip(outcomes[1], exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+LONG = ("qwen3", "qwen3_moe", "gpt_oss", "gpt2", "phi3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral",
+        "gemma2",
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3", "qwen3_moe", "gpt2", "phi3")),
+    ],
+)
+def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> None:
+    model = model_of(family)
+    target = Target(model, direct)
+    first = target._captured._passes[0]
+    assert not first.reads_extent, "the kernels must be used"
+    cache, contexts = target.allocate(2), [prompt_of(70), prompt_of(11)]
+    for slot, context in enumerate(contexts):
+        target.prefill(cache, slot, context, room=100)
+    for size in (9, 4):
+        tree = DraftTree.of(
+            5, [(7 * node + 2) % VOCABULARY for node in range(size)], [max(ROOT, node - 3) for node in range(size)]
+        )
+        found = target.verify(cache, [tree, tree])
+        target.wait()
+        for slot in range(2):
+            contexts[slot] += tokens_to(tree, size - 1)
+            assert_same_logits(found[slot].logits[size], plain_logits(model, contexts[slot]))
+            target.commit(cache, slot, path_to(tree, size - 1))
+
+
+ATTENTION = """
+import sys, warnings
+warnings.filterwarnings("ignore")
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from hdtool.runtime.engines.cuda.kernels import attention_kernel
+from hdtool.runtime.engines.cuda.triton_operations import Blocks, padded
+folder, capability, widths = sys.argv[1], int(sys.argv[2]), map(int, sys.argv[3:])
+names = attention_kernel.arg_names
+pointers = {"qkv": "", "keys": "", "values": "", "lengths": "i64", "positions": "i64", "ancestors": "i64"}
+for width in widths:
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        for queries in (16, 32, 64):
+            blocks = Blocks.of(queries, width, dtype, capability // 10)
+            if blocks.queries < queries:
+                continue
+            constants = dict(
+                SPLITS=16, LEAST=128, WIDTH=width, LOADED=padded(width), VALUES=width, VALUES_LOADED=padded(width),
+                BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, WINDOW=False, SOFTCAP=False, PRECISION="ieee",
+            )
+            kinds = {one: "*" + (kind or name) for one, kind in pointers.items()}
+            kinds |= {"parts": "*fp32", "levels": "*fp32", "scale": "fp32", "softcap": "fp32"}
+            kinds |= dict.fromkeys(constants, "constexpr")
+            signature = {one: kinds.get(one, "i32") for one in names}
+            aligned = [one for one in names if kinds.get(one, "").startswith("*") or one.endswith("_stride")]
+            source = ASTSource(
+                attention_kernel,
+                signature,
+                {(names.index(one),): value for one, value in constants.items()},
+                {(names.index(one),): [["tt.divisibility", 16]] for one in aligned},
+            )
+            made = compile(source, target=GPUTarget("cuda", capability, 32),
+                           options={"num_warps": blocks.warps, "num_stages": 2})
+            case = f"{name}-{width}-{queries}"
+            open(f"{folder}/{case}.cubin", "wb").write(made.asm["cubin"])
+            print(case, made.metadata.shared)
+"""
+SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}
+"""KiB of shared memory that one block may have."""
+
+
+@pytest.mark.parametrize("width", [128, *(pytest.param(each, marks=pytest.mark.long) for each in (64, 256))])
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(each, marks=pytest.mark.long) for each in SHARED_MEMORY if each != 90)]
+)
+def test_attention_compiles_without_spills(capability: int, width: int, tmp_path: Path) -> None:
+    import triton
+
+    command = [sys.executable, "-c", ATTENTION, str(tmp_path), str(capability), str(width)]
+    compiling = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    made = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    cases = dict(line.split() for line in made.stdout.splitlines())
+    assert len(cases) > 2
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    for case, shared in cases.items():
+        told = subprocess.run(
+            [tool, "--dump-resource-usage", tmp_path / f"{case}.cubin"], capture_output=True, text=True, check=True
+        ).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", told)
+        assert found, told
+        assert int(found[2]) <= 8 and not int(found[3]), f"{case} spills: {found[0]}"
+        assert int(shared) <= SHARED_MEMORY[capability] * 1024, case
