@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-WARM_UPS = 2
-"""Runs before a capture: lazy initialization of libraries cannot be captured."""
+WARM_UPS = 1
+"""Runs before a capture: compilation and lazy initialization of libraries cannot be captured."""
 
 Run = Callable[[], None]
 

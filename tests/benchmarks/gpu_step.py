@@ -1,0 +1,126 @@
+"""Captured steps of a model's shape on a GPU: ``python -m tests.benchmarks.gpu_step llama-3-8b [--trace]``.
+
+For hdtool's own pass, the library's layers with hdtool's attention, and the library's with masks, in turn: milliseconds
+of a step by context and draft tokens, alone and in a batch, and the share of the time that a copy of all bytes read
+would take. ``--trace`` adds the kernels of one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.environment import machine
+from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
+from hdtool.runtime.evaluation.recorded_model import bandwidth
+from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.static_steps import StaticSteps, StepPass
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+
+TURNS, SHOWN = 15, 14
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", help="a shape, or a config.json")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--contexts", type=numbers, default=[1000, 7000])
+    parser.add_argument("--nodes", type=numbers, default=[0, 7, 31, 64])
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--trace", action="store_true")
+    options = parser.parse_args()
+    loaded = load_shape(options.shape, ModelConfig(device=options.device))
+    target = loaded.target
+    steps = target._captured.steps
+    assert steps, "its steps are not captured"
+    print(f"{loaded.name} in {target.dtype}, {machine(target.device)}")
+    speed = bandwidth(target.device)
+    for step_pass in target._captured._passes:
+        steps.use(step_pass)
+        name = name_of(step_pass)
+        for context in options.contexts:
+            limit = 1e3 * bytes_read(target, context) / speed
+            for nodes in options.nodes:
+                found = milliseconds(target, target.cache, [tree_of(nodes)], context)
+                print(
+                    f"{name}, {context} tokens, {nodes} nodes: {found:.2f} ms, {limit / found:.0%} of a copy",
+                    flush=True,
+                )
+        batch = target.allocate(options.slots)
+        for nodes in options.nodes[:2]:
+            found = milliseconds(target, batch, [tree_of(nodes)] * options.slots, options.contexts[0])
+            print(f"{name}, {options.slots} x {options.contexts[0]} tokens, {nodes} nodes: {found:.2f} ms", flush=True)
+        del batch
+    if options.trace:
+        steps.use(target._captured._passes[0])
+        trace(target, steps, options.contexts[0])
+
+
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def name_of(step_pass: StepPass) -> str:
+    own = getattr(step_pass, "_attention", None)
+    return {"FusedPass": "fused"}.get(type(step_pass).__name__, "library, tree attention" if own else "library, masks")
+
+
+def tree_of(nodes: int) -> DraftTree:
+    """A binary tree."""
+    return DraftTree.of(1, [(3 * node + 2) % 100 for node in range(nodes)], [node // 2 - 1 for node in range(nodes)])
+
+
+def milliseconds(target: Target, cache: Cache, trees: Sequence[DraftTree], context: int) -> float:
+    """The median of some steps, after those that capture; paths that are accepted move in the cache."""
+    for slot in range(len(trees)):
+        target.prefill(cache, slot, some_context(context, target.vocabulary), room=300)
+    found: list[float] = []
+    for _ in range(TURNS):
+        step_once(target, cache, trees)
+        found.append(1e3 * target.log.last_seconds)
+    return median(found[2:])
+
+
+def step_once(target: Target, cache: Cache, trees: Sequence[DraftTree]) -> None:
+    target.verify(cache, trees)
+    target.wait()
+    for slot, tree in enumerate(trees):
+        target.commit(cache, slot, [0, 2] if len(tree) > 2 else [])
+
+
+def bytes_read(target: Target, context: int) -> int:
+    """Weights, and keys and values of the context."""
+    shapes = [shape for layer in target.shapes if layer for shape in layer]
+    return weights_read(target) + context * sum(one.heads * one.width * one.dtype.itemsize for one in shapes)
+
+
+def trace(target: Target, steps: StaticSteps, context: int) -> None:
+    """The kernels of one step over 32 rows."""
+    from torch.profiler import ProfilerActivity, profile
+
+    trees = [tree_of(31)]
+    milliseconds(target, target.cache, trees, context)
+    run: Callable[[], None] = lambda: step_once(target, target.cache, trees)  # noqa: E731
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    events: Any = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
+    count, time = Counter[str](), Counter[str]()
+    for event in events:
+        count[event.name] += 1
+        time[event.name] += event.device_time_total
+    print(f"a step over 32 rows after {context} tokens: {len(events)} kernels and copies, {sum(time.values()):.0f} us")
+    for name, microseconds in time.most_common(SHOWN):
+        print(f"{microseconds:9.0f} us {count[name]:5} x {name[:90]}")
+
+
+if __name__ == "__main__":
+    main()
