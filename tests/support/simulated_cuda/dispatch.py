@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from tests.support.simulated_cuda import transfers
 from tests.support.simulated_cuda.counts import KERNEL
@@ -38,6 +39,7 @@ INDEXING = {
 """Operations that take indices of the host, which they send to the device, and masks, whose sum is a shape."""
 TAKE_NO_NUMBER = {aten.gather.default, aten.index_select.default}
 """Operations that do not take a tensor of the host without dimensions as a number."""
+META = torch.device("meta")
 EMPTY = {
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -80,7 +82,7 @@ def dispatch(func: Any, args: Any, options: dict[str, Any]) -> Any:
         return func(*args, **options)
     if func is torch.ops.prim.device.default:
         return CUDA
-    leaves = tree_leaves((args, options))
+    leaves = [*leaves_of(args), *leaves_of(options.values())]
     is_device = any(isinstance(leaf, DeviceTensor) for leaf in leaves)
     if not is_device and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves):
         return on_host(func, args, options)
@@ -92,7 +94,7 @@ def dispatch(func: Any, args: Any, options: dict[str, Any]) -> Any:
     if func in READS:
         DEVICE.wait("reads a number")
         with DEVICE.working():
-            return func(*tree_map_only(DeviceTensor, numbers_of, args))
+            return func(*mapped(args, numbers_of))
     if func is aten._to_copy.default:
         return transfers.copied_to(*args, **options)
     if func is aten.copy_.default:
@@ -100,17 +102,38 @@ def dispatch(func: Any, args: Any, options: dict[str, Any]) -> Any:
     if not is_device:
         return made(func, args, options)
     if (device := options.get("device")) is not None and device.type == "cpu":
-        return on_host(func, tree_map_only(DeviceTensor, lambda like: torch.empty_like(like.numbers), args), options)
+        return on_host(func, mapped(args, lambda like: torch.empty_like(numbers_of(like))), options)
     take_to_device(func, leaves)
     return computed(func, args, options)
 
 
+@cache
 def is_composed(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-def numbers_of(tensor: DeviceTensor) -> torch.Tensor:
-    return tensor.numbers
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.numbers if isinstance(tensor, DeviceTensor) else tensor
+
+
+def leaves_of(values: Any) -> Iterator[Any]:
+    """All that is in sequences, and in those in them."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from leaves_of(value)
+        else:
+            yield value
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A value with all tensors in it changed; torch's own pytrees take most of the time of a dispatch."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(part, change) for part in value])
+    if isinstance(value, dict):
+        return {name: mapped(part, change) for name, part in value.items()}
+    return value
 
 
 def on_host(func: Any, args: Any, options: dict[str, Any]) -> Any:
@@ -144,16 +167,14 @@ def take_to_device(func: Any, leaves: list[Any]) -> None:
 
 def computed(func: Any, args: Any, options: dict[str, Any]) -> Any:
     """The result of a kernel, or of a view, which needs none."""
-    leaves = tree_leaves((args, options))
+    leaves = [*leaves_of(args), *leaves_of(options.values())]
     there = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
-    given, kept = tree_map_only(DeviceTensor, numbers_of, (args, options))
+    given, kept = mapped(args, numbers_of), mapped(options, numbers_of)
     if "device" in kept:
         kept["device"] = CPU
     if func.is_view or func in VIEWS:
         with torch.inference_mode(there[0].is_inference()):
-            return tree_map_only(
-                torch.Tensor, lambda view: DeviceTensor(view, there[0].allocation), func(*given, **kept)
-            )
+            return mapped(func(*given, **kept), lambda view: DeviceTensor(view, there[0].allocation))
     uses = [weakref.ref(tensor.allocation) for tensor in there]
     kernel = STAND_INS.get(func, func)
     if func._schema.is_mutable:
@@ -166,12 +187,11 @@ def computed(func: Any, args: Any, options: dict[str, Any]) -> Any:
         DEVICE.wait("needs to know a shape")
         DEVICE.counts.add(KERNEL)
         with DEVICE.working():
-            return tree_map_only(torch.Tensor, new_tensor, kernel(*given, **kept))
-    results = empty_results(func, given, kept)
+            return mapped(kernel(*given, **kept), new_tensor)
+    results = RESULTS.of(func, given, kept)
     if func not in EMPTY:
-        found, _ = tree_flatten(results)
-        DEVICE.launch(Operation(KERNEL, func.name(), kernel, given, kept, found, uses))
-    return tree_map_only(torch.Tensor, new_tensor, results)
+        DEVICE.launch(Operation(KERNEL, func.name(), kernel, given, kept, list(leaves_of([results])), uses))
+    return mapped(results, new_tensor)
 
 
 def written_by(func: Any, args: Any, options: dict[str, Any]) -> list[torch.Tensor]:
@@ -191,19 +211,44 @@ def has_unknown_shape(func: Any, leaves: list[Any]) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
-def empty_results(func: Any, args: Any, options: dict[str, Any]) -> Any:
-    """Memory for the results of an operation, whose shapes the meta device knows."""
+class Results:
+    """Memory for the results of operations, whose shapes the meta device knows; each is asked for once."""
 
-    def meta(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    def __init__(self) -> None:
+        self._shapes: dict[Any, Any] = {}
 
-    args, options = tree_map_only(torch.Tensor, meta, (args, options))
+    def of(self, func: Any, args: Any, options: dict[str, Any]) -> Any:
+        key = func, *map(key_of, args), *((name, key_of(value)) for name, value in options.items())
+        if key not in self._shapes:
+            self._shapes[key] = shapes_of(func, args, options)
+        return mapped(self._shapes[key], uninitialized)
+
+
+RESULTS = Results()
+
+
+def key_of(value: Any) -> Any:
+    """What the shape of a result depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.size(), value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(key_of, value))
+    return type(value), value
+
+
+def shapes_of(func: Any, args: Any, options: dict[str, Any]) -> Any:
+    """The results of an operation as tensors without numbers."""
+    args, options = mapped(args, on_meta), mapped(options, on_meta)
     if "device" in options:
-        options["device"] = torch.device("meta")
+        options["device"] = META
+    return SHAPES.get(func, func)(*args, **options)
 
-    def uninitialized(like: torch.Tensor) -> torch.Tensor:
-        memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
-        spoil(memory)
-        return memory
 
-    return tree_map_only(torch.Tensor, uninitialized, SHAPES.get(func, func)(*args, **options))
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def uninitialized(like: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+    spoil(memory)
+    return memory

@@ -38,7 +38,7 @@ class Allocation:
         return self.size
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operation:
     """A kernel or a copy. It holds memory, but the memory may be freed by then: ``uses`` tells."""
 

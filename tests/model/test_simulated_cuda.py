@@ -1,0 +1,159 @@
+"""What the code for CUDA does on a simulated device: the CPU's tokens, few kernels, copies and waits, few captures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.support.project import ROOT
+from tests.support.simulated_cuda.counts import COPY_IN, COPY_OUT, KERNEL, REPLAY, REPLAYED, WAIT, waits
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="a device is simulated on Linux without CUDA"
+)
+LONGEST = 900
+"""Seconds after which a process is taken to hang."""
+
+
+class Kernels(NamedTuple):
+    """The most kernels of a captured step."""
+
+    per_layer: int
+    others: int
+
+
+KERNELS = {
+    "llama": (Kernels(36, 43), Kernels(39, 47)),
+    "gemma2": (Kernels(62, 54), Kernels(63, 58)),
+    "gpt2": (Kernels(21, 34), Kernels(22, 38)),
+    "qwen3_moe": (Kernels(62, 43), Kernels(65, 47)),
+}
+"""Those of a step of one row, and of one of many rows that first moves positions of the cache: as many as today."""
+EXTRA_WAITS = {"hd": 1, "sampled": 1, "hd, sampled": 8}
+"""Waits of a step beside the one for its pass, to read rankings of its nodes, or a row of logits for each token."""
+EXTRA_KERNELS = 3
+"""Kernels outside of the captured step, for rankings."""
+CAPTURES_BEFORE, CAPTURES_FIRST, CAPTURES_LATER = 14, 8, 1
+"""Until the first answer begins, in it, and in later ones: as many as today."""
+NOTICED_BY_TOKENS = {
+    "no wait for a step",
+    "input reused before its copy",
+    "logits left in the pool",
+    "steps kept over new memory",
+    "moves forgotten",
+}
+NOTICED_BY_FAULTS = {
+    "tensor of a list in a capture": "cannot copy from memory that is not pinned during a capture",
+    "number read in a capture": "operation not permitted when stream is capturing: reads a number",
+    "indices on the host": "expected all tensors on cuda:0, but one of aten::index_copy_ is on the CPU",
+}
+NOTICED_BY_WAITS = {"blocking copies"}
+
+
+@cache
+def scenario(home: Path, *arguments: str) -> dict[str, Any]:
+    """What a group of scenarios printed; for all tests of this file it runs once in a process."""
+    environment = {**os.environ, "HDTOOL_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.support.device_scenarios", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+    )
+    assert not process.returncode, process.stderr
+    found: dict[str, Any] = json.loads(process.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home in which nothing was measured."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def answers(home: Path) -> dict[str, Any]:
+    return scenario(home, "answers", *KERNELS)
+
+
+def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
+    assert not answers["faults"]
+    for family in KERNELS:
+        found = answers[family]
+        assert {way: answer["tokens"] for way, answer in found["ways"].items()} == found["expected"], family
+        assert found["captures"], family
+
+
+def test_a_captured_step_copies_in_and_out_and_waits_once(answers: dict[str, Any]) -> None:
+    for family in KERNELS:
+        for way in ("plain", "lying drafter"):
+            steps = answers[family]["ways"][way]["steps"]
+            assert len(steps) > 3
+            for step in steps:
+                expected = {COPY_IN: 1, COPY_OUT: 1, REPLAY: 1, WAIT + "an event": 1}
+                assert step == {**expected, REPLAYED: step[REPLAYED]}, (family, way, answers["lines"])
+
+
+def test_what_a_step_costs_for_rankings_and_samples_is_bounded(answers: dict[str, Any]) -> None:
+    for family in KERNELS:
+        for way, extra in EXTRA_WAITS.items():
+            for step in map(Counter, answers[family]["ways"][way]["steps"]):
+                assert (step[COPY_IN], step[COPY_OUT], step[REPLAY]) == (1, 1, 1)
+                assert waits(step) <= 1 + extra, (family, way, answers["lines"])
+                assert step[KERNEL] <= EXTRA_KERNELS, (family, way, answers["lines"])
+
+
+def test_the_kernels_of_a_step_are_bounded(answers: dict[str, Any]) -> None:
+    for family, budgets in KERNELS.items():
+        layers, more = answers[family]["layers"]
+        for way, budget in zip(("plain", "lying drafter"), budgets, strict=True):
+            few, many = (
+                max(step[REPLAYED] for step in found[way]["steps"])
+                for found in (answers[family]["ways"], answers[family]["deeper"])
+            )
+            per_layer = (many - few) / (more - layers)
+            assert per_layer <= budget.per_layer, (family, way)
+            assert few - layers * per_layer <= budget.others, (family, way)
+
+
+def test_the_captures_before_and_within_answers_are_bounded(home: Path) -> None:
+    found = scenario(home, "captures")
+    assert found["captures"] and not found["faults"]
+    first, *later = found["answers"]
+    assert found["before"] <= CAPTURES_BEFORE
+    assert first <= CAPTURES_FIRST
+    assert max(later) <= CAPTURES_LATER
+
+
+def test_a_model_that_changes_between_answers_gives_the_tokens_of_the_cpu(home: Path) -> None:
+    found = scenario(home, "changes")
+    assert found["device"] == found["expected"] and not found["faults"]
+    for change, answer in found["device"].items():
+        assert answer["after"] != answer["before"], change
+    assert all(found["captures"])
+
+
+def test_faults_of_device_code_are_noticed(home: Path) -> None:
+    found = scenario(home, "mutations")
+    sound = found.pop("nothing")
+    assert sound == {"tokens differ": False, "captures": True, "faults": [], "raised": "", "most waits": 1}
+    assert found.keys() == NOTICED_BY_TOKENS | NOTICED_BY_FAULTS.keys() | NOTICED_BY_WAITS
+    for name, symptoms in found.items():
+        if name in NOTICED_BY_TOKENS:
+            assert symptoms["tokens differ"], name
+        elif name in NOTICED_BY_WAITS:
+            assert symptoms["most waits"] > sound["most waits"], name
+        else:
+            assert symptoms["faults"][0].startswith(NOTICED_BY_FAULTS[name])
+            assert not symptoms["captures"] and not symptoms["tokens differ"]

@@ -1,0 +1,137 @@
+"""Faults of device code that are put into hdtool on purpose: what a simulated device must notice.
+
+This is the only place that knows names inside the captured steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hdtool.runtime.model.attention_masks import AttentionMasks
+from hdtool.runtime.model.cache import kv_cache
+from hdtool.runtime.model.cache.kv_cache import IndexedKVCache
+from hdtool.runtime.model.cuda_graphs import DeviceClock
+from hdtool.runtime.model.static_steps import StaticSteps
+from hdtool.runtime.model.step_input import StepInput
+
+Undo = Callable[[], None]
+
+
+def replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Undo:
+    """Put ``made`` of an attribute in its place; the returned function puts it back."""
+    usual = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
+    setattr(owner, name, made(usual))
+    return lambda: setattr(owner, name, usual)
+
+
+def nothing() -> Undo:
+    return lambda: None
+
+
+def no_wait_for_a_step() -> Undo:
+    return replaced(DeviceClock, "seconds", lambda usual: lambda clock: 1e-3)
+
+
+def input_reused_before_its_copy() -> Undo:
+    def reusing(usual: Any) -> Any:
+        def send(step_input: Any, *args: Any) -> None:
+            usual(step_input, *args)
+            step_input._host.zero_()
+
+        return send
+
+    return replaced(StepInput, "send", reusing)
+
+
+def tensor_of_a_list_in_a_capture() -> Undo:
+    def before(mask: Any) -> None:
+        torch.tensor([1], device=mask.device)
+
+    return with_each_mask(before)
+
+
+def number_read_in_a_capture() -> Undo:
+    def before(mask: Any) -> None:
+        int(mask.flatten()[0])
+
+    return with_each_mask(before)
+
+
+def with_each_mask(act: Callable[[torch.Tensor], None]) -> Undo:
+    def acting(usual: Any) -> Any:
+        def on_device(masks: Any, ancestor_mask: torch.Tensor, *args: Any) -> Any:
+            act(ancestor_mask)
+            return usual(masks, ancestor_mask, *args)
+
+        return on_device
+
+    return replaced(AttentionMasks, "on_device", acting)
+
+
+def logits_left_in_the_pool() -> Undo:
+    def leaving(usual: Any) -> Any:
+        def captured(steps: Any, *args: Any) -> Any:
+            record = steps._capture.record
+
+            def recorded(run: Callable[[], None]) -> Any:
+                def run_and_leave() -> None:
+                    run()
+                    if torch.cuda.is_current_stream_capturing():
+                        steps._logits = steps._logits.clone()
+
+                return record(run_and_leave)
+
+            undo = replaced(steps._capture, "record", lambda usual: recorded)
+            try:
+                return usual(steps, *args)
+            finally:
+                undo()
+
+        return captured
+
+    return replaced(StaticSteps, "_captured", leaving)
+
+
+def steps_kept_over_new_memory() -> Undo:
+    return replaced(StaticSteps, "forget", lambda usual: lambda steps: None)
+
+
+def indices_on_the_host() -> Undo:
+    def making(usual: Any) -> Any:
+        def init(cache: Any, storage: Any, indices: torch.Tensor, *args: Any) -> None:
+            usual(cache, storage, torch.arange(len(indices)), *args)
+
+        return init
+
+    return replaced(IndexedKVCache, "__init__", making)
+
+
+def blocking_copies() -> Undo:
+    def blocking(usual: Any) -> Any:
+        return lambda target, source, non_blocking=False: usual(target, source)
+
+    return replaced(torch.Tensor, "copy_", blocking)
+
+
+def moves_forgotten() -> Undo:
+    return replaced(kv_cache, "must_move", lambda usual: lambda path: False)
+
+
+MUTATIONS: dict[str, Callable[[], Undo]] = {
+    mutation.__name__.replace("_", " "): mutation
+    for mutation in (
+        nothing,
+        no_wait_for_a_step,
+        input_reused_before_its_copy,
+        tensor_of_a_list_in_a_capture,
+        number_read_in_a_capture,
+        logits_left_in_the_pool,
+        steps_kept_over_new_memory,
+        indices_on_the_host,
+        blocking_copies,
+        moves_forgotten,
+    )
+}
