@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.support.families import FAMILIES
 from tests.support.project import ROOT
 from tests.support.simulated_cuda.counts import COPY_IN, COPY_OUT, KERNEL, REPLAY, REPLAYED, WAIT, waits
 
@@ -57,14 +58,27 @@ NOTICED_BY_FAULTS = {
     "indices on the host": "expected all tensors on cuda:0, but one of aten::index_copy_ is on the CPU",
 }
 NOTICED_BY_WAITS = {"blocking copies"}
+NOT_CAPTURED = {"falcon": "cannot copy from memory that is not pinned during a capture"}
+"""Families whose code a graph cannot record, and why: Falcon makes a tensor of a number of the host in each layer."""
+AT_ONCE = 5
+"""Families that a process of the long suite decodes with."""
+NEAR_TIE = 0.1
+"""The distance of two logits, in standard deviations, of which bfloat16 may prefer either."""
+
+
+def groups_of_families() -> list[Any]:
+    """A few processes for all families, as each takes seconds to start."""
+    names = list(FAMILIES)
+    groups = [names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)]
+    return [pytest.param(group, id=group[0]) for group in groups]
 
 
 @cache
-def scenario(home: Path, *arguments: str) -> dict[str, Any]:
-    """What a group of scenarios printed; for all tests of this file it runs once in a process."""
+def scenario(home: Path, *arguments: str, module: str = "device_scenarios") -> dict[str, Any]:
+    """What a group of scenarios printed, in a process of its own that all tests share."""
     environment = {**os.environ, "HDTOOL_HOME": str(home), "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
-        [sys.executable, "-m", "tests.support.device_scenarios", *arguments],
+        [sys.executable, "-m", f"tests.support.{module}", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -108,7 +122,8 @@ def test_a_captured_step_copies_in_and_out_and_waits_once(answers: dict[str, Any
 def test_what_a_step_costs_for_rankings_and_samples_is_bounded(answers: dict[str, Any]) -> None:
     for family in KERNELS:
         for way, extra in EXTRA_WAITS.items():
-            for step in map(Counter, answers[family]["ways"][way]["steps"]):
+            steps: list[Counter[str]] = list(map(Counter, answers[family]["ways"][way]["steps"]))
+            for step in steps:
                 assert (step[COPY_IN], step[COPY_OUT], step[REPLAY]) == (1, 1, 1)
                 assert waits(step) <= 1 + extra, (family, way, answers["lines"])
                 assert step[KERNEL] <= EXTRA_KERNELS, (family, way, answers["lines"])
@@ -157,3 +172,32 @@ def test_faults_of_device_code_are_noticed(home: Path) -> None:
         else:
             assert symptoms["faults"][0].startswith(NOTICED_BY_FAULTS[name])
             assert not symptoms["captures"] and not symptoms["tokens differ"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("names", groups_of_families())
+def test_all_families_give_the_tokens_of_the_cpu_however_they_are_decoded(names: list[str], home: Path) -> None:
+    found = scenario(home, "families", *names, module="device_long_scenarios")
+    for name, family in found["found"].items():
+        for drafter, answers in family["answers"].items():
+            assert answers == found["expected"][name], (name, drafter)
+        if name in NOT_CAPTURED:
+            assert family["faults"][0].startswith(NOT_CAPTURED[name]) and not family["captures"]
+        else:
+            assert family["captures"] and not family["faults"], name
+
+
+@pytest.mark.long
+def test_bfloat16_prefers_other_tokens_in_near_ties_only(home: Path) -> None:
+    found = scenario(home, "bfloat16", *FAMILIES, module="device_long_scenarios")
+    for name, family in found.items():
+        assert max(family["gaps"]) < NEAR_TIE, name
+        assert family["captures"] == (name not in NOT_CAPTURED), name
+
+
+@pytest.mark.long
+def test_grammars_are_kept_as_on_the_cpu(home: Path) -> None:
+    found = scenario(home, "grammars", module="device_long_scenarios")
+    assert not found["faults"]
+    for way, answers in found["found"].items():
+        assert answers == found["expected"], way

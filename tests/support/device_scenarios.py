@@ -1,6 +1,6 @@
 """Decodes on a simulated CUDA device, in a process of its own, and prints as JSON what happened.
 
-``python -m tests.support.device_scenarios GROUP [ARGUMENT ...]``; the groups are the functions in ``GROUPS``.
+``python -m tests.support.device_scenarios GROUP [ARGUMENT ...]``. A group is a function of this file.
 """
 
 from __future__ import annotations
@@ -239,11 +239,15 @@ def symptoms(
     }
 
 
-GROUPS: dict[str, Callable[..., dict[str, Any]]] = {
-    group.__name__: group for group in (answers, captures, changes, mutations)
-}
+Groups = dict[str, Callable[..., dict[str, Any]]]
 
-if __name__ == "__main__":
+
+def main(groups: Groups, arguments: Sequence[str]) -> None:
+    """Print what a group found, whose name is the first argument."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    print(json.dumps(GROUPS[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps(groups[arguments[0]](*arguments[1:])))
+
+
+if __name__ == "__main__":
+    main({group.__name__: group for group in (answers, captures, changes, mutations)}, sys.argv[1:])
