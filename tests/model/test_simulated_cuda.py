@@ -33,18 +33,19 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "llama": (Kernels(36, 43), Kernels(39, 47)),
-    "gemma2": (Kernels(62, 54), Kernels(63, 58)),
-    "gpt2": (Kernels(21, 34), Kernels(22, 38)),
-    "qwen3_moe": (Kernels(62, 43), Kernels(65, 47)),
+    "llama": (Kernels(38, 45), Kernels(40, 45)),
+    "gemma2": (Kernels(62, 59), Kernels(63, 59)),
+    "gpt2": (Kernels(21, 39), Kernels(22, 39)),
+    "qwen3_moe": (Kernels(62, 48), Kernels(65, 48)),
 }
-"""Those of a step of one row, and of one of many rows that first moves positions of the cache: as many as today."""
+"""Those of a step of one row, and of one of many rows: as many as today, without Triton."""
 EXTRA_WAITS = {"hd": 1, "sampled": 1, "hd, sampled": 8}
 """Waits of a step beside the one for its pass, to read rankings of its nodes, or a row of logits for each token."""
 EXTRA_KERNELS = 3
 """Kernels outside of the captured step, for rankings."""
-CAPTURES_BEFORE, CAPTURES_FIRST, CAPTURES_LATER = 14, 8, 1
-"""Until the first answer begins, in it, and in later ones: as many as today."""
+CAPTURES_BEFORE, CAPTURES_WITHIN = 8, 6
+"""Until the first answer begins, and within a few answers: as many as today, where the first one captures each size
+again because the cache that passes are timed with is another one."""
 NOTICED_BY_TOKENS = {
     "no wait for a step",
     "input reused before its copy",
@@ -55,7 +56,7 @@ NOTICED_BY_TOKENS = {
 NOTICED_BY_FAULTS = {
     "tensor of a list in a capture": "cannot copy from memory that is not pinned during a capture",
     "number read in a capture": "operation not permitted when stream is capturing: reads a number",
-    "indices on the host": "expected all tensors on cuda:0, but one of aten::index_copy_ is on the CPU",
+    "indices on the host": "expected all tensors on cuda:0, but one of aten::index_select is on the CPU",
 }
 NOTICED_BY_WAITS = {"blocking copies"}
 NOT_CAPTURED = {"falcon": "cannot copy from memory that is not pinned during a capture"}
@@ -107,6 +108,7 @@ def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
         found = answers[family]
         assert {way: answer["tokens"] for way, answer in found["ways"].items()} == found["expected"], family
         assert found["captures"], family
+        assert found["fused"] == (family == "llama")
 
 
 def test_a_captured_step_copies_in_and_out_and_waits_once(answers: dict[str, Any]) -> None:
@@ -117,6 +119,17 @@ def test_a_captured_step_copies_in_and_out_and_waits_once(answers: dict[str, Any
             for step in steps:
                 expected = {COPY_IN: 1, COPY_OUT: 1, REPLAY: 1, WAIT + "an event": 1}
                 assert step == {**expected, REPLAYED: step[REPLAYED]}, (family, way, answers["lines"])
+
+
+def test_a_captured_step_of_a_batch_copies_in_and_out_once(answers: dict[str, Any]) -> None:
+    for family in KERNELS:
+        batch = answers[family]["batch"]
+        assert batch["tokens"] == answers[family]["expected of slots"], family
+        assert len(batch["steps"]) > 3
+        for step in batch["steps"]:
+            assert (step[COPY_IN], step[COPY_OUT], step[REPLAY], step[WAIT + "an event"]) == (1, 1, 1, 1), family
+            # Rankings are read for each slot.
+            assert waits(Counter(step)) <= 1 + len(batch["tokens"]), (family, answers["lines"])
 
 
 def test_what_a_step_costs_for_rankings_and_samples_is_bounded(answers: dict[str, Any]) -> None:
@@ -145,10 +158,8 @@ def test_the_kernels_of_a_step_are_bounded(answers: dict[str, Any]) -> None:
 def test_the_captures_before_and_within_answers_are_bounded(home: Path) -> None:
     found = scenario(home, "captures")
     assert found["captures"] and not found["faults"]
-    first, *later = found["answers"]
     assert found["before"] <= CAPTURES_BEFORE
-    assert first <= CAPTURES_FIRST
-    assert max(later) <= CAPTURES_LATER
+    assert sum(found["answers"]) <= CAPTURES_WITHIN
 
 
 def test_a_model_that_changes_between_answers_gives_the_tokens_of_the_cpu(home: Path) -> None:

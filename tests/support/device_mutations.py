@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from hdtool.runtime.model import static_steps
 from hdtool.runtime.model.attention_masks import AttentionMasks
 from hdtool.runtime.model.cache import kv_cache
-from hdtool.runtime.model.cache.kv_cache import IndexedKVCache
 from hdtool.runtime.model.cuda_graphs import DeviceClock
 from hdtool.runtime.model.static_steps import StaticSteps
 from hdtool.runtime.model.step_input import StepInput
@@ -73,40 +73,38 @@ def with_each_mask(act: Callable[[torch.Tensor], None]) -> Undo:
 
 def logits_left_in_the_pool() -> Undo:
     def leaving(usual: Any) -> Any:
-        def captured(steps: Any, *args: Any) -> Any:
-            record = steps._capture.record
+        def write(buffers: Any, *args: Any) -> None:
+            usual(buffers, *args)
+            if torch.cuda.is_current_stream_capturing():
+                buffers._logits = buffers._logits.clone()
 
-            def recorded(run: Callable[[], None]) -> Any:
-                def run_and_leave() -> None:
-                    run()
-                    if torch.cuda.is_current_stream_capturing():
-                        steps._logits = steps._logits.clone()
+        return write
 
-                return record(run_and_leave)
-
-            undo = replaced(steps._capture, "record", lambda usual: recorded)
-            try:
-                return usual(steps, *args)
-            finally:
-                undo()
-
-        return captured
-
-    return replaced(StaticSteps, "_captured", leaving)
+    return replaced(static_steps._Buffers, "write", leaving)
 
 
 def steps_kept_over_new_memory() -> Undo:
-    return replaced(StaticSteps, "forget", lambda usual: lambda steps: None)
+    def keeping(usual: Any) -> Any:
+        kept: dict[Any, Any] = {}
+
+        def prepared(steps: Any, cache: Any, trees: Any) -> Any:
+            steps._steps.setdefault(cache.storage, kept)
+            return usual(steps, cache, trees)
+
+        return prepared
+
+    return replaced(StaticSteps, "prepared", keeping)
 
 
 def indices_on_the_host() -> Undo:
-    def making(usual: Any) -> Any:
-        def init(cache: Any, storage: Any, indices: torch.Tensor, *args: Any) -> None:
-            usual(cache, storage, torch.arange(len(indices)), *args)
+    def sending(usual: Any) -> Any:
+        def tensors(*args: Any) -> Any:
+            found = usual(*args)
+            return found._replace(moved_from=found.moved_from.cpu())
 
-        return init
+        return tensors
 
-    return replaced(IndexedKVCache, "__init__", making)
+    return replaced(StepInput, "tensors", sending)
 
 
 def blocking_copies() -> Undo:

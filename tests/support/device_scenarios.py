@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,10 +21,11 @@ from transformers.utils import logging
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import decode
+from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
@@ -31,7 +33,7 @@ from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.device_mutations import MUTATIONS, Undo
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
-from tests.support.simulated_cuda.counts import CAPTURE, waits
+from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.install import install, on_device
 from tests.support.simulated_cuda.queue import DEVICE
 from tests.support.trees import LyingDrafter
@@ -41,6 +43,8 @@ MOST = 24
 GREEDY, SAMPLED = SamplingConfig(), SAMPLINGS["T 0.7"]
 DEEPER = 4
 NODES = 24
+SLOTS = 5, 30, 12
+"""Lengths of the prompts of a batch."""
 LONG = 1024
 """Positions of a cache that are more than an answer needs."""
 
@@ -91,9 +95,29 @@ def deeper(model: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 def answers(*families: str) -> dict[str, Any]:
     """Answers in several ways, on the CPU and on the device, and the kernels of models of two depths."""
-    expected = {family: [plain(model_of(family), sampling) for sampling in (GREEDY, SAMPLED)] for family in families}
+    expected = {
+        family: {
+            "plain": plain(model_of(family), GREEDY),
+            "sampled": plain(model_of(family), SAMPLED),
+            **{f"slot {length}": plain(model_of(family), GREEDY, prompt_of(length)) for length in SLOTS},
+        }
+        for family in families
+    }
     install()
-    return {family: answers_of(family, *expected[family]) for family in families} | told()
+    return {family: answers_of(family, expected[family]) for family in families} | told()
+
+
+def watched_batch(target: Target) -> dict[str, Any]:
+    """Answers with drafts in one batch, and what the device did in each pass that captured nothing."""
+    prompts = {f"slot {length}": prompt_of(length) for length in SLOTS}
+    requests = (Request(slot, prompt, Sampler(GREEDY, prompt), hierarchy()) for slot, prompt in prompts.items())
+    tokens: dict[str, list[int]] = {slot: [] for slot in prompts}
+    events = []
+    for request, step in decode_batch(target, partial(next, requests, None), len(prompts), max_new_tokens=MOST):
+        tokens[request.key] += step.tokens
+        events.append(Counter(DEVICE.counts.events))
+    steps = [after - before for before, after in pairwise(events) if after[REPLAY] > before[REPLAY]]
+    return {"tokens": tokens, "steps": [step for step in steps if not step[CAPTURE]]}
 
 
 def told() -> dict[str, Any]:
@@ -103,8 +127,8 @@ def told() -> dict[str, Any]:
     return {"faults": list(counts.faults), "lines": lines}
 
 
-def answers_of(family: str, greedy: list[int], sampled: list[int]) -> dict[str, Any]:
-    model = model_of(family)
+def answers_of(family: str, expected: dict[str, list[int]]) -> dict[str, Any]:
+    model, greedy = model_of(family), expected["plain"]
     target = Target(on_device(model))
     ways = {
         "plain": watched(target, GREEDY),
@@ -113,12 +137,16 @@ def answers_of(family: str, greedy: list[int], sampled: list[int]) -> dict[str, 
         "sampled": watched(target, SAMPLED),
         "hd, sampled": watched(target, SAMPLED, hierarchy()),
     }
-    captures, target = target.captures, Target(on_device(deeper(model, DEEPER)))
+    batch, captures, fused = watched_batch(target), target.captures, target._captured.is_fused
+    target = Target(on_device(deeper(model, DEEPER)))
     deep = watched(target, GREEDY)
     return {
-        "expected": {way: sampled if "sampled" in way else greedy for way in ways},
+        "expected": {way: expected["sampled" if "sampled" in way else "plain"] for way in ways},
         "ways": ways,
+        "expected of slots": {slot: tokens for slot, tokens in expected.items() if slot.startswith("slot")},
+        "batch": batch,
         "captures": captures and target.captures,
+        "fused": fused,
         "layers": [model.config.num_hidden_layers, DEEPER],
         "deeper": {"plain": deep, "lying drafter": watched(target, GREEDY, liar(deep["tokens"]))},
     }
@@ -243,8 +271,9 @@ Groups = dict[str, Callable[..., dict[str, Any]]]
 
 
 def main(groups: Groups, arguments: Sequence[str]) -> None:
-    """Print what a group found, whose name is the first argument."""
+    """Print what a group found, whose name is the first argument; Triton cannot compile for the device."""
     torch.set_num_threads(1)
+    sys.modules["hdtool.runtime.engines.cuda.triton_operations"] = None  # type: ignore[assignment]
     logging.set_verbosity_error()
     print(json.dumps(groups[arguments[0]](*arguments[1:])))
 

@@ -14,7 +14,7 @@ import torch
 from tests.support.simulated_cuda.dispatch import DISPATCHER
 from tests.support.simulated_cuda.graphs import STREAMS, CUDAGraph, Event, GraphCapture, Pool, Stream
 from tests.support.simulated_cuda.queue import CUDA, DEVICE, Device
-from tests.support.simulated_cuda.tensors import data_ptr
+from tests.support.simulated_cuda.tensors import Patches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +73,7 @@ def install() -> Device:
         setattr(torch.cuda, name, double)
     torch._C._cuda_clearCublasWorkspaces = lambda: None
     torch.accelerator.synchronize = DOUBLES["synchronize"]
-    torch.Tensor.data_ptr = data_ptr  # type: ignore[assignment, method-assign]
+    Patches().install()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host and sent
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     DISPATCHER.__enter__()  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from torch.nn import Parameter
 
 from tests.support.simulated_cuda.queue import CUDA, DEVICE, Allocation
 
@@ -12,7 +13,14 @@ UNINITIALIZED = {torch.bool: True, torch.uint8: 77, torch.int8: 77, torch.int16:
 """What new memory of integers holds; of others, a number that is an index of nothing."""
 
 
-class DeviceTensor(torch.Tensor):
+class DeviceTensorMeta(type(torch.Tensor)):  # type: ignore[misc]
+    """Parameters on the device are device tensors, too, although their class is ``Parameter``."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or (type(instance) is Parameter and hasattr(instance, "numbers"))
+
+
+class DeviceTensor(torch.Tensor, metaclass=DeviceTensorMeta):
     """A tensor on the device. Its ``numbers`` are right once queued work is done."""
 
     numbers: torch.Tensor
@@ -46,25 +54,6 @@ class DeviceTensor(torch.Tensor):
 
         return dispatch(func, args, kwargs or {})
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, new: torch.Tensor) -> None:
-        assert isinstance(new, DeviceTensor)
-        usual_data.__set__(self, new)
-        self.numbers, self.allocation = new.numbers, new.allocation
-
-    def untyped_storage(self) -> Any:
-        return self.allocation
-
-    def tolist(self) -> Any:
-        return self.cpu().tolist()
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy")
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
@@ -89,15 +78,57 @@ def spoil(memory: torch.Tensor) -> None:
         memory.fill_(UNINITIALIZED.get(memory.dtype, 2**30))
 
 
-def data_ptr(tensor: torch.Tensor) -> int:
-    """The address of a tensor's first number; compiled code of the host cannot read that of a device tensor."""
-    if isinstance(tensor, DeviceTensor):
+class Patches:
+    """Attributes of tensors that are other ones for device tensors, whose class may be ``Parameter``."""
+
+    def __init__(self) -> None:
+        self._data: Any = torch.Tensor.data
+        self._usual = {name: getattr(torch.Tensor, name) for name in ("data_ptr", "numpy", "tolist", "untyped_storage")}
+        self._new_parameter: Any = Parameter.__new__
+
+    def install(self) -> None:
+        for name in self._usual:
+            setattr(torch.Tensor, name, self._patched(name))
+        torch.Tensor.data = property(self._get_data, self._set_data)  # type: ignore[assignment]
+        Parameter.__new__ = staticmethod(self._make_parameter)  # type: ignore[method-assign, assignment]
+
+    def _patched(self, name: str) -> Any:
+        usual, own = self._usual[name], getattr(self, "_" + name)
+        return lambda tensor, *args, **options: (own if isinstance(tensor, DeviceTensor) else usual)(
+            tensor, *args, **options
+        )
+
+    @staticmethod
+    def _data_ptr(tensor: DeviceTensor) -> int:
+        """Of use as a name only: compiled code of the host cannot read there."""
         return tensor.allocation.address + int(tensor.storage_offset()) * tensor.itemsize
-    return usual_data_ptr(tensor)
 
+    @staticmethod
+    def _untyped_storage(tensor: DeviceTensor) -> Allocation:
+        return tensor.allocation
 
-usual_data_ptr = torch.Tensor.data_ptr
-usual_data: Any = torch.Tensor.data
+    @staticmethod
+    def _tolist(tensor: DeviceTensor) -> Any:
+        return tensor.cpu().tolist()
+
+    @staticmethod
+    def _numpy(tensor: DeviceTensor, *, force: bool = False) -> NoReturn:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def _get_data(self, tensor: torch.Tensor) -> Any:
+        return tensor.detach() if isinstance(tensor, DeviceTensor) else self._data.__get__(tensor)
+
+    def _set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        self._data.__set__(tensor, new)
+        if isinstance(tensor, DeviceTensor):
+            assert isinstance(new, DeviceTensor)
+            tensor.numbers, tensor.allocation = new.numbers, new.allocation
+
+    def _make_parameter(self, kind: type[Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+        made = self._new_parameter(kind, data, requires_grad)
+        if isinstance(made, DeviceTensor) and kind is Parameter:
+            made.__class__ = Parameter  # type: ignore[assignment]
+        return made
 
 
 class PinnedMemory:
