@@ -1,6 +1,6 @@
 """Longer groups of scenarios on a simulated CUDA device: families in all ways to decode, bfloat16, grammars.
 
-``python -m tests.support.device_long_scenarios GROUP [ARGUMENT ...]``
+``python -m tests.support.device_long_scenarios GROUP,... [ARGUMENT ...]``
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decodes on a simulated CUDA device, in a process of its own, and prints as JSON what happened.
 
-``python -m tests.support.device_scenarios GROUP [ARGUMENT ...]``. A group is a function of this file.
+``python -m tests.support.device_scenarios GROUP,... [ARGUMENT ...]``. A group is a function of this file.
 """
 
 from __future__ import annotations
@@ -159,9 +159,10 @@ def liar(truth: Sequence[int], prompt: Sequence[int] = PROMPT) -> Drafter:
 def captures() -> dict[str, Any]:
     """Captures until the first answer begins, with a measured budget, and within answers."""
     install()
+    earlier = DEVICE.counts.events[CAPTURE]
     target = Target(on_device(model_of("llama")))
     drafter = drafter_for(DecodeConfig(method="hd"), target, StoreSet())
-    before = DEVICE.counts.events[CAPTURE]
+    before = DEVICE.counts.events[CAPTURE] - earlier
     found = [watched(target, GREEDY, drafter, most=60)["captures"] for _ in range(3)]
     return {"before": before, "answers": found, "captures": target.captures} | told()
 
@@ -267,16 +268,63 @@ def symptoms(
     }
 
 
+def basics() -> dict[str, Any]:
+    """What the device itself does with the order of work, and with memory."""
+    install()
+    DEVICE.counts.clear()
+    host = torch.zeros(2, pin_memory=True)
+    there = torch.ones(2, device="cuda:0")
+    host.copy_(there, non_blocking=True)
+    early = host.tolist()
+    torch.cuda.synchronize()
+    late = host.tolist()
+    there.copy_(host, non_blocking=True)
+    host.fill_(5)
+    sent_late = there.tolist()
+    return {
+        "read before and after a wait": [early, late],
+        "written before the copy out of it": sent_late,
+        "memory that nothing has written": torch.empty(2, device="cuda:0").isnan().tolist(),
+        "graphs": graphs(),
+        "waits": waits(DEVICE.counts.events),
+        "faults": list(DEVICE.counts.faults),
+    }
+
+
+def graphs() -> dict[str, Any]:
+    """Two graphs of one pool, of which the second one leaves nothing of what the first one computed."""
+    pool, number = torch.cuda.graph_pool_handle(), torch.ones(1, device="cuda:0")
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first, pool=pool):
+        doubled = number * 2
+    with torch.cuda.graph(second, pool=pool):
+        number.add_(1)
+    first.replay()
+    found = doubled.tolist()
+    second.replay()
+    overwritten = doubled.isnan().tolist()
+    first.replay()
+    again = doubled.tolist()
+    del number
+    try:
+        second.replay()
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    return {"found": found, "overwritten": overwritten, "again": again, "refused": refused}
+
+
 Groups = dict[str, Callable[..., dict[str, Any]]]
 
 
 def main(groups: Groups, arguments: Sequence[str]) -> None:
-    """Print what a group found, whose name is the first argument; Triton cannot compile for the device."""
+    """Print what groups found, whose names are the first argument; Triton cannot compile for the device."""
     torch.set_num_threads(1)
     sys.modules["hdtool.runtime.engines.cuda.triton_operations"] = None  # type: ignore[assignment]
     logging.set_verbosity_error()
-    print(json.dumps(groups[arguments[0]](*arguments[1:])))
+    names, *others = arguments
+    print(json.dumps({name: groups[name](*others) for name in names.split(",")}))
 
 
 if __name__ == "__main__":
-    main({group.__name__: group for group in (answers, captures, changes, mutations)}, sys.argv[1:])
+    main({group.__name__: group for group in (answers, basics, captures, changes, mutations)}, sys.argv[1:])

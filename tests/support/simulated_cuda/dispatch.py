@@ -95,13 +95,14 @@ def dispatch(func: Any, args: Any, options: dict[str, Any]) -> Any:
         DEVICE.wait("reads a number")
         with DEVICE.working():
             return func(*mapped(args, numbers_of))
-    if func is aten._to_copy.default:
+    if func is aten._to_copy.default and transfers.is_transfer(*args, **options):
         return transfers.copied_to(*args, **options)
     if func is aten.copy_.default:
         return transfers.copy(*args, **options)
     if not is_device:
         return made(func, args, options)
-    if (device := options.get("device")) is not None and device.type == "cpu":
+    if (device := options.pop("device", None)) is not None and device.type == "cpu":
+        options["device"] = CPU
         return on_host(func, mapped(args, lambda like: torch.empty_like(numbers_of(like))), options)
     take_to_device(func, leaves)
     return computed(func, args, options)
@@ -114,6 +115,11 @@ def is_composed(func: Any) -> bool:
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.numbers if isinstance(tensor, DeviceTensor) else tensor
+
+
+def taken(tensor: torch.Tensor) -> torch.Tensor:
+    """What a kernel reads: a tensor of the host by its value now."""
+    return tensor.numbers if isinstance(tensor, DeviceTensor) else tensor.detach().clone()
 
 
 def leaves_of(values: Any) -> Iterator[Any]:
@@ -169,9 +175,7 @@ def computed(func: Any, args: Any, options: dict[str, Any]) -> Any:
     """The result of a kernel, or of a view, which needs none."""
     leaves = [*leaves_of(args), *leaves_of(options.values())]
     there = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
-    given, kept = mapped(args, numbers_of), mapped(options, numbers_of)
-    if "device" in kept:
-        kept["device"] = CPU
+    given, kept = mapped(args, taken), mapped(options, taken)
     if func.is_view or func in VIEWS:
         with torch.inference_mode(there[0].is_inference()):
             return mapped(func(*given, **kept), lambda view: DeviceTensor(view, there[0].allocation))
@@ -238,10 +242,7 @@ def key_of(value: Any) -> Any:
 
 def shapes_of(func: Any, args: Any, options: dict[str, Any]) -> Any:
     """The results of an operation as tensors without numbers."""
-    args, options = mapped(args, on_meta), mapped(options, on_meta)
-    if "device" in options:
-        options["device"] = META
-    return SHAPES.get(func, func)(*args, **options)
+    return SHAPES.get(func, func)(*mapped(args, on_meta), **mapped(options, on_meta))
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,13 +61,14 @@ DOUBLES: dict[str, Any] = {
 }
 """What takes the place of functions and classes of ``torch.cuda``."""
 
-DEVICE_TYPES = 22
 CUDA_TYPE, META_TYPE = 1, 14
 """Places in the registry of device guards, by c10/core/DeviceType.h."""
 
 
 def install() -> Device:
     """Have torch use the simulated device as ``cuda:0`` until the process ends; only this thread may use it."""
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == NAME:
+        return DEVICE
     lend_device_guard()
     for name, double in DOUBLES.items():
         setattr(torch.cuda, name, double)
@@ -83,7 +84,7 @@ def install() -> Device:
 def lend_device_guard() -> None:
     """Give CUDA the device guard of the meta device, which does nothing: a build for CPUs has none for CUDA."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    registry = (ctypes.c_void_p * DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    registry = (ctypes.c_void_p * (META_TYPE + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     registry[CUDA_TYPE] = registry[META_TYPE]
 
 

@@ -46,13 +46,8 @@ class DeviceTensor(torch.Tensor, metaclass=DeviceTensorMeta):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # The mode comes first; here arrives what other threads call, which do not have it.
-        from tests.support.simulated_cuda.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+    def __torch_dispatch__(cls, *args: Any) -> NoReturn:
+        raise AssertionError("the dispatcher sees all operations of its thread first")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"

@@ -14,24 +14,21 @@ from tests.support.simulated_cuda.tensors import PINNED, DeviceTensor, new_tenso
 aten = torch.ops.aten
 
 
-def copied_to(source: torch.Tensor, *, non_blocking: bool = False, **options: Any) -> torch.Tensor:
-    """A copy in new memory on a device, with a dtype and a layout."""
-    from tests.support.simulated_cuda.dispatch import computed
+def is_transfer(source: torch.Tensor, *, device: torch.device | None = None, **options: Any) -> bool:
+    """Whether a copy leads from the host to the device, or back."""
+    return device is not None and (device.type == "cuda") != isinstance(source, DeviceTensor)
 
-    device = options.pop("device", None)
-    options.pop("pin_memory", None)
-    is_here = isinstance(source, DeviceTensor)
-    is_wanted_here = is_here if device is None else device.type == "cuda"
-    if is_here and is_wanted_here:
-        found: torch.Tensor = computed(aten._to_copy.default, (source,), options)
-        return found
+
+def copied_to(
+    source: torch.Tensor, *, device: torch.device, non_blocking: bool = False, pin_memory: bool = False, **options: Any
+) -> torch.Tensor:
+    """A copy in new memory on the other side, with a dtype and a layout."""
     if isinstance(source, DeviceTensor):
         DEVICE.wait("copies from the device to pageable memory")
         copied: torch.Tensor = aten._to_copy.default(source.numbers.clone(), **options)
         return copied
-    numbers = torch.empty_like(source, dtype=options.get("dtype"), pin_memory=False)
-    made = new_tensor(numbers)
-    send(numbers, source, made.allocation, non_blocking=non_blocking)
+    made = new_tensor(torch.empty_like(source, dtype=options.get("dtype"), pin_memory=False))
+    send(made.numbers, source, made.allocation, non_blocking=non_blocking)
     return made
 
 
