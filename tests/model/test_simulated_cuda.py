@@ -231,3 +231,11 @@ def test_grammars_are_kept_as_on_the_cpu(home: Path) -> None:
     assert not found["faults"]
     for way, answers in found["found"].items():
         assert answers == found["expected"], way
+
+
+@pytest.mark.long
+def test_every_method_gives_the_tokens_of_the_cpu(home: Path) -> None:
+    found = scenarios(home, "methods", module="device_long_scenarios")["methods"]
+    assert found["captures"] and not found["faults"]
+    for method, answers in found["found"].items():
+        assert answers == found["expected"], method

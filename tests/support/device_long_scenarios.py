@@ -1,4 +1,4 @@
-"""Longer groups of scenarios on a simulated CUDA device: families in all ways to decode, bfloat16, grammars.
+"""Longer groups of scenarios on a simulated CUDA device: families in all ways to decode, bfloat16, grammars, methods.
 
 ``python -m tests.support.device_long_scenarios GROUP,... [ARGUMENT ...]``
 """
@@ -22,15 +22,18 @@ from hdtool.runtime.config import DecodeConfig, HeadsConfig, ModelConfig, Sampli
 from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
-from tests.support.device_scenarios import GREEDY, MOST, PROMPT, hierarchy, liar, main, plain, told
+from tests.support.device_scenarios import GREEDY, MOST, PROMPT, SAMPLED, hierarchy, liar, main, plain, told
 from tests.support.families import model_of
 from tests.support.heads import random_for
 from tests.support.json_schemas import JSON_SCHEMAS
-from tests.support.oracle import plain_logits, prompt_of
+from tests.support.oracle import generated, plain_logits, prompt_of
 from tests.support.simulated_cuda.install import install, on_device
 from tests.support.simulated_cuda.queue import DEVICE
 
@@ -38,6 +41,9 @@ LENGTHS = 5, 40, 17, 70
 """Of the prompts of a batch."""
 SLOTS = 3
 SCHEMAS = "sentiment", "tool choice"
+NEARLY_FULL = prompt_of(480)
+"""A prompt after which the context of the models ends within an answer."""
+METHODS = "ar", "pld", "lade", "sam", "suffix", "hd-paper", "hd", "logitspec", "tr", "racer", "hd+logitspec"
 NO_STORES = StoresConfig("none", "none")
 ON_DEVICE = ModelConfig(device="cuda:0", dtype="float32")
 ON_CPU = ModelConfig(device="cpu", dtype="float32")
@@ -152,5 +158,25 @@ def grammars() -> Answers:
     return {"expected": expected, "found": found} | told()
 
 
+def methods() -> Answers:
+    """Every method that needs neither stores nor heads, up to a full context too, and ``generate`` of the library."""
+    model = model_of("llama")
+
+    def answered(target: Target, drafter: Drafter | None) -> Answers:
+        prompts = {"greedy": (PROMPT, GREEDY), "sampled": (PROMPT, SAMPLED), "full context": (NEARLY_FULL, GREEDY)}
+        return {
+            name: said(run(target, prompt, sampling, 2 * MOST, drafter=drafter))
+            for name, (prompt, sampling) in prompts.items()
+        }
+
+    expected = answered(Target(model), None)
+    install()
+    moved = on_device(model)
+    target, generator = Target(moved), Generator(liar(expected["greedy"]))
+    found = {method: answered(target, drafter_for(DecodeConfig(method), target, StoreSet())) for method in METHODS}
+    found["generate"] = {**expected, "greedy": generated(moved, PROMPT, 2 * MOST, custom_generate=generator)}
+    return {"expected": expected, "found": found, "captures": target.captures} | told()
+
+
 if __name__ == "__main__":
-    main({group.__name__: group for group in (families, bfloat16, grammars)}, sys.argv[1:])
+    main({group.__name__: group for group in (families, bfloat16, grammars, methods)}, sys.argv[1:])

@@ -89,6 +89,7 @@ def deeper(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     config.num_hidden_layers = layers
     if kinds := getattr(config, "layer_types", None):
         config.layer_types = (kinds * layers)[:layers]
+    torch.manual_seed(0)
     found: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     return found
 

@@ -40,7 +40,7 @@ class Allocation:
 
 @dataclass(slots=True)
 class Operation:
-    """A kernel or a copy. It holds memory, but the memory may be freed by then: ``uses`` tells."""
+    """A kernel or a copy. It keeps the numbers that it computes with; ``uses`` tell whether their memory is freed."""
 
     kind: str
     """``KERNEL``, ``COPY_IN``, ``COPY_OUT`` or ``STAGED``."""
@@ -48,7 +48,7 @@ class Operation:
     function: Callable[..., Any]
     arguments: Sequence[Any]
     options: dict[str, Any] = field(default_factory=dict)
-    results: Sequence[torch.Tensor | None] = ()
+    results: Sequence[Any] = ()
     """Where results are written, for a function that returns them."""
     uses: Sequence[weakref.ref[Allocation]] = ()
 
@@ -57,7 +57,7 @@ class Operation:
         if self.results:
             parts = found if isinstance(found, tuple | list) else [found]
             for result, part in zip(self.results, parts, strict=True):
-                if result is not None:
+                if isinstance(result, torch.Tensor):
                     result.copy_(part)
 
     @property
@@ -89,7 +89,7 @@ class Device:
         self._queue.append(operation)
 
     def replay(self, operations: Iterable[Operation], before: Iterable[Callable[[], None]]) -> None:
-        """Queue the operations of a graph, after what its memory suffers from others."""
+        """Queue the operations of a graph, and before them what becomes of the memory of its pool."""
         self._queue += before
         for operation in operations:
             if operation.freed:

@@ -73,12 +73,16 @@ def spoil(memory: torch.Tensor) -> None:
         memory.fill_(UNINITIALIZED.get(memory.dtype, 2**30))
 
 
+PATCHED = "data_ptr", "new_tensor", "numpy", "tolist", "untyped_storage"
+"""Methods of tensors that do not pass through the dispatcher."""
+
+
 class Patches:
     """Attributes of tensors that are other ones for device tensors, whose class may be ``Parameter``."""
 
     def __init__(self) -> None:
         self._data: Any = torch.Tensor.data
-        self._usual = {name: getattr(torch.Tensor, name) for name in ("data_ptr", "numpy", "tolist", "untyped_storage")}
+        self._usual = {name: getattr(torch.Tensor, name) for name in PATCHED}
         self._new_parameter: Any = Parameter.__new__
 
     def install(self) -> None:
@@ -101,6 +105,10 @@ class Patches:
     @staticmethod
     def _untyped_storage(tensor: DeviceTensor) -> Allocation:
         return tensor.allocation
+
+    @staticmethod
+    def _new_tensor(like: DeviceTensor, data: Any, *, dtype: Any = None, device: Any = CUDA) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype or like.dtype, device=device)
 
     @staticmethod
     def _tolist(tensor: DeviceTensor) -> Any:
