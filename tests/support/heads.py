@@ -54,9 +54,8 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
     judged = EvalResult(
         tree=[path for path in paths if len(path) <= config.heads], gains=[0.9**n for n in range(len(paths))]
     )
-    return SavedHeads(
-        random_heads(config, like.shape, seed, size).to(target.dtype), fingerprint(target.model), "random", judged, {}
-    )
+    heads = random_heads(config, like.shape, seed, size).to(target.device, target.dtype)
+    return SavedHeads(heads, fingerprint(target.model), "random", judged, {})
 
 
 def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bool = False) -> Numbers:

@@ -1,0 +1,241 @@
+"""What the code for CUDA does on a simulated device: the CPU's tokens, few kernels, copies and waits, few captures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.support.families import FAMILIES
+from tests.support.project import ROOT
+from tests.support.simulated_cuda.counts import COPY_IN, COPY_OUT, KERNEL, REPLAY, REPLAYED, WAIT, waits
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is not None,
+    reason="a device is simulated on Linux, in a build of torch without CUDA",
+)
+LONGEST = 900
+"""Seconds after which a process is taken to hang."""
+
+
+class Kernels(NamedTuple):
+    """The most kernels of a captured step."""
+
+    per_layer: int
+    others: int
+
+
+KERNELS = {
+    "llama": (Kernels(38, 45), Kernels(40, 45)),
+    "gemma2": (Kernels(62, 59), Kernels(63, 59)),
+    "gpt2": (Kernels(21, 39), Kernels(22, 39)),
+    "qwen3_moe": (Kernels(62, 48), Kernels(65, 48)),
+}
+"""Those of a step of one row, and of one of many rows: as many as today, without Triton."""
+EXTRA_WAITS = {"hd": 1, "sampled": 1, "hd, sampled": 8}
+"""Waits of a step beside the one for its pass, to read rankings of its nodes, or a row of logits for each token."""
+EXTRA_KERNELS = 3
+"""Kernels outside of the captured step, for rankings."""
+CAPTURES_BEFORE, CAPTURES_WITHIN = 8, 6
+"""Until the first answer begins, and within a few answers: as many as today, where the first one captures each size
+again because the cache that passes are timed with is another one."""
+NOTICED_BY_TOKENS = {
+    "no wait for a step",
+    "input reused before its copy",
+    "logits left in the pool",
+    "steps kept over new memory",
+    "moves forgotten",
+}
+NOTICED_BY_FAULTS = {
+    "tensor of a list in a capture": "cannot copy from memory that is not pinned during a capture",
+    "number read in a capture": "operation not permitted when stream is capturing: reads a number",
+    "indices on the host": "expected all tensors on cuda:0, but one of aten::index_select is on the CPU",
+}
+NOTICED_BY_WAITS = {"blocking copies"}
+NOT_CAPTURED = {"falcon": "cannot copy from memory that is not pinned during a capture"}
+"""Families whose code a graph cannot record, and why: Falcon makes a tensor of a number of the host in each layer."""
+AT_ONCE = 5
+"""Families that a process of the long suite decodes with."""
+NEAR_TIE = 0.1
+"""The distance of two logits, in standard deviations, of which bfloat16 may prefer either."""
+
+
+def groups_of_families() -> list[Any]:
+    """A few processes for all families, as each takes seconds to start."""
+    names = list(FAMILIES)
+    groups = [names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)]
+    return [pytest.param(group, id=group[0]) for group in groups]
+
+
+@cache
+def scenarios(home: Path, *arguments: str, module: str = "device_scenarios") -> dict[str, Any]:
+    """What groups of scenarios printed, in a process of their own that all tests share."""
+    environment = {**os.environ, "HDTOOL_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, "-m", f"tests.support.{module}", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+    )
+    assert not process.returncode, process.stderr
+    found: dict[str, Any] = json.loads(process.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home in which nothing was measured."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def answers(home: Path) -> dict[str, Any]:
+    found: dict[str, Any] = scenarios(home, "answers", *KERNELS)["answers"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def others(home: Path) -> dict[str, Any]:
+    """Groups that are short, in one process."""
+    return scenarios(home, "changes,captures,basics")
+
+
+def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
+    assert not answers["faults"]
+    for family in KERNELS:
+        found = answers[family]
+        assert {way: answer["tokens"] for way, answer in found["ways"].items()} == found["expected"], family
+        assert found["captures"], family
+        assert found["fused"] == (family == "llama")
+
+
+def test_a_captured_step_copies_in_and_out_and_waits_once(answers: dict[str, Any]) -> None:
+    for family in KERNELS:
+        for way in ("plain", "lying drafter"):
+            steps = answers[family]["ways"][way]["steps"]
+            assert len(steps) > 3
+            for step in steps:
+                expected = {COPY_IN: 1, COPY_OUT: 1, REPLAY: 1, WAIT + "an event": 1}
+                assert step == {**expected, REPLAYED: step[REPLAYED]}, (family, way, answers["lines"])
+
+
+def test_a_captured_step_of_a_batch_copies_in_and_out_once(answers: dict[str, Any]) -> None:
+    for family in KERNELS:
+        batch = answers[family]["batch"]
+        assert batch["tokens"] == answers[family]["expected of slots"], family
+        assert len(batch["steps"]) > 3
+        for step in batch["steps"]:
+            assert (step[COPY_IN], step[COPY_OUT], step[REPLAY], step[WAIT + "an event"]) == (1, 1, 1, 1), family
+            # Rankings are read for each slot.
+            assert waits(Counter(step)) <= 1 + len(batch["tokens"]), (family, answers["lines"])
+
+
+def test_what_a_step_costs_for_rankings_and_samples_is_bounded(answers: dict[str, Any]) -> None:
+    for family in KERNELS:
+        for way, extra in EXTRA_WAITS.items():
+            steps: list[Counter[str]] = list(map(Counter, answers[family]["ways"][way]["steps"]))
+            for step in steps:
+                assert (step[COPY_IN], step[COPY_OUT], step[REPLAY]) == (1, 1, 1)
+                assert waits(step) <= 1 + extra, (family, way, answers["lines"])
+                assert step[KERNEL] <= EXTRA_KERNELS, (family, way, answers["lines"])
+
+
+def test_the_kernels_of_a_step_are_bounded(answers: dict[str, Any]) -> None:
+    for family, budgets in KERNELS.items():
+        layers, more = answers[family]["layers"]
+        for way, budget in zip(("plain", "lying drafter"), budgets, strict=True):
+            few, many = (
+                max(step[REPLAYED] for step in found[way]["steps"])
+                for found in (answers[family]["ways"], answers[family]["deeper"])
+            )
+            per_layer = (many - few) / (more - layers)
+            assert per_layer <= budget.per_layer, (family, way)
+            assert few - layers * per_layer <= budget.others, (family, way)
+
+
+def test_the_captures_before_and_within_answers_are_bounded(others: dict[str, Any]) -> None:
+    found = others["captures"]
+    assert found["captures"] and not found["faults"]
+    assert found["before"] <= CAPTURES_BEFORE
+    assert sum(found["answers"]) <= CAPTURES_WITHIN
+
+
+def test_a_model_that_changes_between_answers_gives_the_tokens_of_the_cpu(others: dict[str, Any]) -> None:
+    found = others["changes"]
+    assert found["device"] == found["expected"] and not found["faults"]
+    for change, answer in found["device"].items():
+        assert answer["after"] != answer["before"], change
+    assert all(found["captures"])
+
+
+def test_the_device_works_late_and_forgets(others: dict[str, Any]) -> None:
+    found = others["basics"]
+    assert found["read before and after a wait"] == [[0.0, 0.0], [1.0, 1.0]]
+    assert found["written before the copy out of it"] == [5.0, 5.0]
+    assert found["memory that nothing has written"] == [True, True]
+    refused = "a graph uses freed memory: aten::add_.Tensor"
+    assert found["graphs"] == {"found": [2.0], "overwritten": [True], "again": [4.0], "refused": refused}
+    assert found["waits"] == 8, "one for the device, one for each list and each capture"
+    assert found["faults"][0].startswith(refused) and len(found["faults"]) == 1
+
+
+def test_faults_of_device_code_are_noticed(home: Path) -> None:
+    found = scenarios(home, "mutations")["mutations"]
+    sound = found.pop("nothing")
+    assert sound == {"tokens differ": False, "captures": True, "faults": [], "raised": "", "most waits": 1}
+    assert found.keys() == NOTICED_BY_TOKENS | NOTICED_BY_FAULTS.keys() | NOTICED_BY_WAITS
+    for name, symptoms in found.items():
+        if name in NOTICED_BY_TOKENS:
+            assert symptoms["tokens differ"], name
+        elif name in NOTICED_BY_WAITS:
+            assert symptoms["most waits"] > sound["most waits"], name
+        else:
+            assert symptoms["faults"][0].startswith(NOTICED_BY_FAULTS[name])
+            assert not symptoms["captures"] and not symptoms["tokens differ"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("names", groups_of_families())
+def test_all_families_give_the_tokens_of_the_cpu_however_they_are_decoded(names: list[str], home: Path) -> None:
+    found = scenarios(home, "families", *names, module="device_long_scenarios")["families"]
+    for name, family in found["found"].items():
+        for drafter, answers in family["answers"].items():
+            assert answers == found["expected"][name], (name, drafter)
+        if name in NOT_CAPTURED:
+            assert family["faults"][0].startswith(NOT_CAPTURED[name]) and not family["captures"]
+        else:
+            assert family["captures"] and not family["faults"], name
+
+
+@pytest.mark.long
+def test_bfloat16_prefers_other_tokens_in_near_ties_only(home: Path) -> None:
+    found = scenarios(home, "bfloat16", *FAMILIES, module="device_long_scenarios")["bfloat16"]
+    for name, family in found.items():
+        assert max(family["gaps"]) < NEAR_TIE, name
+        assert family["captures"] == (name not in NOT_CAPTURED), name
+
+
+@pytest.mark.long
+def test_grammars_are_kept_as_on_the_cpu(home: Path) -> None:
+    found = scenarios(home, "grammars", module="device_long_scenarios")["grammars"]
+    assert not found["faults"]
+    for way, answers in found["found"].items():
+        assert answers == found["expected"], way
+
+
+@pytest.mark.long
+def test_every_method_gives_the_tokens_of_the_cpu(home: Path) -> None:
+    found = scenarios(home, "methods", module="device_long_scenarios")["methods"]
+    assert found["captures"] and not found["faults"]
+    for method, answers in found["found"].items():
+        assert answers == found["expected"], method

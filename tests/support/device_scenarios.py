@@ -1,0 +1,331 @@
+"""Decodes on a simulated CUDA device, in a process of its own, and prints as JSON what happened.
+
+``python -m tests.support.device_scenarios GROUP,... [ARGUMENT ...]``. A group is a function of this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import Linear, Module, Parameter
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.decode import decode, decode_batch
+from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.loop import Request
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.stores.store_set import StoreSet
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.device_mutations import MUTATIONS, Undo
+from tests.support.families import VOCABULARY, model_of
+from tests.support.oracle import prompt_of
+from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
+from tests.support.simulated_cuda.install import install, on_device
+from tests.support.simulated_cuda.queue import DEVICE
+from tests.support.trees import LyingDrafter
+
+PROMPT = prompt_of(20)
+MOST = 24
+GREEDY, SAMPLED = SamplingConfig(), SAMPLINGS["T 0.7"]
+DEEPER = 4
+NODES = 24
+SLOTS = 5, 30, 12
+"""Lengths of the prompts of a batch."""
+LONG = 1024
+"""Positions of a cache that are more than an answer needs."""
+
+
+def hierarchy() -> Drafter:
+    return Hierarchy(budget=FixedBudget(NODES), recycled=True)
+
+
+def plain(model: PreTrainedModel, sampling: SamplingConfig, prompt: list[int] = PROMPT) -> list[int]:
+    """The answer of a model on the CPU, without drafts."""
+    return said(run(Target(model), prompt, sampling, MOST))
+
+
+def watched(
+    target: Target,
+    sampling: SamplingConfig,
+    drafter: Drafter | None = None,
+    *,
+    prompt: list[int] = PROMPT,
+    most: int = MOST,
+) -> dict[str, Any]:
+    """An answer on the device, and what the device did in each step that captured nothing.
+
+    A step is what happens between two tokens that the caller gets: it waits for a pass and starts the next one.
+    """
+    before = DEVICE.counts.events[CAPTURE]
+    sampler, tokens, events = Sampler(sampling, prompt), [], []
+    for step in decode(target, prompt, sampler, max_new_tokens=most, drafter=drafter or NoDraft()):
+        tokens += step.tokens
+        events.append(Counter(DEVICE.counts.events))
+    steps = [after - before for before, after in pairwise(events[:-1])]  # the last one starts no pass
+    return {
+        "tokens": tokens,
+        "steps": [step for step in steps if not step[CAPTURE]],
+        "captures": DEVICE.counts.events[CAPTURE] - before,
+    }
+
+
+def deeper(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """A random model of the same family with so many layers."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = (kinds * layers)[:layers]
+    torch.manual_seed(0)
+    found: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    return found
+
+
+def answers(*families: str) -> dict[str, Any]:
+    """Answers in several ways, on the CPU and on the device, and the kernels of models of two depths."""
+    expected = {
+        family: {
+            "plain": plain(model_of(family), GREEDY),
+            "sampled": plain(model_of(family), SAMPLED),
+            **{f"slot {length}": plain(model_of(family), GREEDY, prompt_of(length)) for length in SLOTS},
+        }
+        for family in families
+    }
+    install()
+    return {family: answers_of(family, expected[family]) for family in families} | told()
+
+
+def watched_batch(target: Target) -> dict[str, Any]:
+    """Answers with drafts in one batch, and what the device did in each pass that captured nothing."""
+    prompts = {f"slot {length}": prompt_of(length) for length in SLOTS}
+    requests = (Request(slot, prompt, Sampler(GREEDY, prompt), hierarchy()) for slot, prompt in prompts.items())
+    tokens: dict[str, list[int]] = {slot: [] for slot in prompts}
+    events = []
+    for request, step in decode_batch(target, partial(next, requests, None), len(prompts), max_new_tokens=MOST):
+        tokens[request.key] += step.tokens
+        events.append(Counter(DEVICE.counts.events))
+    steps = [after - before for before, after in pairwise(events) if after[REPLAY] > before[REPLAY]]
+    return {"tokens": tokens, "steps": [step for step in steps if not step[CAPTURE]]}
+
+
+def told() -> dict[str, Any]:
+    """What helps to explain a test that fails."""
+    counts = DEVICE.counts
+    lines = [f"{number} of {kind}, at {line}" for (kind, line), number in counts.lines.most_common(20)]
+    return {"faults": list(counts.faults), "lines": lines}
+
+
+def answers_of(family: str, expected: dict[str, list[int]]) -> dict[str, Any]:
+    model, greedy = model_of(family), expected["plain"]
+    target = Target(on_device(model))
+    ways = {
+        "plain": watched(target, GREEDY),
+        "lying drafter": watched(target, GREEDY, liar(greedy)),
+        "hd": watched(target, GREEDY, hierarchy()),
+        "sampled": watched(target, SAMPLED),
+        "hd, sampled": watched(target, SAMPLED, hierarchy()),
+    }
+    batch, captures, fused = watched_batch(target), target.captures, target._captured.is_fused
+    target = Target(on_device(deeper(model, DEEPER)))
+    deep = watched(target, GREEDY)
+    return {
+        "expected": {way: expected["sampled" if "sampled" in way else "plain"] for way in ways},
+        "ways": ways,
+        "expected of slots": {slot: tokens for slot, tokens in expected.items() if slot.startswith("slot")},
+        "batch": batch,
+        "captures": captures and target.captures,
+        "fused": fused,
+        "layers": [model.config.num_hidden_layers, DEEPER],
+        "deeper": {"plain": deep, "lying drafter": watched(target, GREEDY, liar(deep["tokens"]))},
+    }
+
+
+def liar(truth: Sequence[int], prompt: Sequence[int] = PROMPT) -> Drafter:
+    return LyingDrafter(len(prompt), truth, VOCABULARY, seed=1)
+
+
+def captures() -> dict[str, Any]:
+    """Captures until the first answer begins, with a measured budget, and within answers."""
+    install()
+    earlier = DEVICE.counts.events[CAPTURE]
+    target = Target(on_device(model_of("llama")))
+    drafter = drafter_for(DecodeConfig(method="hd"), target, StoreSet())
+    before = DEVICE.counts.events[CAPTURE] - earlier
+    found = [watched(target, GREEDY, drafter, most=60)["captures"] for _ in range(3)]
+    return {"before": before, "answers": found, "captures": target.captures} | told()
+
+
+class Adapter(Module):
+    """A matmul of low rank beside a layer, as LoRA has."""
+
+    def __init__(self, base: Linear, device: torch.device) -> None:
+        super().__init__()
+        self.base = base
+        self.down = Parameter(noise((4, base.in_features)).to(device))
+        self.up = Parameter(noise((base.out_features, 4)).to(device))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(rows) + rows @ self.down.T @ self.up.T
+        return found
+
+
+def noise(shape: Sequence[int]) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7)) / 2
+
+
+def last_layer(model: Any) -> Any:
+    return model.model.layers[-1].mlp
+
+
+def add_adapter(model: Any) -> None:
+    mlp = last_layer(model)
+    mlp.down_proj = Adapter(mlp.down_proj, model.device)
+
+
+def replace_parameter(model: Any) -> None:
+    layer = last_layer(model).down_proj
+    layer.weight = Parameter(noise(layer.weight.shape).to(model.device))
+
+
+def replace_data(model: Any) -> None:
+    layer = last_layer(model).down_proj
+    layer.weight.data = noise(layer.weight.shape).to(model.device)
+
+
+def overwrite_weight(model: Any) -> None:
+    layer = last_layer(model).down_proj
+    with torch.no_grad():
+        layer.weight.copy_(noise(layer.weight.shape).to(model.device))
+
+
+CHANGES = add_adapter, replace_parameter, replace_data, overwrite_weight
+
+
+def changes() -> dict[str, Any]:
+    """Answers before and after a change of the model, on the CPU and on the device."""
+
+    def answered_twice(target: Target, change: Callable[[Any], None]) -> dict[str, Any]:
+        before = said(run(target, PROMPT, GREEDY, MOST))
+        change(target.model)
+        return {"before": before, "after": said(run(target, PROMPT, GREEDY, MOST))}
+
+    model = model_of("llama")
+    expected = {change.__name__: answered_twice(Target(copy.deepcopy(model)), change) for change in CHANGES}
+    install()
+    targets = [Target(on_device(model)) for _ in CHANGES]
+    found = {change.__name__: answered_twice(target, change) for change, target in zip(CHANGES, targets, strict=True)}
+    return {"expected": expected, "device": found, "captures": [target.captures for target in targets]} | told()
+
+
+def mutations() -> dict[str, Any]:
+    """What shows of a fault that is put into hdtool: other tokens, a fault of the device, no captures, more waits."""
+    model = model_of("llama")
+    model.config.max_position_embeddings = 4096  # so that a cache can grow
+    prompts = PROMPT, prompt_of(45)
+    expected = [plain(model, sampling, prompt) for prompt in prompts for sampling in (GREEDY, SAMPLED)]
+    install()
+    model = on_device(model)
+    return {name: symptoms(model, prompts, expected, fault) for name, fault in MUTATIONS.items()}
+
+
+def symptoms(
+    model: PreTrainedModel, prompts: Sequence[list[int]], expected: Sequence[list[int]], mutation: Callable[[], Undo]
+) -> dict[str, Any]:
+    """Those of a mutation after loading, where a model would be refused, or run without captures, because of it."""
+    target, tokens, most_waits = Target(model), [], 0
+    DEVICE.counts.clear()
+    undo = mutation()
+    try:
+        for number, (prompt, greedy) in enumerate(zip(prompts, expected[::2], strict=True)):
+            target.cache.reserve(LONG << number)  # other memory for the second prompt, and as much of it is read
+            drafter = liar(greedy, prompt)
+            found = watched(target, GREEDY, drafter, prompt=prompt), watched(target, SAMPLED, prompt=prompt)
+            tokens += [answer["tokens"] for answer in found]
+            most_waits = max([most_waits, *(waits(Counter(step)) for step in found[0]["steps"])])
+        raised = ""
+    except Exception as error:
+        raised = str(error)
+    undo()
+    DEVICE.abandon()
+    return {
+        "tokens differ": tokens != expected,
+        "captures": target.captures,
+        "faults": list(DEVICE.counts.faults),
+        "raised": raised,
+        "most waits": most_waits,
+    }
+
+
+def basics() -> dict[str, Any]:
+    """What the device itself does with the order of work, and with memory."""
+    install()
+    DEVICE.counts.clear()
+    host = torch.zeros(2, pin_memory=True)
+    there = torch.ones(2, device="cuda:0")
+    host.copy_(there, non_blocking=True)
+    early = host.tolist()
+    torch.cuda.synchronize()
+    late = host.tolist()
+    there.copy_(host, non_blocking=True)
+    host.fill_(5)
+    sent_late = there.tolist()
+    return {
+        "read before and after a wait": [early, late],
+        "written before the copy out of it": sent_late,
+        "memory that nothing has written": torch.empty(2, device="cuda:0").isnan().tolist(),
+        "graphs": graphs(),
+        "waits": waits(DEVICE.counts.events),
+        "faults": list(DEVICE.counts.faults),
+    }
+
+
+def graphs() -> dict[str, Any]:
+    """Two graphs of one pool, of which the second one leaves nothing of what the first one computed."""
+    pool, number = torch.cuda.graph_pool_handle(), torch.ones(1, device="cuda:0")
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first, pool=pool):
+        doubled = number * 2
+    with torch.cuda.graph(second, pool=pool):
+        number.add_(1)
+    first.replay()
+    found = doubled.tolist()
+    second.replay()
+    overwritten = doubled.isnan().tolist()
+    first.replay()
+    again = doubled.tolist()
+    del number
+    try:
+        second.replay()
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    return {"found": found, "overwritten": overwritten, "again": again, "refused": refused}
+
+
+Groups = dict[str, Callable[..., dict[str, Any]]]
+
+
+def main(groups: Groups, arguments: Sequence[str]) -> None:
+    """Print what groups found, whose names are the first argument; Triton cannot compile for the device."""
+    torch.set_num_threads(1)
+    sys.modules["hdtool.runtime.engines.cuda.triton_operations"] = None  # type: ignore[assignment]
+    logging.set_verbosity_error()
+    names, *others = arguments
+    print(json.dumps({name: groups[name](*others) for name in names.split(",")}))
+
+
+if __name__ == "__main__":
+    main({group.__name__: group for group in (answers, basics, captures, changes, mutations)}, sys.argv[1:])
