@@ -18,7 +18,7 @@ elif [[ $# -gt 0 ]]; then
     echo "error: unknown option $1: give --dry or nothing" >&2
     exit 2
 else
-    DEVICE="${DEVICE:-cuda}" SHAPE="${SHAPE:-llama-7b}" PROMPTS="${PROMPTS:-20}" TOKENS="${TOKENS:-256}"
+    DEVICE="${DEVICE:-cuda}" SHAPE="${SHAPE:-llama-7b}" STEPS="${STEPS:-llama-3-8b}" PROMPTS="${PROMPTS:-20}" TOKENS="${TOKENS:-256}"
     CONTEXTS="${CONTEXTS:-128,768}" ANSWERS="${ANSWERS:-6}"
     if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         echo "error: torch sees no CUDA device here: run this where there is one, or with --dry on the CPU" >&2
@@ -34,7 +34,7 @@ step() {
     local name="$1" started=$SECONDS left=$((LIMIT - SECONDS)) code=0
     shift
     echo "── $name" >&2
-    timeout "$((left > 0 ? left : 1))" "$PYTHON" -m hdtool.cli "$@" >"$OUT/$name.txt" || code=$?
+    timeout "$((left > 0 ? left : 1))" "$PYTHON" -m "$@" >"$OUT/$name.txt" || code=$?
     cat "$OUT/$name.txt"
     if ((code)); then
         echo "failed with code $code: $name" >&2
@@ -43,28 +43,38 @@ step() {
     echo "   $((SECONDS - started)) s" >&2
 }
 
-# Exactness: identical to plain decoding, and that to the library; near ties with their gaps.
-for dtype in float32 bfloat16; do
-    step "verify-$dtype" verify --device "$DEVICE" --dtype "$dtype" --num-prompts "$PROMPTS" --max-new-tokens "$TOKENS" --quiet
-done
+# What would teach the most comes first. Exactness: identical to plain decoding, and that to the library.
+verify() {
+    local name="$1"
+    shift
+    step "$name" hdtool.cli verify --device "$DEVICE" --num-prompts "$PROMPTS" --max-new-tokens "$TOKENS" --quiet "$@"
+}
+verify verify-float32 --dtype float32
 
-# The heads' passes are recorded, too.
-step verify-heads verify --method hd+amphista --device "$DEVICE" --dtype float32 --num-prompts "$PROMPTS" \
-    --max-new-tokens "$TOKENS" --quiet
-
-# What a pass takes by nodes and context: the embedded model, then the shape.
-step cost bench-cost --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost" --quiet
-step "cost-$SHAPE" bench-cost --shape "$SHAPE" --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost-$SHAPE" --quiet
+# A step of a large model: milliseconds, the share of the bandwidth, and its kernels.
+if [[ "$DEVICE" != cpu ]]; then
+    step steps tests.benchmarks.gpu_step "$STEPS" --device "$DEVICE" --trace
+fi
 
 # The shape in one run: the library, its static cache and compilation, ours plain, ours drafting.
 if [[ -z "${TRACES:-}" ]]; then
     TRACES="$OUT/answers.jsonl"
     rm -f "$TRACES"
     head -n "$ANSWERS" data/demo/prompts.jsonl >"$OUT/prompts.jsonl"
-    step answers collect --prompts "$OUT/prompts.jsonl" --out "$TRACES" --device "$DEVICE" --max-new-tokens "$TOKENS" --quiet
+    step answers hdtool.cli collect --prompts "$OUT/prompts.jsonl" --out "$TRACES" --device "$DEVICE" \
+        --max-new-tokens "$TOKENS" --quiet
 fi
-step "$SHAPE" bench-shape "$SHAPE" --traces "$TRACES" ${READER:+--model "$READER"} --device "$DEVICE" \
+step "$SHAPE" hdtool.cli bench-shape "$SHAPE" --traces "$TRACES" ${READER:+--model "$READER"} --device "$DEVICE" \
     --limit "$ANSWERS" --max-new-tokens "$TOKENS" --quiet
+
+# The gaps of near ties in low precision; the passes of heads are recorded, too.
+verify verify-bfloat16 --dtype bfloat16
+verify verify-heads --dtype float32 --method hd+amphista
+
+# What a pass takes by nodes and context: the embedded model, then the shape.
+step cost hdtool.cli bench-cost --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost" --quiet
+step "cost-$SHAPE" hdtool.cli bench-cost --shape "$SHAPE" --device "$DEVICE" --contexts "$CONTEXTS" \
+    --out "$OUT/cost-$SHAPE" --quiet
 
 echo "results are in $OUT" >&2
 exit "$failed"
