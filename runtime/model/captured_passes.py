@@ -47,6 +47,7 @@ class CapturedPasses:
             return _note(reason)
         # Captured steps are those of one cache, but an answer may still need what that holds.
         cache = target.cache if target.cache.user is None else target.allocate()
+        cache.reserve(StaticSteps.capacity_for(1, target.context_limit(1)))  # that of short answers
         expected = two_steps(target, cache)
         self._passes = [*filter(None, [fuse(target)]), *library_passes(target)]
         self.steps = StaticSteps(self._passes[0], capture, target.device)

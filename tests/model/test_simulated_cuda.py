@@ -34,7 +34,7 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "llama": (Kernels(38, 45), Kernels(40, 45)),
+    "llama": (Kernels(17, 46), Kernels(19, 46)),
     "gemma2": (Kernels(62, 59), Kernels(63, 59)),
     "gpt2": (Kernels(21, 39), Kernels(22, 39)),
     "qwen3_moe": (Kernels(62, 48), Kernels(65, 48)),
@@ -44,9 +44,8 @@ EXTRA_WAITS = {"hd": 1, "sampled": 1, "hd, sampled": 8}
 """Waits of a step beside the one for its pass, to read rankings of its nodes, or a row of logits for each token."""
 EXTRA_KERNELS = 3
 """Kernels outside of the captured step, for rankings."""
-CAPTURES_BEFORE, CAPTURES_WITHIN = 8, 6
-"""Until the first answer begins, and within a few answers: as many as today, where the first one captures each size
-again because the cache that passes are timed with is another one."""
+CAPTURES_BEFORE, CAPTURES_WITHIN = 7, 0
+"""Until the first answer begins, one for each size and one of no step; and within answers of up to 512 tokens."""
 NOTICED_BY_TOKENS = {
     "no wait for a step",
     "input reused before its copy",

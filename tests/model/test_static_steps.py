@@ -291,7 +291,7 @@ class Failing(Direct):
         return run
 
 
-@pytest.mark.parametrize("good", [0, 1, 2, 3])
+@pytest.mark.parametrize("good", [0, 1, 2])
 def test_steps_that_cannot_be_captured_run_without_capture(good: int, capsys: pytest.CaptureFixture[str]) -> None:
     model, prompt = model_of("llama"), prompt_of(20)
     plain = said(run(Target(model), prompt, SamplingConfig()))

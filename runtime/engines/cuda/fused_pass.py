@@ -58,12 +58,14 @@ class FusedPass:
         hidden = parts.embedding(step.tokens).flatten(0, 1)
         rotary = parts.rotary(hidden, step.positions)
         cos, sin = (part.flatten(0, 1).contiguous() for part in rotary)
+        half = sin.shape[1] // 2
+        sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
         added: torch.Tensor | None = None
         for layer, cache in zip(self._layers, storage.layers, strict=True):
             normed = operations.add_norm(hidden, added, layer.norms[0], layer.layout.epsilon)
             qkv = linear(normed, layer.qkv, layer.qkv_bias)
-            operations.rotate_and_store(qkv, (cos, sin), layer.head_norms, cache, layer.layout)
-            mixed = operations.attention(qkv, cache, layer.layout)
+            queries = operations.rotate_and_store(qkv, (cos, sin), layer.head_norms, cache, layer.layout)
+            mixed = operations.attention(queries, cache, layer.layout)
             added = linear(mixed, layer.out.weight, layer.out.bias)
             normed = operations.add_norm(hidden, added, layer.norms[1], layer.layout.epsilon)
             gated = operations.gate(linear(normed, layer.gate_up, layer.gate_up_bias))

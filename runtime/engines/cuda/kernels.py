@@ -78,7 +78,7 @@ def rotary_kernel(
         turned = token * width + column
         a = tl.load(cos + turned, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(sin + turned, mask=inside, other=0.0).to(tl.float32)
-        low = ((first * a).to(kind).to(tl.float32) - (second * b).to(kind).to(tl.float32)).to(kind)
+        low = ((first * a).to(kind).to(tl.float32) + (second * b).to(kind).to(tl.float32)).to(kind)
         a = tl.load(cos + turned + HALF, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(sin + turned + HALF, mask=inside, other=0.0).to(tl.float32)
         high = ((second * a).to(kind).to(tl.float32) + (first * b).to(kind).to(tl.float32)).to(kind)

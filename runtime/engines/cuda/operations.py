@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.attention_masks import AttentionMasks, AttentionWindow
@@ -31,7 +31,7 @@ class HeadLayout:
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, ``[tokens, width]``."""
+"""Cosines and sines, ``[tokens, width]``; the first half of the sines is negative."""
 HeadNorms = tuple[torch.Tensor, torch.Tensor] | None
 """The weights of the norms of queries and keys."""
 
@@ -59,12 +59,15 @@ class Operations(Protocol):
         norms: HeadNorms,
         cache: tuple[torch.Tensor, torch.Tensor],
         layout: HeadLayout,
-    ) -> None:
-        """Rotate the queries of ``qkv`` in place, and write its keys, rotated, and its values into the cache."""
+    ) -> torch.Tensor:
+        """Rotate the queries and keys of ``qkv``, and write keys and values into the cache.
+
+        Returns the queries, ``[tokens, heads * width]`` or more.
+        """
         ...
 
     def attention(
-        self, qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
+        self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
     ) -> torch.Tensor:
         """Attention of the queries to context and tree, ``[tokens, heads * width]``."""
         ...
@@ -90,13 +93,18 @@ class TorchOperations:
         self._step, self._extent = step, extent
         found = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
         self._found = found if isinstance(found, dict) else {"": found}
+        self._repeated: dict[tuple[str, int], torch.Tensor] = {}
+        """Masks for the query heads of a key head, one below the other."""
+        rows = step.tokens.shape[1]
+        self._positions = step.length[:, None] + torch.arange(rows, device=step.length.device)
+        self._slots = torch.arange(len(step.tokens), device=step.length.device)[:, None]
 
     def add_norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
         if added is not None:
             hidden += added
-        return rms_norm(hidden, weight, epsilon)
+        return rms_norm(hidden, weight.shape, weight, epsilon)
 
     def rotate_and_store(
         self,
@@ -105,41 +113,46 @@ class TorchOperations:
         norms: HeadNorms,
         cache: tuple[torch.Tensor, torch.Tensor],
         layout: HeadLayout,
-    ) -> None:
+    ) -> torch.Tensor:
         slots, rows = self._step.tokens.shape
         heads = qkv.view(slots * rows, -1, layout.width)
-        parts = heads.split([layout.query_heads, layout.key_heads, layout.key_heads], dim=1)
-        queries, keys = parts[:2]
+        turned, values = heads.split([layout.query_heads + layout.key_heads, layout.key_heads], dim=1)
         if norms:
-            queries, keys = (
-                rms_norm(part, weight, layout.epsilon) for part, weight in zip((queries, keys), norms, strict=True)
-            )
-        parts[0].copy_(rotated(queries, rotary))
-        slot = torch.arange(slots, device=qkv.device)[:, None]
-        position = self._step.length[:, None] + torch.arange(rows, device=qkv.device)
-        for place, new in zip(cache, (rotated(keys, rotary), parts[2]), strict=True):
-            place[slot, :, position] = new.view(slots, rows, layout.key_heads, layout.width)
+            parts = turned.split([layout.query_heads, layout.key_heads], dim=1)
+            normed = [
+                rms_norm(part, weight.shape, weight, layout.epsilon) for part, weight in zip(parts, norms, strict=True)
+            ]
+            turned = torch.cat(normed, dim=1)
+        cos, sin = (part[:, None] for part in rotary)
+        turned = turned * cos + turned.roll(layout.width // 2, dims=-1) * sin
+        for place, new in zip(cache, (turned[:, layout.query_heads :], values), strict=True):
+            place[self._slots, :, self._positions] = new.view(slots, rows, layout.key_heads, layout.width)
+        return turned[:, : layout.query_heads].flatten(1)
 
     def attention(
-        self, qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
+        self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
     ) -> torch.Tensor:
         slots, rows = self._step.tokens.shape
         groups = layout.query_heads // layout.key_heads
-        mask = self._found.get(layout.window.kind, self._found.get(""))
-        assert mask is not None
-        queries = qkv.view(slots, rows, -1, layout.width)[:, :, : layout.query_heads]
+        heads = queries[:, : layout.query_heads * layout.width]
         # The query heads of a key head as further rows: keys and values are not repeated.
-        grouped = queries.reshape(slots, rows, layout.key_heads, groups, layout.width).permute(0, 2, 3, 1, 4)
+        grouped = heads.reshape(slots, rows, layout.key_heads, groups, layout.width).permute(0, 2, 3, 1, 4)
         keys, values = (part[:slots, :, : self._extent] for part in cache)
         mixed = scaled_dot_product_attention(
             grouped.reshape(slots, layout.key_heads, groups * rows, layout.width),
             keys,
             values,
-            attn_mask=mask.repeat(1, 1, groups, 1),
+            attn_mask=self._mask(layout.window.kind, groups),
             scale=layout.scale,
         )
         by_row = mixed.view(slots, layout.key_heads, groups, rows, layout.width).permute(0, 3, 1, 2, 4)
         return by_row.reshape(slots * rows, layout.query_heads * layout.width)
+
+    def _mask(self, kind: str, groups: int) -> torch.Tensor:
+        if (kind, groups) not in self._repeated:
+            mask = self._found[kind] if kind in self._found else self._found[""]
+            self._repeated[kind, groups] = mask.repeat(1, 1, groups, 1)
+        return self._repeated[kind, groups]
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -157,17 +170,3 @@ def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:
         for slot in range(slots):
             of_slot = tensor[:, slot]
             of_slot.index_copy_(2, targets[slot], of_slot.index_select(2, step.moved_from[slot]))
-
-
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Rounds before the product with the weight, as the library does."""
-    numbers = hidden.float()
-    scaled = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + epsilon)
-    return weight * scaled.to(hidden.dtype)
-
-
-def rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Heads ``[tokens, heads, width]`` with rotary positions."""
-    cos, sin = (part[:, None] for part in rotary)
-    low, high = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-high, low), dim=-1) * sin

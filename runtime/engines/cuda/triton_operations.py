@@ -79,7 +79,7 @@ class TritonOperations:
         norms: HeadNorms,
         cache: tuple[torch.Tensor, torch.Tensor],
         layout: HeadLayout,
-    ) -> None:
+    ) -> torch.Tensor:
         rows, half = self._step.tokens.shape[1], layout.width // 2
         query_norm, key_norm = norms or (qkv, qkv)
         kernels.rotary_kernel[(len(qkv), layout.query_heads + 2 * layout.key_heads)](
@@ -100,22 +100,23 @@ class TritonOperations:
             NORMS=norms is not None,
             num_warps=1,
         )
+        return qkv
 
     def attention(
-        self, qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
+        self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
     ) -> torch.Tensor:
         slots, rows = self._step.tokens.shape
         tokens, heads, width = slots * rows, layout.query_heads, layout.width
         groups = heads // layout.key_heads
         values = cache[1].shape[3]
-        block = Blocks.of(padded(rows * groups), width, qkv.dtype, self._capability)
+        block = Blocks.of(padded(rows * groups), width, queries.dtype, self._capability)
         blocks = triton.cdiv(rows * groups, block.queries)
         splits = self._splits(blocks * layout.key_heads * slots)
-        parts = torch.empty((splits, tokens, heads, values), dtype=torch.float32, device=qkv.device)
-        levels = torch.empty((splits, tokens, heads), dtype=torch.float32, device=qkv.device)
+        parts = torch.empty((splits, tokens, heads, values), dtype=torch.float32, device=queries.device)
+        levels = torch.empty((splits, tokens, heads), dtype=torch.float32, device=queries.device)
         step, window = self._step, layout.window.window
         kernels.attention_kernel[(blocks * splits, layout.key_heads, slots)](
-            qkv,
+            queries,
             *cache,
             step.length,
             step.positions,
@@ -125,7 +126,7 @@ class TritonOperations:
             rows,
             self._stride,
             groups,
-            qkv.stride(0),
+            queries.stride(0),
             *cache[0].stride()[:2],
             *cache[1].stride()[:2],
             layout.scale,
@@ -146,7 +147,7 @@ class TritonOperations:
             num_warps=block.warps,
             num_stages=2,
         )
-        mixed = torch.empty((tokens, heads * values), dtype=qkv.dtype, device=qkv.device)
+        mixed = torch.empty((tokens, heads * values), dtype=queries.dtype, device=queries.device)
         kernels.merge_kernel[(tokens * heads,)](
             parts,
             levels,
