@@ -104,7 +104,8 @@ class TorchOperations:
     ) -> torch.Tensor:
         if added is not None:
             hidden += added
-        return rms_norm(hidden, weight.shape, weight, epsilon)
+        normed: torch.Tensor = rms_norm(hidden, weight.shape, weight, epsilon)
+        return normed
 
     def rotate_and_store(
         self,
@@ -127,7 +128,8 @@ class TorchOperations:
         turned = turned * cos + turned.roll(layout.width // 2, dims=-1) * sin
         for place, new in zip(cache, (turned[:, layout.query_heads :], values), strict=True):
             place[self._slots, :, self._positions] = new.view(slots, rows, layout.key_heads, layout.width)
-        return turned[:, : layout.query_heads].flatten(1)
+        queries: torch.Tensor = turned[:, : layout.query_heads].flatten(1)
+        return queries
 
     def attention(
         self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
@@ -151,6 +153,7 @@ class TorchOperations:
     def _mask(self, kind: str, groups: int) -> torch.Tensor:
         if (kind, groups) not in self._repeated:
             mask = self._found[kind] if kind in self._found else self._found[""]
+            assert mask is not None
             self._repeated[kind, groups] = mask.repeat(1, 1, groups, 1)
         return self._repeated[kind, groups]
 

@@ -1,0 +1,165 @@
+"""Estimated milliseconds of a step of hdtool's own pass on GPUs: ``python -m tests.benchmarks.gpu_estimate``.
+
+The pass runs on tensors without memory, and each operation counts its kernels and the bytes that it reads and writes,
+so that a change of the pass shows where no GPU is. The constants of the H100 were fitted to docs/benchmarks/gpu.md;
+those of the RTX 4090 were not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch.nn import Linear
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hdtool.runtime.config import SHAPES
+from hdtool.runtime.engines.cuda import fused_pass
+from hdtool.runtime.engines.cuda.fused_pass import FusedPass
+from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Rotary
+from hdtool.runtime.engines.model_parts import Kind, model_parts
+from hdtool.runtime.model.attention_masks import FULL, AttentionWindow
+from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors
+from hdtool.runtime.model.hidden_states import HiddenStates
+from hdtool.runtime.model.step_input import StepInput, StepTensors
+
+META = torch.device("meta")
+PROCESSORS_FILLED = 16
+"""Splits of the keys that write partial results."""
+
+
+class Gpu(NamedTuple):
+    """A GPU, and what it reaches."""
+
+    bandwidth: float
+    """Bytes a second, by its data sheet."""
+    matmul: float
+    """The share of it that matmuls of few rows reach."""
+    attention: float
+    """The share that attention reaches."""
+    kernel: float
+    """Seconds of a small kernel in a graph."""
+    rest: float
+    """Seconds of what is outside of the layers."""
+
+
+GPUS = {
+    "H100": Gpu(3.35e12, 0.79, 0.6, 2.3e-6, 1e-4),
+    "RTX 4090": Gpu(1.008e12, 0.93, 0.7, 1.5e-6, 1e-4),
+}
+
+
+@dataclass
+class Counted:
+    """What one pass does."""
+
+    length: int
+    reads_extent: bool = False
+    kernels: int = 0
+    small_bytes: int = 0
+    weight_bytes: int = 0
+    key_bytes: int = 0
+    _shape: tuple[int, int] = field(default=(1, 1))
+
+    def begin(self, step: StepTensors, extent: int) -> None:
+        self._shape = step.tokens.shape[0], step.tokens.shape[1]
+
+    def _small(self, *tensors: torch.Tensor) -> None:
+        self.kernels += 1
+        self.small_bytes += sum(tensor.nbytes for tensor in tensors)
+
+    def add_norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        self._small(hidden, hidden, hidden, weight)
+        return torch.empty_like(hidden)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        norms: HeadNorms,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        layout: HeadLayout,
+    ) -> torch.Tensor:
+        self._small(qkv, qkv, *rotary)
+        return qkv
+
+    def attention(
+        self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
+    ) -> torch.Tensor:
+        slots, rows = self._shape
+        mixed = queries.new_empty((slots * rows, layout.query_heads * layout.width))
+        one = layout.key_heads * layout.width * queries.itemsize
+        self.key_bytes += 2 * slots * (self.length + rows) * one
+        self.kernels += 1
+        self._small(mixed, *[mixed.float()] * PROCESSORS_FILLED)
+        return mixed
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gated = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+        self._small(gate_up, gated)
+        return gated
+
+    def move(self, tensors: list[torch.Tensor]) -> None:
+        self._small()
+
+    def linear(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        self.kernels += 1
+        self.weight_bytes += weight.nbytes
+        return rows.new_empty((rows.shape[0], weight.shape[0]))
+
+    def seconds(self, gpu: Gpu) -> float:
+        matmuls = self.weight_bytes / (gpu.bandwidth * gpu.matmul)
+        keys = self.key_bytes / (gpu.bandwidth * gpu.attention)
+        return matmuls + keys + self.kernels * gpu.kernel + self.small_bytes / gpu.bandwidth + gpu.rest
+
+    def limit(self, gpu: Gpu) -> float:
+        return (self.weight_bytes + self.key_bytes) / gpu.bandwidth
+
+
+def count(shape: str, slots: int, rows: int, length: int) -> Counted:
+    """One pass of a shape in bfloat16."""
+    config = LlamaConfig(**SHAPES[shape])
+    with META:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    parts = model_parts(model, Kind(Linear, lambda weight: True, lambda module: True))
+    assert parts
+    counted = Counted(length)
+    step_pass = FusedPass(parts, [AttentionWindow(FULL)] * len(parts.layers), counted, HiddenStates())
+    heads = HeadShape(parts.layers[0].heads, parts.layers[0].width, torch.bfloat16, META)
+    storage = KVTensors.for_layers([(heads, heads)] * len(parts.layers), length + rows, slots)
+    told = StepInput(torch.device("cpu"), slots).tensors(slots, rows)
+    step = StepTensors(*(part.to(META) for part in told))
+    matmuls = sum(prod(weight.shape) for weight in model.parameters() if weight.dim() == 2)
+    with mock.patch.object(fused_pass, "linear", counted.linear):
+        step_pass.run(step, storage, 0)
+    assert counted.weight_bytes == 2 * (matmuls - model.get_input_embeddings().weight.numel())
+    # The embedding, the rotary positions, the signs of the sines, and the arg-max.
+    counted.kernels += 20
+    return counted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], default="llama-3-8b")
+    options = parser.parse_args()
+    print(f"{options.shape} in bfloat16: estimated milliseconds of a step, and the share of the limit by bandwidth")
+    print("GPU        slots  rows  context  kernels a layer   limit    step  share")
+    layers = int(SHAPES[options.shape]["num_hidden_layers"])
+    for name, gpu in GPUS.items():
+        for slots, rows, length in ((1, 1, 1000), (1, 32, 1000), (1, 1, 8000), (1, 32, 8000), (8, 8, 1000)):
+            counted = count(options.shape, slots, rows, length)
+            step, limit = counted.seconds(gpu), counted.limit(gpu)
+            print(
+                f"{name:10} {slots:5} {rows:5} {length:8,} {counted.kernels // layers:16} {1e3 * limit:7.2f} "
+                f"{1e3 * step:7.2f} {limit / step:6.0%}"
+            )
+
+
+if __name__ == "__main__":
+    main()
