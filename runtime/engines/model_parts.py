@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from torch.nn import Linear, Module, ModuleList
+import torch
+from torch.nn import Module, ModuleList
 
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -18,17 +19,17 @@ FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions that do not depend on how long a context is."""
 
 
-Matmul = TypeVar("Matmul", bound=Linear)
+Matmul = TypeVar("Matmul", bound=Module)
 
 
 @dataclass(frozen=True)
 class Kind(Generic[Matmul]):
     """What an engine computes."""
 
-    matmul: type[Matmul]
-    """The class of all linear layers."""
+    multiplies: Callable[[Any], bool]
+    """Whether it takes this module as a linear layer."""
     fits: Callable[[Any], bool]
-    """Whether it takes this weight."""
+    """Whether it takes this weight of a norm."""
     embeds: Callable[[Module], bool]
     """Whether it takes this embedding."""
     divisor: int = 2
@@ -55,11 +56,11 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def hidden(self) -> int:
-        return self.matmuls[0].in_features
+        return cast(int, self.matmuls[0].in_features)
 
     @property
     def inner(self) -> int:
-        return self.matmuls[4].out_features
+        return cast(int, self.matmuls[4].out_features)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -101,9 +102,9 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     embedding, rotary, norm = (decoder.get_submodule(name) for name in ("embed_tokens", "rotary_emb", "norm"))
     head, epsilon = model.get_output_embeddings(), epsilon_of(norm)
     if (
-        type(head) is not kind.matmul
+        not kind.multiplies(head)
         or epsilon is None
-        or not all(map(kind.fits, (*head.parameters(), *norm.parameters())))
+        or not all(map(kind.fits, norm.parameters()))
         or getattr(rotary, "rope_type", None) not in FIXED_ROTARY
         or not kind.embeds(embedding)
     ):
@@ -127,13 +128,13 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     known = set(attention._modules) == {*PROJECTIONS, *head_norms} and len(head_norms) in (0, 2)
     if not known or set(mlp._modules) != {*MLP_PARTS, "act_fn"} or activation not in ACTIVATIONS:
         return None
-    matmuls: list[Linear] = [getattr(attention, name) for name in PROJECTIONS]
+    matmuls: list[Any] = [getattr(attention, name) for name in PROJECTIONS]
     matmuls += [getattr(mlp, name) for name in MLP_PARTS]
     norms = [layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")]
     norms += [getattr(attention, name) for name in head_norms]
     epsilons = {epsilon_of(norm) for norm in norms}
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
-    if not all(type(one) is kind.matmul for one in matmuls) or len(epsilons) > 1 or not isinstance(scale, float):
+    if not all(map(kind.multiplies, matmuls)) or len(epsilons) > 1 or not isinstance(scale, float):
         return None
     if (
         getattr(attention, "layer_idx", None) != place
@@ -159,16 +160,26 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul]) -> bool:
     shapes = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
     widths = [hidden, hidden, parts.width, parts.width][: len(parts.norms)]
+    weights: list[Any] = [norm._parameters["weight"] for norm in parts.norms]
     modules: tuple[Module, ...] = (*parts.matmuls, *parts.norms)
-    own = [parameter for module in modules for parameter in module.parameters()]
+    own = {id(tensor) for module in modules for tensor in _tensors_of(module)}
+    inside = {id(module) for matmul in parts.matmuls for module in matmul.modules()}
     return (
-        all(matmul.weight.shape == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))
-        and all(norm._parameters["weight"].shape == (width,) for norm, width in zip(parts.norms, widths, strict=True))  # type: ignore[union-attr]
-        and all(map(kind.fits, own))
-        and {id(weight) for weight in own} == {id(weight) for weight in parts.layer.parameters()}
-        and not any(True for _ in parts.layer.buffers())
-        and not any("forward" in vars(module) for module in parts.layer.modules())
+        all(_shape_of(one) == shape for one, shape in zip(parts.matmuls, shapes, strict=True))
+        and all(weight.shape == (width,) for weight, width in zip(weights, widths, strict=True))
+        and all(map(kind.fits, weights))
+        and {id(tensor) for tensor in _tensors_of(parts.layer)} == own
+        and not any("forward" in vars(module) for module in parts.layer.modules() if id(module) not in inside)
     )
+
+
+def _shape_of(matmul: Any) -> tuple[int, int]:
+    return matmul.out_features, matmul.in_features
+
+
+def _tensors_of(module: Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def epsilon_of(norm: Module) -> float | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from torch.nn import Linear
+from torch.nn import Module, functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hdtool.runtime.config import SHAPES
@@ -127,16 +127,18 @@ def count(shape: str, slots: int, rows: int, length: int) -> Counted:
     config = LlamaConfig(**SHAPES[shape])
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    parts = model_parts(model, Kind(Linear, lambda weight: True, lambda module: True))
+    kind: Kind[Module] = Kind(lambda module: hasattr(module, "in_features"), lambda weight: True, lambda module: True)
+    parts = model_parts(model, kind)
     assert parts
     counted = Counted(length)
-    step_pass = FusedPass(parts, [AttentionWindow(FULL)] * len(parts.layers), counted, HiddenStates())
+    with mock.patch.object(fused_pass, "linear", counted.linear):
+        step_pass = FusedPass(parts, [AttentionWindow(FULL)] * len(parts.layers), counted, HiddenStates())
     heads = HeadShape(parts.layers[0].heads, parts.layers[0].width, torch.bfloat16, META)
     storage = KVTensors.for_layers([(heads, heads)] * len(parts.layers), length + rows, slots)
     told = StepInput(torch.device("cpu"), slots).tensors(slots, rows)
     step = StepTensors(*(part.to(META) for part in told))
     matmuls = sum(prod(weight.shape) for weight in model.parameters() if weight.dim() == 2)
-    with mock.patch.object(fused_pass, "linear", counted.linear):
+    with mock.patch.object(functional, "linear", counted.linear):
         step_pass.run(step, storage, 0)
     assert counted.weight_bytes == 2 * (matmuls - model.get_input_embeddings().weight.numel())
     # The embedding, the rotary positions, the signs of the sines, and the arg-max.

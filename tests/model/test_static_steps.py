@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
@@ -261,6 +262,63 @@ def test_the_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -
             target.commit(cache, slot, path)
             assert cache.slots[slot].length == len(contexts[slot])
     assert capture.recorded - recorded == 4, "one step for each number of trees and size"
+
+
+class Rounded(torch.nn.Linear):
+    """A linear layer with arithmetic of its own, as those with quantized weights have."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(rows, self.weight.bfloat16().float(), self.bias)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer beside that of the model, as adapters have."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.base(rows) + 0.5 * self.up(self.down(rows))
+        return added
+
+
+def test_the_fused_pass_calls_linear_layers_of_other_classes() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    for name in ("q_proj", "up_proj", "down_proj", "k_proj"):
+        for layer in model.model.layers:
+            owner = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
+            plain = getattr(owner, name)
+            if name == "k_proj":
+                setattr(owner, name, Adapted(plain))
+            else:
+                plain.__class__ = Rounded
+    target = Target(model, lambda device: Rehearsed())
+    assert target._captured.is_fused
+    one, context, tree = OneSequence(target), prompt_of(30), tree_of(9)
+    one.prefill(context)
+    logits = one.verify(tree)
+    for node in range(ROOT, 9):
+        assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
+
+
+def test_merged_matrices_are_those_of_the_model() -> None:
+    """Weights that are written in place count, and a second target merges nothing again."""
+    model = copy.deepcopy(model_of("qwen2"))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    first, second = (Target(model, lambda device: Rehearsed()) for _ in range(2))
+    assert first._captured.is_fused and second._captured.is_fused
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    first.notice_changes()
+    assert first.changes == 0
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(3)
+    for target in (first, second):
+        one, context, tree = OneSequence(target), prompt_of(30), tree_of(9)
+        one.prefill(context)
+        assert_same_logits(one.verify(tree)[9], plain_logits(model, context + tokens_to(tree, 8)))
 
 
 def test_a_sequence_and_a_batch_keep_their_steps() -> None:

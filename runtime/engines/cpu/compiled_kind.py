@@ -15,6 +15,12 @@ from hdtool.runtime.kernels.vector_code import LANES
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
 
 
+def _multiplies(module: Any) -> bool:
+    is_own = type(module) is CompiledLinear and "forward" not in vars(module)
+    is_whole = is_own and module.weight.shape == (module.out_features, module.in_features)
+    return is_whole and all(map(_fits, module.parameters()))
+
+
 def _fits(weight: Any) -> bool:
     is_float = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
     return is_float and (is_compact(weight) or type(weight) is Parameter)
@@ -30,4 +36,4 @@ def _embeds(module: Module) -> bool:
     )
 
 
-COMPILED = Kind(CompiledLinear, _fits, _embeds, LANES)
+COMPILED: Kind[CompiledLinear] = Kind(_multiplies, _fits, _embeds, LANES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,16 +27,17 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+Matmul = Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one layer, with those of parallel matmuls merged."""
+    """The matmuls of one layer, with parallel ones merged, and its norms."""
 
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    out: Linear
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: Linear
+    qkv: Matmul
+    out: Matmul
+    gate_up: Matmul
+    down: Matmul
     norms: tuple[torch.Tensor, torch.Tensor]
     head_norms: HeadNorms
     layout: HeadLayout
@@ -45,7 +47,7 @@ class FusedPass:
     """One pass over the trees of some slots, for captured steps."""
 
     def __init__(
-        self, parts: ModelParts[Linear], windows: list[AttentionWindow], operations: Operations, hidden: HiddenStates
+        self, parts: ModelParts[Module], windows: list[AttentionWindow], operations: Operations, hidden: HiddenStates
     ) -> None:
         self._parts, self._operations, self._hidden = parts, operations, hidden
         self.reads_extent = operations.reads_extent
@@ -63,15 +65,14 @@ class FusedPass:
         added: torch.Tensor | None = None
         for layer, cache in zip(self._layers, storage.layers, strict=True):
             normed = operations.add_norm(hidden, added, layer.norms[0], layer.layout.epsilon)
-            qkv = linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv(normed)
             queries = operations.rotate_and_store(qkv, (cos, sin), layer.head_norms, cache, layer.layout)
             mixed = operations.attention(queries, cache, layer.layout)
-            added = linear(mixed, layer.out.weight, layer.out.bias)
+            added = layer.out(mixed)
             normed = operations.add_norm(hidden, added, layer.norms[1], layer.layout.epsilon)
-            gated = operations.gate(linear(normed, layer.gate_up, layer.gate_up_bias))
-            added = linear(gated, layer.down.weight, layer.down.bias)
+            added = layer.down(operations.gate(layer.gate_up(normed)))
         hidden = operations.add_norm(hidden, added, parts.norm.weight, parts.epsilon)
-        logits = linear(hidden, parts.head.weight, parts.head.bias)
+        logits = parts.head(hidden)
         return StepOutput(logits, hidden.view(*step.tokens.shape, -1) if self._hidden.is_watched else None)
 
 
@@ -79,11 +80,9 @@ def fuse(target: Target) -> FusedPass | None:
     """The fused pass of a model, whose parallel matrices become views of merged ones; None for one of another kind."""
     if target.dtype not in DTYPES or target.processes > 1:
         return None
-    kind = Kind(Linear, partial(_is_plain, target), partial(_embeds, target))
+    kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target))
     parts, windows = model_parts(target.model, kind), _windows_of_layers(target)
-    watched = 1 if target.hidden.is_watched else 0
-    hooks = sum(map(len, hooks_of(target.model.modules())))
-    if parts is None or windows is None or len(windows) != len(parts.layers) or hooks > watched:
+    if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
         return None
     shapes = [shape for layer in target.shapes if layer for shape in layer]
     first = parts.layers[0]
@@ -118,6 +117,17 @@ def _windows_of_layers(target: Target) -> list[AttentionWindow] | None:
     return [by_kind[kind] for kind in kinds]
 
 
+def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:
+    """Whether there are hooks on modules that the pass does not call, but those that watch hidden states."""
+    called = {id(module) for matmul in (*parts.matmuls, parts.embedding, parts.rotary) for module in matmul.modules()}
+    hooks = hooks_of(module for module in target.model.modules() if id(module) not in called)
+    return sum(map(len, hooks)) > int(target.hidden.is_watched)
+
+
+def _has_shape(module: Any) -> bool:
+    return isinstance(getattr(module, "in_features", None), int) and isinstance(module.out_features, int)
+
+
 def _is_plain(target: Target, weight: Any) -> bool:
     is_dense = type(weight) is Parameter and weight.is_contiguous()
     return is_dense and weight.dtype == target.dtype and weight.device == target.device
@@ -127,21 +137,28 @@ def _embeds(target: Target, module: Module) -> bool:
     return type(module) is Embedding and module.max_norm is None and _is_plain(target, module.weight)
 
 
-def _weights_of(layer: LayerParts[Linear], window: AttentionWindow) -> LayerWeights:
-    queries, keys, values, out, gate, up, down = layer.matmuls
+def _weights_of(layer: LayerParts[Module], window: AttentionWindow) -> LayerWeights:
+    *qkv, out, gate, up, down = layer.matmuls
     weights: list[Any] = [norm.weight for norm in layer.norms]
     layout = HeadLayout(layer.heads * layer.groups, layer.heads, layer.width, layer.scale, layer.epsilon, window)
-    return LayerWeights(
-        _merged([queries.weight, keys.weight, values.weight]),
-        _merged_bias([queries, keys, values]),
-        out,
-        _merged([gate.weight, up.weight]),
-        _merged_bias([gate, up]),
-        down,
-        (weights[0], weights[1]),
-        (weights[2], weights[3]) if len(weights) == 4 else None,
-        layout,
-    )
+    norms = (weights[2], weights[3]) if len(weights) == 4 else None
+    return LayerWeights(_together(qkv), out, _together([gate, up]), down, (weights[0], weights[1]), norms, layout)
+
+
+def _together(modules: list[Any]) -> Matmul:
+    """The outputs of several linear layers side by side: one matmul, if all are plain."""
+    biases = {module.bias is not None for module in modules if type(module) is Linear}
+    if len(biases) == 1 and all(map(_is_mergeable, modules)):
+        weight = _merged([module.weight for module in modules])
+        bias = _merged([module.bias for module in modules]) if True in biases else None
+        return partial(linear, weight=weight, bias=bias)
+    return lambda rows: torch.cat([module(rows) for module in modules], dim=-1)
+
+
+def _is_mergeable(module: Any) -> bool:
+    weight = module.weight if type(module) is Linear else None
+    is_dense = type(weight) is Parameter and weight.layout is torch.strided and weight.is_contiguous()
+    return is_dense and "forward" not in vars(module) and not any(map(len, hooks_of([module])))
 
 
 def _merged(parameters: list[Any]) -> torch.Tensor:
@@ -163,7 +180,3 @@ def _merged_before(parameters: list[Any]) -> torch.Tensor | None:
         at += parameter.numel()
     merged: torch.Tensor = first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
     return merged
-
-
-def _merged_bias(modules: list[Linear]) -> torch.Tensor | None:
-    return _merged([module.bias for module in modules]) if modules[0].bias is not None else None
