@@ -22,7 +22,7 @@ SHOW_LARGE := while read -r line; do case "$$line" in \
 demo: .venv/smollm2 .compiled
 	$(BIN)/hdtool demo
 
-test: .venv/installed-dev .compiled
+test: .venv/installed-dev .venv/triton .compiled
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory -j3 types kernels
@@ -35,7 +35,7 @@ kernels-%: .venv/installed-dev .compiled
 	@$(BIN)/python -m tests.compile_kernels $*
 
 # What is slow: all families of models, the wheel, kills, the script of GPU checks.
-test-long: .venv/installed-dev .venv/smollm2 .compiled
+test-long: .venv/installed-dev .venv/smollm2 .venv/triton .compiled
 	$(BIN)/pytest -n logical --dist worksteal -m "long and not exhaustive"
 
 # What is exhaustive: every combination of families, methods and ways to sample, many kills, and the tutorial.
@@ -123,6 +123,12 @@ clean:
 .venv/installed-dev: .venv/python $(PINS)
 	$(BIN)/python -m pip install $(QUICK) -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/installed
+
+# The kernels for GPUs run by its interpreter, and are compiled ahead; 286 MB, and none for other systems than Linux.
+.venv/triton: .venv/installed-dev
+	@$(BIN)/python -m pip install $(QUICK) -c constraints.txt triton || \
+		echo "note: triton could not be installed: the tests of the kernels for GPUs are left out"
+	@touch $@
 
 .venv-quantized/installed: .venv/python $(PINS)
 	$(PYTHON) -m venv .venv-quantized
