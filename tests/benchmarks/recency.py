@@ -75,7 +75,7 @@ def _rows(turns: Sequence[RecordedTurn], stores: StoreSet) -> Iterator[tuple[np.
     """Chances, distance classes and which one was emitted, of the candidates at each position of a conversation."""
     drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
     drafter.recency[:] = 1
-    at = drafter.addresses
+    at = drafter.address
     work = drafter.work[0]
     for turn in turns:
         drafter.begin(turn.prompt)

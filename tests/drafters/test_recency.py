@@ -49,23 +49,6 @@ def test_without_the_conversation_as_a_source_there_is_no_recency(store: ModelSt
     assert having[NEW] == pytest.approx(having[OLD])
 
 
-def test_tokens_of_the_path_are_recent_too() -> None:
-    """After a token that the conversation once had twice in a row, it is drafted once more; then it is the last one."""
-
-    def second(gain: float) -> float:
-        """The probability of the token after itself."""
-        hierarchy = Hierarchy(budget=FixedBudget(8))
-        hierarchy.begin([1, 3, 3, 1, 3, 1])
-        hierarchy.recency[:] = 1.0
-        hierarchy.recency[distance_class(1)] = gain
-        tree = hierarchy.draft([1])
-        assert tree.tokens[0] == 3
-        again = [node for node in range(1, len(tree)) if tree.parents[node] == 0 and tree.tokens[node] == 3]
-        return float(hierarchy.probs[again].sum())
-
-    assert second(10.0) > second(1.0) > second(0.1)
-
-
 def test_distances_have_classes_by_doubling() -> None:
     assert [distance_class(n) for n in (1, 2, 3, 4, 7, 8, 1023, 1024, 10**6)] == [1, 2, 2, 3, 3, 4, 10, 11, 11]
     assert distance_class(10**9) == DISTANCES - 1

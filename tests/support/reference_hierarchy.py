@@ -53,7 +53,6 @@ RECENCY = (
     (0.70, 0.61, 0.68, 0.95),
 )
 """Gains by the number of binary digits of the distance, 0 for none, and by probability."""
-NEAREST = 7
 NEIGHBOR_KINDS, NEIGHBOR_PLACES, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS, UNNAMED = 8, 8, 32, 0.7, 8
 LEARNING_RATE, LEAST_GAIN, MOST_GAIN = 0.03, 1 / 16, 64.0
 DEEPEST, LEAST_LEFT, LEAST_PART, LEFT_TO_LEARN, WORTH_ADDING, WORTH_EXPANDING = 64, 0.002, 1e-4, 0.02, 0.1, 1.6
@@ -323,10 +322,7 @@ class SlowHierarchy:
         return {token: chance * scale for token, chance in gained.items()}
 
     def _distance(self, node: Node, token: int) -> int:
-        """How long ago the conversation or a path of a few tokens had a token; 0 if it never did."""
-        near = node.context[-NEAREST:]
-        if token in near:
-            return near[::-1].index(token) + 1
+        """How long ago the conversation had a token; 0 if it never did."""
         before = self.context[:-1]
         return (
             len(node.context) - max(at for at, other in enumerate(before) if other == token) if token in before else 0

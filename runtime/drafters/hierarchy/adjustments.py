@@ -13,19 +13,16 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.candidates import UNNAMED, index_of, rescale, whole
-from hdtool.runtime.drafters.hierarchy.matches import latest_place
 from hdtool.runtime.drafters.hierarchy.memory import work_at
 from hdtool.runtime.drafters.hierarchy.weights import KINDS, RECENCY, weights_at
-from hdtool.runtime.kernels.compiled import Array, Ints, compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.sampling.exponential_race import start_of, time_of
+from hdtool.runtime.stores.context_table import latest_place
 from hdtool.runtime.stores.corpus_ranges import ROWS
-from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 
 NEVER = 0
 DISTANCES = len(RECENCY)
 """Classes of distances: never, 1 token ago, 2 or 3, 4 to 7, and so on by doubling; the last one has no end."""
-NEAREST = 7
-"""This many tokens before a candidate are compared themselves, as the conversation has no drafted tokens."""
 PROBS = (0.1, 0.01, 0.001)
 """Bounds of the classes of probabilities."""
 LEARNING_RATE = 0.03
@@ -45,10 +42,6 @@ def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
     for at in range(work.size):
         place = latest_place(table, work.candidates[at])
         work.recency[at] = NEVER if place < 0 else distance_class(next_place - place)
-    for back in range(NEAREST, 0, -1):
-        at = index_of(work, work.tails[node, LONGEST_MATCH - back])
-        if at >= 0:
-            work.recency[at] = distance_class(back)
     before = whole(work)
     for at in range(work.size):
         work.chances[at] *= gains[work.recency[at], prob_class(work.chances[at])]
@@ -86,7 +79,7 @@ def agree(work: Any, gains: Any, near: Any, place: int) -> None:
 
 
 @compiled
-def learn_gains(at: Ints, path: Array, size: int) -> None:
+def learn_gains(at: int, path: Array, size: int) -> None:
     """Learn the gain of each kind from the nodes after an accepted ``path``, in a tree of this size.
 
     It grows where more of them were accepted than their probabilities predict.

@@ -8,7 +8,7 @@ import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.memory import CANDIDATES, DRAFTING, SLOTS, work_at
 from hdtool.runtime.drafters.hierarchy.weights import weights_at
-from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 
 UNNAMED = 8
 """The kind of candidates that no neighboring ranking holds."""
@@ -16,26 +16,17 @@ UNNAMED = 8
 
 @compiled
 def contribute(
-    at: Ints,
-    source: int,
-    row: int,
-    tokens: Ints,
-    counts: Ints,
-    read: int,
-    bucket: int,
-    left: float,
-    floor: float,
-    truth: int,
+    at: int, source: int, row: int, tokens: Array, counts: Array, read: int, bucket: int, left: float
 ) -> float:
     """Give each token of an order its part of what is left, and return what is left then.
 
-    ``row`` and ``bucket`` select the weight; ``tokens`` were counted among so many that were ``read``. With a
-    ``truth``, the emitted token, its share is noted instead.
+    ``row`` and ``bucket`` select the weight; ``tokens`` were counted among so many that were ``read``. When the
+    estimate is to learn from an emitted token, that token's share is noted instead.
     """
     work = work_at(at)
     weight = weights_at(at).weight[row, bucket]
-    if truth == DRAFTING:
-        unit = left * weight / read
+    if work.truth == DRAFTING:
+        unit, floor = left * weight / read, work.floor
         # No count exceeds ``read``, so nothing of a weak order counts.
         for place in range(len(tokens) if left * weight >= floor else 0):
             part = unit * min(np.int64(counts[place]), read)
@@ -45,7 +36,7 @@ def contribute(
     else:
         share = 0.0
         for place in range(len(tokens)):
-            if tokens[place] == truth:
+            if tokens[place] == work.truth:
                 count: Any = np.int64(counts[place])
                 share = max(0, min(count, read)) / read
         work.orders[work.used], work.buckets[work.used], work.shares[work.used] = row, bucket, share

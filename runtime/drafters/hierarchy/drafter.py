@@ -14,26 +14,15 @@ from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.evidence import (
     HEADS,
-    HEADS_RECORD,
     MODEL,
     MOST_PLUGINS,
     PLUGIN,
-    PLUGIN_RECORD,
     corpus_source,
     note_heads,
     note_plugin,
+    predicted_by,
 )
-from hdtool.runtime.drafters.hierarchy.matches import (
-    ANSWERS,
-    CHAINS,
-    CONTEXT,
-    FOUND,
-    HISTORY,
-    LONG,
-    PREDICTION,
-    STORED,
-    ContextTable,
-)
+from hdtool.runtime.drafters.hierarchy.matches import ANSWERS, CONTEXT, FOUND, HISTORY, PREDICTION, STORED
 from hdtool.runtime.drafters.hierarchy.memory import (
     ADDRESSES,
     LONGEST_HASH,
@@ -54,6 +43,7 @@ from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
 from hdtool.runtime.source_names import Evidence, SourceName
+from hdtool.runtime.stores.context_table import CHAINS, LONG, ContextTable
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.corpus_ranges import no_shards, range_record
 from hdtool.runtime.stores.history.history import History, address_of
@@ -112,8 +102,8 @@ class Hierarchy(Pinned):
         self._shards = corpus.shards if corpus else no_shards()
         ranges, self._places = range_record(self._shards)
         self._rankings = rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
-        self._heads_record, self._plugin_records = np.zeros(1, HEADS_RECORD), np.zeros(MOST_PLUGINS, PLUGIN_RECORD)
-        self._plugin_records["source"][: len(self._plugins)] = list(self._plugins)
+        self._heads_record = predicted_by([SourceName.HEADS])
+        self._plugin_records = predicted_by([*self._plugins, *[SourceName.NONE] * (MOST_PLUGINS - len(self._plugins))])
         self._lane = np.zeros(1, LANE)
         self._found: dict[int, Array] = {name: np.zeros(1, FOUND) for name in (SourceName.CONTEXT, *LOG_SOURCES)}
         corpus_row = corpus_source(self._shards.tokens.dtype.name)
@@ -141,9 +131,10 @@ class Hierarchy(Pinned):
             **{source.name: record for source, record in added.items()},
         }
         assert all(record.flags.aligned for record in self._records.values())
-        self._at = np.zeros(ADDRESSES, np.int64)
+        self._addresses = np.zeros(ADDRESSES, np.int64)
         for number, record in self._records.items():
-            self._at[number] = record.ctypes.data
+            self._addresses[number] = record.ctypes.data
+        self._at = self._addresses.ctypes.data
         self.work = work
         """The nodes and candidates of the last draft; see ``memory.py``."""
         self._fill_in(work, context, recycled, vocabulary)
@@ -174,7 +165,7 @@ class Hierarchy(Pinned):
             found["log"][0, STORED] = address_of(self._history.stored_log)
             found["lane"] = self._lane.ctypes.data
         work["accepted"] = work["predicted"] = CALIBRATION_PRIOR
-        work["has_context"], work["has_recycled"], work["plugins"] = context, recycled, len(self._plugins)
+        work["has_context"], work["has_recycled"] = context, recycled
         hashes = self._rankings.is_kept or self._stores[0]
         work["hashed"] = LONGEST_HASH if hashes else CHAINS[LONG]
         work["instant_at"] = work["instant"].ctypes.data
@@ -187,8 +178,8 @@ class Hierarchy(Pinned):
         grow(self._at, 1)
 
     @property
-    def addresses(self) -> Array:
-        """The addresses of its memory, which must outlive them: for compiled code that drafts for many."""
+    def address(self) -> int:
+        """Where the addresses of its memory are, which it must outlive: for compiled code that drafts for many."""
         return self._at
 
     @property
@@ -304,7 +295,7 @@ class Hierarchy(Pinned):
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """The trees of hierarchies, grown in one compiled call."""
         if self._together is None or self._together[0] != drafters:
-            self._together = list(drafters), np.array([drafter.addresses for drafter in drafters])
+            self._together = list(drafters), np.array([drafter.address for drafter in drafters])
         most = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
         grown, started = np.zeros(len(most), np.int64), time.perf_counter()
         grow_all(self._together[1], np.array(most), grown)
@@ -328,7 +319,7 @@ class Hierarchy(Pinned):
         self.work["position"] = len(context)
         if self._heads and (not self._gate or self._gate.now):
             self._heads.run_heads()
-            note_heads(self._heads_record, self._heads.tokens, self._heads.probs)
+            note_heads(self._heads_record[0], self._heads.tokens, self._heads.probs)
         if self._plugins:
             self._note_plugins(context)
         if self._drafts % TIMED_EVERY == 0:

@@ -1,7 +1,6 @@
 """The memory that compiled code drafts with, and the table of sources that it calls.
 
-All records are reached by one array of addresses: each array that Python passes costs a fifth of a microsecond, and
-each one that a compiled function passes on costs a dozen words of the stack.
+Every function gets ``at``, the address of one array of addresses, and reaches all records by it.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from hdtool.runtime.kernels.compiled import Array, Ints, compiled, generated
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import ROWS, SAMPLES
@@ -73,7 +74,11 @@ WORK = np.dtype(
         # Evidence of the order in use.
         ("corpus_evidence", np.int64, SAMPLES),
         ("corpus_counts", np.int64, SAMPLES),
-        # The evidence of each order for an emitted token.
+        # What an estimate is for: a tree, or learning from an emitted token.
+        ("truth", np.int64),  # the emitted token, or DRAFTING
+        ("least", np.float64),  # evidence is used while so much probability is left
+        ("floor", np.float64),  # smaller contributions are left out
+        # The evidence of each order for the emitted token.
         ("used", np.int64),
         ("orders", np.int64, MOST_ROWS),
         ("buckets", np.int64, MOST_ROWS),
@@ -91,7 +96,6 @@ WORK = np.dtype(
         ("rows", np.int64),  # of the table of sources
         ("has_context", np.int64),
         ("has_recycled", np.int64),
-        ("plugins", np.int64),
         # The time of a draft that is timed, in nanoseconds by source; NONE is the tree itself.
         ("timed", np.int64),
         ("laps", np.int64, len(SourceName)),
@@ -104,6 +108,8 @@ WORK = np.dtype(
 ROW = np.dtype([(name, np.int64) for name in ("source", "first", "lowest", "highest", "find", "weigh", "move")])
 """A source in the table: its number, its first row of weights, the n-gram orders that it has evidence of at the node in
 hand, and the addresses of its functions; 0 for none."""
+FIND, MOVE = types.int64(types.int64, types.int64), types.void(types.int64, types.int64, types.int64)
+WEIGH = types.float64(*[types.int64] * 4, types.float64)
 
 
 class Prior(NamedTuple):
@@ -121,16 +127,8 @@ class Prior(NamedTuple):
     """and of evidence that names many."""
 
 
-FIND = types.int64(types.int64, types.int64)
-WEIGH = types.float64(*[types.int64] * 4, *[types.float64] * 3, types.int64)
-MOVE = types.void(*[types.int64] * 3)
-
-
 class Source(NamedTuple):
-    """A source of evidence: three functions that compiled code calls by their addresses.
-
-    Each gets the address of the array of addresses, from which ``addresses`` makes the array.
-    """
+    """A source of evidence: functions that compiled code calls by their addresses."""
 
     name: SourceName
     lowest: int
@@ -139,9 +137,9 @@ class Source(NamedTuple):
     """None for a source without weights of its own."""
     find: Callable[[int, int], int]
     """``find(at, node)``: begin with a node; returns the highest order with evidence, -1 for none."""
-    weigh: Callable[[int, int, int, int, float, float, float, int], float]
-    """``weigh(at, node, order, first, left, least, floor, truth)``: give tokens their parts of the probability that is
-    ``left``, and return what is left then. ``first`` is the row of the source's weights."""
+    weigh: Callable[[int, int, int, int, float], float]
+    """``weigh(at, node, order, first, left)``: give tokens their parts of the probability that is ``left``, and return
+    what is left then. ``first`` is the row of the source's weights."""
     move: Callable[[int, int, int], None] | None = None
     """``move(at, token, emitted)``: the root moves on by a token, which was emitted now or is part of the prompt."""
 
@@ -158,58 +156,52 @@ def _function(function: Callable[..., Any], signature: Any) -> Any:
     return cfunc(signature, cache=True)(function)
 
 
-@generated(types.int64, types.int64, types.int64, returns=types.int64)
-def call_find(builder: Any, function: Any, at: Any, node: Any) -> Any:
-    return _called(builder, function, ir.IntType(64), at, node)
+def _caller(signature: Any) -> Any:
+    """An intrinsic that calls a function with this signature by its address, with a tuple of arguments."""
+    returned = signature.return_type
+
+    def call(context: Any, function: Any, arguments: Any) -> Any:
+        def lower(target: Any, builder: Any, _: Any, values: Any) -> Any:
+            given = cgutils.unpack_tuple(builder, values[1])  # type: ignore[no-untyped-call]
+            kind = ir.VoidType() if returned == types.void else target.get_value_type(returned)
+            pointer = ir.FunctionType(kind, [value.type for value in given]).as_pointer()
+            result = builder.call(builder.inttoptr(values[0], pointer), given)
+            return target.get_dummy_value() if returned == types.void else result
+
+        return returned(function, arguments), lower
+
+    return intrinsic(call)
 
 
-@generated(*[types.int64] * 5, *[types.float64] * 3, types.int64, returns=types.float64)
-def call_weigh(
-    builder: Any,
-    function: Any,
-    at: Any,
-    node: Any,
-    order: Any,
-    first: Any,
-    left: Any,
-    least: Any,
-    floor: Any,
-    truth: Any,
-) -> Any:
-    return _called(builder, function, ir.DoubleType(), at, node, order, first, left, least, floor, truth)
-
-
-@generated(*[types.int64] * 4)
-def call_move(builder: Any, function: Any, at: Any, token: Any, emitted: Any) -> None:
-    _called(builder, function, ir.VoidType(), at, token, emitted)
-
-
-def _called(builder: Any, function: Any, returned: Any, *given: Any) -> Any:
-    kind = ir.FunctionType(returned, [value.type for value in given])
-    return builder.call(builder.inttoptr(function, kind.as_pointer()), given)
+call_find, call_weigh, call_move = _caller(FIND), _caller(WEIGH), _caller(MOVE)
 
 
 @compiled
-def addresses(at: int) -> Ints:
-    """The array of addresses."""
-    return array_at(at, ADDRESSES, np.int64)
+def records_at(at: int, number: int, count: int, kind: Any) -> Array:
+    """The records of a source, by its number, or those at one of the other places of addresses."""
+    return array_at(array_at(at, ADDRESSES, np.int64)[number], count, kind)
 
 
 @compiled
-def work_at(at: Ints) -> Any:
-    return array_at(at[WORK_AT], 1, WORK)[0]
+def record_at(at: int, number: int, kind: Any) -> Any:
+    return records_at(at, number, 1, kind)[0]
 
 
 @compiled
-def table_at(at: Ints) -> Array:
+def work_at(at: int) -> Any:
+    return record_at(at, WORK_AT, WORK)
+
+
+@compiled
+def table_at(at: int) -> Array:
     """The rows of the sources."""
-    return array_at(at[TABLE_AT], MOST_EVIDENCE, ROW)
+    return records_at(at, TABLE_AT, MOST_EVIDENCE, ROW)
 
 
 @compiled
-def move_all(at: Ints, token: int, emitted: int) -> None:
+def move_all(at: int, token: int, emitted: int) -> None:
     """Have all sources follow when the root moves on."""
     table = table_at(at)
     for row in range(work_at(at).rows):
         if table[row].move:
-            call_move(table[row].move, at.ctypes.data, token, emitted)
+            call_move(table[row].move, (at, token, emitted))

@@ -14,10 +14,9 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.hierarchy.candidates import contribute, put
-from hdtool.runtime.drafters.hierarchy.evidence import pass_by
-from hdtool.runtime.drafters.hierarchy.memory import DRAFTING, NEAR_AT, Prior, Source, addresses, work_at
+from hdtool.runtime.drafters.hierarchy.memory import DRAFTING, NEAR_AT, RESTART, Prior, Source, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.weights import FEW, KINDS, MANY, ONE, bucket_of_share, weights_at
-from hdtool.runtime.kernels.compiled import Array, Ints, compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
@@ -180,19 +179,17 @@ def remember(memory: Array, root: int, tokens: Array, scores: Array) -> None:
 
 
 @compiled
-def last_at(at: Ints) -> Any:
-    return array_at(at[OF_LAST], 1, LAST_RECORD)[0]
+def last_at(at: int) -> Any:
+    return record_at(at, OF_LAST, LAST_RECORD)
 
 
 def _find_last(at: int, node: int) -> int:
-    return 0 if node == 0 and last_at(addresses(at)).count > 0 else -1
+    return 0 if node == 0 and last_at(at).count > 0 else -1
 
 
-def _weigh_last(
-    at: int, node: int, order: int, first: int, left: float, least: float, floor: float, truth: int
-) -> float:
+def _weigh_last(at: int, node: int, order: int, first: int, left: float) -> float:
     """Give each candidate of the last logit its part of what is left after all n-gram orders."""
-    work, last, rates, whole = work_at(addresses(at)), last_at(addresses(at)), weights_at(addresses(at)).rates, 0.0
+    work, last, rates, whole = work_at(at), last_at(at), weights_at(at).rates, 0.0
     for place in range(last.count):
         whole += rates[last.kinds[place]]
     unit = left / max(1.0, whole / MOST_OF_THE_REST)
@@ -200,16 +197,16 @@ def _weigh_last(
     for place in range(last.count):
         token, kind = last.tokens[place], last.kinds[place]
         part = unit * rates[kind]
-        if truth == DRAFTING:
-            if part >= floor and 0 <= token < work.vocabulary:
+        if work.truth == DRAFTING:
+            if part >= work.floor and 0 <= token < work.vocabulary:
                 put(work, OF_LAST, token, part)
-        elif token == truth:
+        elif token == work.truth:
             work.last_part, work.last_kind = part, kind
     return left
 
 
 def _move_last(at: int, token: int, emitted: int) -> None:
-    last_at(addresses(at)).count = 0
+    last_at(at).count = 0
 
 
 LAST = Source(SourceName.LAST, 0, None, _find_last, _weigh_last, _move_last)
@@ -274,26 +271,24 @@ def _rankings_of(table: Any) -> Array:
 
 
 @compiled
-def _recycled_at(at: Ints) -> Any:
-    return array_at(at[OF_RECYCLED], 1, RECYCLED_RECORD)[0]
+def _recycled_at(at: int) -> Any:
+    return record_at(at, OF_RECYCLED, RECYCLED_RECORD)
 
 
 def _find_recycled(at: int, node: int) -> int:
-    work, table = work_at(addresses(at)), _recycled_at(addresses(at))
+    work, table = work_at(at), _recycled_at(at)
     if table.longest > 0:
         _fetch(table, work.tails[node, LONGEST_MATCH - 1], work.marks)
     return table.longest if table.longest > 1 else -1
 
 
 def _find_single(at: int, node: int) -> int:
-    return 1 if _recycled_at(addresses(at)).longest == 1 else -1
+    return 1 if _recycled_at(at).longest == 1 else -1
 
 
-def _weigh_recycled(
-    at: int, node: int, order: int, first: int, left: float, least: float, floor: float, truth: int
-) -> float:
+def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
     """Add the ranking that the target last gave after the same tokens."""
-    work, table = work_at(addresses(at)), _recycled_at(addresses(at))
+    work, table = work_at(at), _recycled_at(at)
     row = _row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
         return left
@@ -302,18 +297,19 @@ def _weigh_recycled(
         return left
     # How often the best token was the best takes the place of how far the evidence spreads.
     bucket = bucket_of_share(kept.shares[0], WHOLE, ONE if kept.run >= LONG_RUN else FEW if kept.run > 0 else MANY)
-    return contribute(
-        addresses(at), OF_RECYCLED, first + order - 1, kept.tokens, kept.shares, WHOLE, bucket, left, floor, truth
-    )
+    return contribute(at, OF_RECYCLED, first + order - 1, kept.tokens, kept.shares, WHOLE, bucket, left)
 
 
 @compiled
-def near_at(at: Ints) -> Any:
-    return array_at(at[NEAR_AT], 1, NEIGHBORS)[0]
+def near_at(at: int) -> Any:
+    return record_at(at, NEAR_AT, NEIGHBORS)
 
 
 def _move_recycled(at: int, token: int, emitted: int) -> None:
-    pass_by(near_at(addresses(at)), token)
+    near = near_at(at)
+    near.ahead += 1
+    if token == RESTART:
+        near.count = 0
 
 
 RECYCLED = Source(

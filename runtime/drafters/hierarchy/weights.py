@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.memory import MOST_ROWS, WEIGHTS_AT, Source
-from hdtool.runtime.kernels.compiled import Array, Ints, compiled
-from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.drafters.hierarchy.memory import MOST_ROWS, WEIGHTS_AT, Source, record_at
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.source_names import SourceName
 
 SIZES = 8
@@ -103,8 +102,8 @@ def new_weights(sources: Sequence[Source]) -> Array:
 
 
 @compiled
-def weights_at(at: Ints) -> Any:
-    return array_at(at[WEIGHTS_AT], 1, WEIGHTS)[0]
+def weights_at(at: int) -> Any:
+    return record_at(at, WEIGHTS_AT, WEIGHTS)
 
 
 @compiled
