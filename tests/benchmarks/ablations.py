@@ -28,15 +28,19 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.data.traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.node_budget import CostBudget, FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.recorded_turns import TurnReader
 from hdtool.runtime.evaluation.replay import Contender
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
-from hdtool.runtime.model.load import load
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.benchmarks.known_draws import LONGEST_PROMPT, SEEDS, in_turn, tokens_and_steps
+from tests.benchmarks.known_draws import LONGEST_PROMPT, SEEDS, in_turn
 from tests.benchmarks.methods import cold, warm
 
 NODES = 32, 64
@@ -75,7 +79,6 @@ def _spread(total: Any, distinct: Any) -> int:
 
 TEXT: Mapping[str, Mapping[str, Any]] = {
     "recency": {"tree.weigh_recency": _nothing},
-    "recency of the path's own tokens": {"adjustments.NEAREST": 0},
     "short matches": {"matches.LONGEST_SHORT": 0},
     "orders of matches above 8": {"matches.level_of": _orders_up_to_8},
     "learned weights": {"tree.learn": _nothing},
@@ -94,6 +97,7 @@ LOGITS: Mapping[str, Mapping[str, Any]] = {
     "runs of recycled rankings": {"rankings.LONG_RUN": 0},
     "last logit": {},
     "learned rates of the last logit": {"weights._learn_last": _nothing},
+    "calibration": {"weights.TOLERANCE": NO_LIMIT},
 }
 """By mechanism, what takes the place of what; the sources that have a letter are left out of the method instead."""
 LETTERS = {"history": "H", "recycled rankings": "R", "last logit": "L"}
@@ -133,18 +137,25 @@ def answered(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
     loaded = load(ModelConfig(options.answered, device="cpu", activations="int8"))
     prompts = in_turn(list(read_prompts(options.questions)))[: options.limit]
     sources = "".join(letter for letter in "CHMSLR" if letter != LETTERS.get(options.without))
-    for nodes in NODES:
+    for nodes in (*NODES, None):
         config = DecodeConfig("hd+logitspec", options.max_new_tokens, draft_tokens=nodes, sources=sources)
         stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig("none", "none"), config.databases)
-        tokens = steps = 0
+        tokens, passes = 0, 0.0
         for number, prompt in enumerate(prompts):
             asked = encode_conversation(loaded.tokenizer, prompt.messages[:1])
             if len(asked) <= LONGEST_PROMPT:
                 sampling = SamplingConfig(temperature=options.temperature, seed=SEEDS + number)
-                drafter = drafter_for(config, loaded.target, stores)
-                answer, taken = tokens_and_steps(loaded, drafter, asked, sampling, options.max_new_tokens)
-                tokens, steps = tokens + len(answer) - 1, steps + taken
-        yield f"sampled, {nodes}", tokens / steps
+                budget = FixedBudget(nodes) if nodes else CostBudget(COST)
+                drafter = drafter_within(lambda budget=budget: budget, config, stores, loaded.target)
+                steps = steps_of(loaded, drafter, asked, sampling, options.max_new_tokens)[1:]
+                tokens += sum(len(step.tokens) for step in steps)
+                passes += len(steps) if nodes else sum(COST.seconds(len(step.tree)) for step in steps)
+        yield f"sampled, {nodes or 'chosen'}", tokens / passes
+
+
+def steps_of(loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, most: int) -> list[Step]:
+    sampler, stops = loaded.sampler(sampling, asked, max_new_tokens=most)
+    return list(decode(loaded.target, asked, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
 
 
 def measured(without: str) -> Figures:

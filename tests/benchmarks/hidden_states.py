@@ -18,7 +18,7 @@ import torch
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.drafters.hierarchy.adjustments import prob_class
+from hdtool.runtime.drafters.hierarchy.candidates import prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.memory import DRAFTING
 from hdtool.runtime.drafters.hierarchy.tree import LEAST_LEFT, LEAST_PART, expand, feed

@@ -138,8 +138,8 @@ def check_answer(
         slow.listen([Node(text[:at]), *expected], accepted, logits)
         for source, rows in WEIGHTS.items():
             np.testing.assert_allclose(hierarchy.weights(source), slow.weight[rows], rtol=1e-9)
-        np.testing.assert_allclose(hierarchy.rates, slow.rates, rtol=1e-9)
-        np.testing.assert_allclose(hierarchy.gains, slow.gains, rtol=1e-9)
+        np.testing.assert_allclose(hierarchy.learned["rates"], slow.rates, rtol=1e-9)
+        np.testing.assert_allclose(hierarchy.learned["gains"], slow.gains, rtol=1e-9)
         at += len(accepted.tokens)
         drafted |= set(tree.sources.tolist())
     return drafted
@@ -362,7 +362,7 @@ def test_agreement_comes_to_be_worth_what_it_brings() -> None:
             hierarchy.observe(Accepted([], [3]), Verified(logits))
             tree = hierarchy.draft([3])
             hierarchy.observe(follow(tree, [truth, 9]), Verified(torch.full((len(tree) + 1, 20), -torch.inf)))
-        return float(hierarchy.gains[0])
+        return float(hierarchy.learned["gains"][0])
 
     before = float(Hierarchy(recycled=True).gains[0])
     assert gain_after_always(5) < 0.6 * before < before < gain_after_always(6)
@@ -387,13 +387,13 @@ def test_candidates_come_to_be_worth_what_they_bring() -> None:
     hierarchy.begin([0])
     logits = torch.full((1, 100), -torch.inf)
     logits[0, [1, 2, 3]] = torch.tensor([2.0, 1.5, 0.0])
-    before = hierarchy.rates.copy()
+    before = hierarchy.learned["rates"].copy()
     for turn in range(200):
         hierarchy.observe(Accepted([], [1]), Verified(logits))
         hierarchy.observe(Accepted([], [2 if turn % 2 else 50]), NO_LOGITS)
     second = 1  # a quarter or more, less than a half
-    assert 0.4 < hierarchy.rates[second] < 0.6, "right every other time"
-    assert hierarchy.rates[3] < 0.1 * before[3], "never right"
+    assert 0.4 < hierarchy.learned["rates"][second] < 0.6, "right every other time"
+    assert hierarchy.learned["rates"][3] < 0.1 * before[3], "never right"
 
 
 def test_recycling_survives_a_clipped_tree() -> None:

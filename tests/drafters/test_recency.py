@@ -11,7 +11,7 @@ from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.adjustments import DISTANCES, distance_class
+from hdtool.runtime.drafters.hierarchy.candidates import DISTANCES, distance_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.stores.model_store import ModelStore
 

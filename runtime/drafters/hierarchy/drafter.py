@@ -114,7 +114,7 @@ class Hierarchy(Pinned):
         work, self._learned = np.zeros(1, WORK), new_weights(table)
         self._weight_rows = rows_of_weights(table)
         chosen = [source for source in table if source in added or used[source]]
-        self._rows = [(source, source.row(self._first_row(source))) for source in chosen]
+        self._rows = [(one, one.row(self._weight_rows[one.name].start if one.prior else 0)) for one in chosen]
         self._table = np.zeros(MOST_EVIDENCE, ROW)
         self._records: dict[int, Array] = {
             WORK_AT: work,
@@ -125,7 +125,7 @@ class Hierarchy(Pinned):
             SourceName.MODEL: model_record(model),
             SourceName.CORPUS: ranges,
             SourceName.LAST: rankings.last,
-            SourceName.RECYCLED: rankings.recycled,
+            SourceName.RECYCLED: rankings.recycled.record,
             SourceName.HEADS: self._heads_record,
             SourceName.PLUGIN_1: self._plugin_records,
             **{source.name: record for source, record in added.items()},
@@ -196,23 +196,10 @@ class Hierarchy(Pinned):
         """The learned weights of a source by n-gram order and by kind of evidence; see ``weights.py``."""
         return self._learned["weight"][0, self._weight_rows[source]]
 
-    def _first_row(self, source: Source) -> int:
-        return int(self._weight_rows[source.name].start) if source.prior else 0
-
     @property
-    def rates(self) -> Any:
-        """The learned share of each kind of candidate of the last logit."""
-        return self._learned["rates"][0]
-
-    @property
-    def gains(self) -> Any:
-        """The learned gain of candidates in neighboring rankings, by kind."""
-        return self._learned["gains"][0]
-
-    @property
-    def recency(self) -> Any:
-        """The gain of candidates by their distance from their latest place in the conversation, and by probability."""
-        return self._learned["recency"][0]
+    def learned(self) -> Any:
+        """All that is learned, and the gains of recency; see ``weights.py``."""
+        return self._learned[0]
 
     @property
     def seconds(self) -> dict[SourceName, float]:

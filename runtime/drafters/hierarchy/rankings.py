@@ -18,29 +18,27 @@ from hdtool.runtime.drafters.hierarchy.memory import DRAFTING, NEAR_AT, RESTART,
 from hdtool.runtime.drafters.hierarchy.weights import FEW, KINDS, MANY, ONE, bucket_of_share, weights_at
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
-from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
-from hdtool.runtime.stores.model_store import mixed
+from hdtool.runtime.stores.recycled_rankings import (
+    BEST,
+    LONG_RUN,
+    LONGEST_NODE,
+    WHOLE,
+    RecycledRankings,
+    fetch,
+    rankings_of,
+    row_of,
+    tag_of,
+)
+from hdtool.runtime.stores.recycled_rankings import TABLE as RECYCLED_TABLE
 from hdtool.runtime.verified import Verified
 
 MOST_CANDIDATES = 60
 """Candidates that the last logit gives at most."""
 MOST_OF_THE_REST = 0.9
 """The candidates of the last logit get at most this part of the probability that is left in the end."""
-BEST = 8
-"""Tokens of a recycled ranking."""
-LONGEST_NODE = 5
-"""The most last tokens that rankings are kept by."""
-HASHED_ROWS = 1 << 15
-"""For each of the longer lengths."""
-WHOLE = 1000
-"""Shares of recycled rankings are in thousandths."""
-SHARPNESS = 1.5
-"""Shares are of probabilities raised to this power: the best token is chosen more often than its probability."""
-LONG_RUN = 4
-"""Rankings with the same best token so many times in a row have a weight of their own."""
 PLACES = 8
 """Positions after the root that have neighboring rankings."""
 NAMED = 32
@@ -53,25 +51,6 @@ LAST_RECORD = np.dtype(
         ("count", np.int64),  # of candidates; 0 where the ranking of the root is missing
         ("tokens", np.int64, MOST_CANDIDATES),  # most probable first
         ("kinds", np.int64, MOST_CANDIDATES),
-    ],
-    align=True,
-)
-RANKING = np.dtype(
-    [
-        ("tokens", np.int32, BEST),  # best first
-        ("shares", np.int16, BEST),
-        ("tag", np.uint32),  # the other half of the hash, which detects collisions
-        ("run", np.uint8),  # how many times in a row the best token was the same
-        ("unused", np.uint8, 11),
-    ]
-)
-"""A row of the table of recycled rankings. It fills one cache line, so that it costs one cache miss."""
-LINE = RANKING.itemsize
-RECYCLED_RECORD = np.dtype(
-    [
-        ("rankings", np.int64),  # address of the rows; 0 before anything is kept
-        ("vocabulary", np.int64),  # rows for a single token
-        ("longest", np.int64),  # last tokens that rows are kept by; 0 before anything is kept
     ],
     align=True,
 )
@@ -103,28 +82,21 @@ class Rankings(Pinned):
 
     def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:
         """``known`` are rankings of single tokens that are there from the first step on."""
-        self.last, self.near = np.zeros(1, LAST_RECORD), np.zeros(1, NEIGHBORS)
-        self.recycled = np.zeros(1, RECYCLED_RECORD)
-        self._lines: Array | None = None
-        """The table of recycled rankings; allocated when the first one arrives."""
+        self.last, self.near, self.recycled = np.zeros(1, LAST_RECORD), np.zeros(1, NEIGHBORS), RecycledRankings()
         self._uses_last, self._uses_recycled = last, recycled
         self.uses_logits, self.is_kept = last or recycled, recycled or known is not None
         self._known = known
-        # Compiled, or loaded from the cache, before a step needs it.
-        tokens, scores = np.zeros((0, BEST), np.int64), np.zeros((0, BEST), np.float32)
-        _keep(self.recycled, tokens, tokens, scores)
         self.forget()
-        if self.uses_logits:
+        if self.uses_logits:  # compiled, or loaded from the cache, before a step needs it
             tokens, scores = topk(torch.full((1, 1), NO_LOGIT), 1)
             remember(self.last, 0, tokens[0], scores[0])
             look_round(self.near, np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
 
     def forget(self) -> None:
         """Drop what was ranked in earlier answers; known rankings stay."""
-        self._lines = None
-        self.recycled[:] = np.zeros(1, RECYCLED_RECORD)
+        self.recycled.clear()
         if self._known is not None:
-            self._begin_with(self._known)
+            self.recycled.begin_with(self._known, alone=not self._uses_recycled)
 
     def observe(self, accepted: Accepted, verified: Verified, nodes: RankedNodes | None) -> None:
         """Read the rows of logits of the root and each node; without ``nodes``, only that of the last accepted one."""
@@ -137,29 +109,8 @@ class Rankings(Pinned):
             remember(self.last, accepted.tokens[-1], tokens[0], scores[0])
         if self._uses_recycled and nodes is not None:
             tokens, scores = topk(rankable, BEST)
-            if self._lines is None:
-                self._allocate(verified.logits.shape[-1])
-            _keep(self.recycled, nodes.tails, tokens, scores)
+            self.recycled.keep(nodes.tails, tokens, scores, verified.logits.shape[-1])
             look_round(self.near, nodes.depths, nodes.probs, tokens, scores, len(accepted.path))
-
-    def _begin_with(self, known: Array) -> None:
-        """Begin with rankings of single tokens: rows of tokens and of their probabilities in millionths.
-
-        A table that recycles has room for more, and replaces these as the target reads the tokens.
-        """
-        self._allocate(len(known), LONGEST_NODE if self._uses_recycled else 1)
-        longest, self.recycled["longest"] = int(self.recycled["longest"][0]), 1
-        tails = np.arange(len(known)).reshape(-1, 1)
-        with np.errstate(divide="ignore"):
-            scores = np.log(known[:, BEST:].astype(np.float32))
-        _keep(self.recycled, tails, known[:, :BEST].astype(np.int64), scores)
-        self.recycled["longest"] = longest
-
-    def _allocate(self, vocabulary: int, longest: int = LONGEST_NODE) -> None:
-        rows = vocabulary + (longest - 1) * HASHED_ROWS
-        self._lines = np.zeros((rows + 1) * LINE, np.uint8)  # one more, for alignment
-        self.recycled["rankings"] = -(-self._lines.ctypes.data // LINE) * LINE
-        self.recycled["vocabulary"], self.recycled["longest"] = vocabulary, longest
 
 
 @compiled
@@ -213,72 +164,14 @@ LAST = Source(SourceName.LAST, 0, None, _find_last, _weigh_last, _move_last)
 
 
 @compiled
-def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
-    """Keep the rankings of nodes with these last tokens, a row each; the most probable node comes first."""
-    table = memory[0]
-    rankings = _rankings_of(table)
-    shares = np.empty(BEST)
-    marks = np.zeros(LONGEST_NODE + 1, np.uint64)
-    for node in range(len(tails) - 1, -1, -1):  # the most probable node last: its ranking stays
-        if not np.isfinite(scores[node, 0]):
-            continue
-        for length in range(1, table.longest + 1):
-            marks[length] = mixed(marks[length - 1], tails[node, -length])
-        _fetch(table, tails[node, -1], marks)
-        for place in range(BEST):
-            shares[place] = np.exp(SHARPNESS * (scores[node, place] - scores[node, 0]))
-        shares *= WHOLE / shares.sum()
-        for length in range(1, table.longest + 1):
-            row = _row_of(table, tails[node, -1], marks[length], length)
-            if row >= 0:
-                kept, tag = rankings[row], _tag_of(marks[length])
-                again = kept.tag == tag and kept.tokens[0] == tokens[node, 0]
-                kept.tag, kept.run = tag, min(kept.run + 1, LONG_RUN) if again else 0
-                for place in range(BEST):
-                    kept.tokens[place], kept.shares[place] = tokens[node, place], int(shares[place])
-
-
-@compiled
-def _fetch(table: Any, last: Any, marks: Array) -> None:
-    """Prefetch the rankings after the last tokens with these hashes, all at once."""
-    rankings = _rankings_of(table)
-    for length in range(1, table.longest + 1):
-        row = _row_of(table, last, marks[length], length)
-        if row >= 0:
-            prefetch(rankings, row)
-
-
-@compiled
-def _tag_of(mark: np.uint64) -> Any:
-    """The half of a hash that does not select the row, to detect collisions."""
-    return np.uint32(mark >> np.uint64(32))
-
-
-@compiled
-def _row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
-    """The row of the table after ``length`` tokens of this hash, which end with ``last``; or -1."""
-    if length > table.longest or not 0 <= last < table.vocabulary:
-        return -1
-    if length == 1:
-        return int(last)
-    return int(table.vocabulary + (length - 2) * HASHED_ROWS + np.int64(mark & np.uint64(HASHED_ROWS - 1)))
-
-
-@compiled
-def _rankings_of(table: Any) -> Array:
-    """All rows."""
-    return array_at(table.rankings, table.vocabulary + (table.longest - 1) * HASHED_ROWS, RANKING)
-
-
-@compiled
 def _recycled_at(at: int) -> Any:
-    return record_at(at, OF_RECYCLED, RECYCLED_RECORD)
+    return record_at(at, OF_RECYCLED, RECYCLED_TABLE)
 
 
 def _find_recycled(at: int, node: int) -> int:
     work, table = work_at(at), _recycled_at(at)
     if table.longest > 0:
-        _fetch(table, work.tails[node, LONGEST_MATCH - 1], work.marks)
+        fetch(table, work.tails[node, LONGEST_MATCH - 1], work.marks)
     return table.longest if table.longest > 1 else -1
 
 
@@ -289,11 +182,11 @@ def _find_single(at: int, node: int) -> int:
 def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
     """Add the ranking that the target last gave after the same tokens."""
     work, table = work_at(at), _recycled_at(at)
-    row = _row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
+    row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
         return left
-    kept = _rankings_of(table)[row]
-    if kept.shares[0] == 0 or kept.tag != _tag_of(work.marks[order]):
+    kept = rankings_of(table)[row]
+    if kept.shares[0] == 0 or kept.tag != tag_of(work.marks[order]):
         return left
     # How often the best token was the best takes the place of how far the evidence spreads.
     bucket = bucket_of_share(kept.shares[0], WHOLE, ONE if kept.run >= LONG_RUN else FEW if kept.run > 0 else MANY)

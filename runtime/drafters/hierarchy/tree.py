@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.adjustments import agree, learn_gains, weigh_draws, weigh_recency
+from hdtool.runtime.drafters.hierarchy.candidates import agree, learn_gains, weigh_draws, weigh_recency
 from hdtool.runtime.drafters.hierarchy.evidence import position_after
 from hdtool.runtime.drafters.hierarchy.matches import found_at, table_of
 from hdtool.runtime.drafters.hierarchy.memory import (
